@@ -1,0 +1,60 @@
+"""Communication along named mesh dimensions for PyTorch: correct, or loud about who, what and where."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshcomm.comm import Handle as Handle
+    from meshcomm.config import Config as Config
+    from meshcomm.config import MeshConfig as MeshConfig
+    from meshcomm.config import load as load
+    from meshcomm.config import plan as plan
+    from meshcomm.errors import MeshcommError as MeshcommError
+    from meshcomm.layout import GroupOptions as GroupOptions
+    from meshcomm.layout import Layout as Layout
+    from meshcomm.layout import Plan as Plan
+    from meshcomm.mesh import Mesh as Mesh
+    from meshcomm.mesh import init as init
+
+__version__ = "0.1.0"
+
+# Every public name and where it lives. Loaded when first used: what needs no torch imports none.
+_PUBLIC = {
+    "Config": "meshcomm.config",
+    "GroupOptions": "meshcomm.layout",
+    "Handle": "meshcomm.comm",
+    "Layout": "meshcomm.layout",
+    "Mesh": "meshcomm.mesh",
+    "MeshConfig": "meshcomm.config",
+    "MeshcommError": "meshcomm.errors",
+    "Plan": "meshcomm.layout",
+    "init": "meshcomm.mesh",
+    "load": "meshcomm.config",
+    "plan": "meshcomm.config",
+}
+
+__all__ = [
+    "Config",
+    "GroupOptions",
+    "Handle",
+    "Layout",
+    "Mesh",
+    "MeshConfig",
+    "MeshcommError",
+    "Plan",
+    "init",
+    "load",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'meshcomm' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

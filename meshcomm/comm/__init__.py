@@ -1,0 +1,8 @@
+"""A communicator along dims: collectives, messages, and their differentiable forms."""
+
+from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.directory import Directory
+from meshcomm.comm.functional import Functional
+from meshcomm.comm.handle import Handle
+
+__all__ = ["Communicator", "Directory", "Functional", "Handle"]

@@ -1,0 +1,29 @@
+"""From dims to the communicator that talks along them; a miss explains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from meshcomm.comm.communicator import Communicator
+from meshcomm.layout import Dims
+
+
+@final
+class Directory(dict[Dims, Communicator]):
+    """A dictionary, so that the hot path is one look-up.
+
+    `explain(dims)` is called for dims that are not in it: it returns a communicator that they can
+    share, or raises UnknownDim (or MeshClosed, or NotMember).
+    """
+
+    __slots__ = ("_explain",)
+
+    def __init__(self, explain: Callable[[Dims], Communicator]) -> None:
+        super().__init__()
+        self._explain = explain
+
+    def __missing__(self, dims: Dims) -> Communicator:
+        found = self._explain(dims)
+        self[dims] = found
+        return found

@@ -1,0 +1,110 @@
+"""Every exception of meshcomm: what happened, what was given, what was expected, what to try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MeshcommError(Exception):
+    """Base of every error a user can cause or meet.
+
+    The text has one line that says what happened, then up to three indented lines:
+    what was given, what was expected, what to try.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        given: str | None = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.given = given
+        self.expected = expected
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label, text in (
+            ("given:", self.given),
+            ("expected:", self.expected),
+            ("try:", self.hint),
+        ):
+            if text is not None:
+                body = text.replace("\n", "\n" + " " * 12)
+                lines.append(f"  {label:<9} {body}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.what, self.given, self.expected, self.hint, self.__dict__)
+
+
+def _rebuild(
+    kind: type[MeshcommError],
+    what: str,
+    given: str | None,
+    expected: str | None,
+    hint: str | None,
+    state: dict[str, Any],
+) -> MeshcommError:
+    error = kind.__new__(kind)
+    MeshcommError.__init__(error, what, given=given, expected=expected, hint=hint)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(MeshcommError):
+    """A configuration file or override is wrong; carries every problem found, not the first."""
+
+
+class LayoutError(MeshcommError):
+    """Names, sizes or ranks do not form a mesh."""
+
+
+class UnknownDim(LayoutError):
+    """A dim name that this mesh does not have, or dims that no declared group covers."""
+
+
+class LaunchError(MeshcommError):
+    """The process was not started in a way that a mesh can be made from."""
+
+
+class MeshMismatchError(MeshcommError):
+    """Ranks disagree on what the mesh is, or a rank never came.
+
+    `odd_ranks` are the ranks that differ from the majority; `missing` those that did not come.
+    """
+
+    odd_ranks: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+
+class NotMember(MeshcommError):
+    """A rank outside the mesh asked the mesh to communicate."""
+
+
+class MeshClosed(MeshcommError):
+    """The mesh was closed and can no longer communicate."""
+
+
+class ShapeError(MeshcommError):
+    """A tensor's shape, dtype, device or layout does not fit the call."""
+
+
+class UnsupportedOp(MeshcommError):
+    """The backend cannot do this, known before a byte moves."""
+
+
+class AutogradError(MeshcommError):
+    """An in-place collective met a tensor that needs gradients."""
+
+
+class CommunicationError(MeshcommError):
+    """The backend failed while communicating; the backend's own error is the cause."""
+
+
+class TrainingError(MeshcommError):
+    """A training run cannot go on; says at which step and why."""

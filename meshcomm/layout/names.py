@@ -1,0 +1,35 @@
+"""Which names a dim may have, and which name was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from meshcomm.errors import LayoutError
+
+
+def check_name(name: object, what: str) -> None:
+    """A name must be an identifier that einops patterns can hold: no "_" at either end."""
+    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or name[-1] == "_":
+        raise LayoutError(
+            f"{name!r} cannot be the name of a {what}",
+            given=repr(name),
+            expected='letters, digits and inner underscores, not starting with a digit, as in "dp"',
+            hint=f"rename the {what}",
+        )
+
+
+def nearest_name(word: str, known: Iterable[str]) -> str | None:
+    """The known name most like `word`, or None where nothing is near."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return matches[0] if matches else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A question to the reader, or None where nothing is near.
+
+    >>> did_you_mean("dpx", ["pp", "dp", "tp"])
+    'did you mean "dp"?'
+    """
+    near = nearest_name(word, known)
+    return None if near is None else f'did you mean "{near}"?'

@@ -1,0 +1,242 @@
+"""Which groups does a layout need, with which options, in which order? Decided without a process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshcomm.errors import LayoutError
+from meshcomm.layout.layout import Dims, Digits, Layout, Ranks
+from meshcomm.layout.names import did_you_mean
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What a group is created with, beside its ranks.
+
+    backend: "auto" (NCCL for cuda, Gloo for cpu), or any name that torch.distributed knows.
+    timeout_s: seconds until an operation on the group that does not end is an error.
+    lane: groups with equal ranks and options share one communicator unless their lanes differ.
+    extra: options of the backend itself, as ("name", value) pairs.
+    """
+
+    backend: str = "auto"
+    timeout_s: float = 600.0
+    lane: str = ""
+    extra: tuple[tuple[str, Scalar], ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "backend": self.backend,
+            "timeout_s": self.timeout_s,
+            "lane": self.lane,
+            "extra": dict(self.extra),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All groups along one name: the fibres of a dim, of a merged dim, or of a view's dim.
+
+    shares: the name of the earlier family whose groups these are, or None. Where it is set, no
+        group is created for this family.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    kind: str
+    size: int
+    count: int
+    options: GroupOptions
+    shares: str | None = None
+
+    @property
+    def creates(self) -> bool:
+        """Whether groups are created for this family."""
+        return self.size > 1 and self.shares is None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group: which ranks, in coord order, and how it is created.
+
+    index: which of the family's groups it is. coords: what its ranks have in common, by dim.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    index: int
+    ranks: tuple[int, ...]
+    coords: Mapping[str, int]
+    options: GroupOptions
+    shares: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and common coords, as in `tp[pp=0 dp=1]`."""
+        return f"{self.name}[{' '.join(f'{n}={c}' for n, c in self.coords.items())}]"
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "name": self.name,
+            "dims": list(self.dims),
+            "index": self.index,
+            "ranks": list(self.ranks),
+            "coords": dict(self.coords),
+            "shares": self.shares,
+            **self.options.facts(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The plan as one rank sees it: its coords, and the group it is in for every name, in order.
+
+    A name whose size is 1 has no group and does not appear in `groups`.
+    """
+
+    rank: int
+    coords: Mapping[str, int]
+    groups: tuple[Group, ...]
+
+    @property
+    def creations(self) -> int:
+        """How many groups this rank creates."""
+        return sum(group.shares is None for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every group of a layout, in one fixed order: base dims, merged dims, then views' dims.
+
+    Args:
+        layout: who sits where.
+        defaults: options of every name that has none of its own.
+        options: options by name (a dim, a merged dim, a view's dim).
+        device: "auto", "cpu", "cuda", ...
+    """
+
+    layout: Layout
+    defaults: GroupOptions = field(default_factory=GroupOptions)
+    options: Mapping[str, GroupOptions] = field(default_factory=dict)
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in self.options:
+            if name not in self.layout.names:
+                raise LayoutError(
+                    f"options for a dim that the mesh does not have: {name}",
+                    given=f"options.{name}",
+                    expected="one of " + ", ".join(self.layout.names),
+                    hint=did_you_mean(name, self.layout.names) or f"remove options.{name}",
+                )
+        object.__setattr__(self, "_families", self._make_families())
+
+    def _make_families(self) -> tuple[Family, ...]:
+        layout = self.layout
+        names: dict[str, tuple[str, tuple[str, ...]]] = {n: ("dim", (n,)) for n in layout.dims}
+        for name, parts in layout.merge.items():
+            names[name] = ("merged", parts)
+        for view, sizes in layout.views.items():
+            for name in sizes:
+                names.setdefault(name, (f"view {view}", (name,)))
+        owners: dict[tuple[Digits, GroupOptions], str] = {}
+        families: list[Family] = []
+        for name, (kind, dims) in names.items():
+            digits = layout.digits(name)
+            options = self.options.get(name, self.defaults)
+            shares = None
+            if digits.size > 1:
+                owner = owners.setdefault((digits.canonical(), options), name)
+                shares = None if owner == name else owner
+            families.append(
+                Family(
+                    name=name,
+                    dims=dims,
+                    kind=kind,
+                    size=digits.size,
+                    count=layout.world_size // digits.size,
+                    options=options,
+                    shares=shares,
+                )
+            )
+        return tuple(families)
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """Every name with the facts that its groups have in common, in plan order."""
+        families: tuple[Family, ...] = self.__dict__["_families"]
+        return families
+
+    def family(self, name: str) -> Family:
+        """The family of one name. Raises UnknownDim."""
+        self.layout.digits(name)
+        return next(family for family in self.families if family.name == name)
+
+    def groups(self) -> Iterator[Group]:
+        """Every group of every name, in the order in which they are created."""
+        for family in self.families:
+            if family.size > 1:
+                for index, ranks in enumerate(self.layout.groups(family.name)):
+                    yield self._group(family, index, ranks)
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """What `rank` sees. Time and memory grow with the sizes of its groups, not with the world."""
+        layout = self.layout
+        groups = tuple(
+            self._group(family, layout.group_index(rank, family.name), layout.group_of(rank, family.name))
+            for family in self.families
+            if family.size > 1
+        )
+        return RankPlan(rank=rank, coords=layout.coords(rank), groups=groups)
+
+    def _group(self, family: Family, index: int, ranks: Ranks) -> Group:
+        layout = self.layout
+        home = layout.home(family.dims)
+        sizes = layout.views[home] if home else layout.dims
+        first = layout.position(int(ranks[0]))
+        common = {n: layout.digits(n).coord(first) for n in sizes if n not in family.dims}
+        return Group(
+            name=family.name,
+            dims=family.dims,
+            index=index,
+            ranks=tuple(ranks.tolist()),
+            coords=common,
+            options=family.options,
+            shares=family.shares,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that must be equal on every rank, and nothing that is a rank's own."""
+        layout = self.layout
+        order = layout.rank_order
+        return {
+            "dims": dict(layout.dims),
+            "rank_order": None if order is None else list(order),
+            "views": {name: dict(sizes) for name, sizes in layout.views.items()},
+            "merge": {name: list(parts) for name, parts in layout.merge.items()},
+            "device": self.device,
+            "options": {family.name: family.options.facts() for family in self.families},
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of a SHA-256 over `facts()`, names in their order."""
+        text = json.dumps(self.facts(), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def on(self, device: str, backend: str) -> Plan:
+        """This plan with "auto" filled in for one device type."""
+
+        def fill(options: GroupOptions) -> GroupOptions:
+            return replace(options, backend=backend) if options.backend == "auto" else options
+
+        filled = {name: fill(options) for name, options in self.options.items()}
+        return Plan(self.layout, fill(self.defaults), filled, device)

@@ -1,0 +1,134 @@
+"""Do the sizes of the dims fit the world, and which sizes nearby would?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from meshcomm.errors import LayoutError
+
+
+def times(sizes: Mapping[str, int]) -> str:
+    """The arithmetic as text.
+
+    >>> times({"pp": 2, "dp": 2, "tp": 3})
+    '2*2*3 = 12'
+    """
+    known = [size for size in sizes.values() if size != -1]
+    text = "*".join(map(str, known)) or "1"
+    return text if len(known) == 1 else f"{text} = {math.prod(known)}"
+
+
+def toml_dims(sizes: Mapping[str, int]) -> str:
+    """The sizes as they are written in a config file.
+
+    >>> toml_dims({"dp": 4, "tp": 2})
+    '{ dp = 4, tp = 2 }'
+    """
+    return "{ " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " }"
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of `n`, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def nearest_fits(sizes: Mapping[str, int], world: int, limit: int = 3) -> list[dict[str, int]]:
+    """Sizes that do fit `world`, each differing from `sizes` in one dim where one is enough.
+
+    Nearest first: the factor by which a size changes decides, then the order of the dims. A dim
+    of -1 stays -1. Empty only where no change of a single dim helps and no dim could take all.
+    """
+    found: list[tuple[float, int, dict[str, int]]] = []
+    for position, name in enumerate(sizes):
+        if sizes[name] == -1:
+            continue
+        others = math.prod(s for n, s in sizes.items() if n != name and s != -1)
+        for candidate in divisors(world):
+            fits = (
+                world % (others * candidate) == 0
+                if -1 in sizes.values()
+                else others * candidate == world
+            )
+            if fits and candidate != sizes[name]:
+                distance = abs(math.log(candidate / max(sizes[name], 1)))
+                found.append((distance, position, {**sizes, name: candidate}))
+    found.sort(key=lambda item: item[:2])
+    if not found and sizes:
+        # No single dim can mend it: shrink each size to its greatest common divisor with what is
+        # left of the world, innermost first, and let the outermost take the rest.
+        left = world
+        mended = dict.fromkeys(sizes, 1)
+        for name in reversed(list(sizes)):
+            size = sizes[name]
+            if size != -1:
+                mended[name] = math.gcd(max(size, 1), left)
+                left //= mended[name]
+        open_dim = next((n for n, s in sizes.items() if s == -1), next(iter(sizes)))
+        mended[open_dim] *= left
+        found.append((0.0, 0, mended))
+    return [fit for _, _, fit in found[:limit]]
+
+
+def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh") -> dict[str, int]:
+    """Fill in the one size that is -1, and check that the sizes multiply to `world`.
+
+    `world` None: no world is known yet, so no size may be -1.
+    Raises LayoutError with the arithmetic and the nearest sizes that fit.
+    """
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise LayoutError(
+            f"{what} has {len(unknown)} sizes of -1: {', '.join(unknown)}",
+            given=f"dims = {toml_dims(sizes)}",
+            expected="at most one size of -1; it takes what the other dims leave of the world",
+            hint=f"dims = {toml_dims({**sizes, **dict.fromkeys(unknown[1:], 1)})}",
+        )
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if world is None:
+        if unknown:
+            raise LayoutError(
+                f"{what} leaves {unknown[0]} = -1 open and the world's size is not known",
+                given=f"dims = {toml_dims(sizes)}",
+                expected="a number of processes, or a size for every dim",
+                hint=f"--world {known * 2}, or --set mesh.dims.{unknown[0]}=2",
+            )
+        return dict(sizes)
+    if unknown:
+        if world % known == 0:
+            return {name: world // known if size == -1 else size for name, size in sizes.items()}
+        raise LayoutError(
+            f"{what} does not divide the world: {times(sizes)}, world is {world}",
+            given=f"dims = {toml_dims(sizes)}, {world} processes",
+            expected=f"{world} divisible by the sizes that are given; {world} % {known} = {world % known}",
+            hint=_alternatives(sizes, world, max(known, world // known * known)),
+        )
+    if known != world:
+        raise LayoutError(
+            f"{what} does not fit the world: {times(sizes)}, world is {world}",
+            given=f"dims = {toml_dims(sizes)}, {world} processes",
+            expected=f"sizes that multiply to {world}",
+            hint=_alternatives(sizes, world, known),
+        )
+    return dict(sizes)
+
+
+def _alternatives(sizes: Mapping[str, int], world: int, processes: int) -> str:
+    lines = [f"dims = {toml_dims(fit)}" for fit in nearest_fits(sizes, world)]
+    if processes != world:
+        lines.append(f"{processes} processes")
+    return ", or\n".join(lines)
+
+
+def fold(numbers: Iterable[int], most: int = 8) -> str:
+    """A list of numbers short enough to read.
+
+    >>> fold([0, 1, 2, 3]), fold([1, 3, 5, 7, 9, 11, 13, 15, 17, 19])
+    ('0 1 2 3', '1 3 5 7 .. 19 (10)')
+    """
+    listed = [int(number) for number in numbers]
+    if len(listed) <= most:
+        return " ".join(map(str, listed))
+    head = " ".join(map(str, listed[: most // 2]))
+    return f"{head} .. {listed[-1]} ({len(listed)})"

@@ -1,0 +1,112 @@
+"""Carry the plan out: create this rank's groups, in plan order, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.errors import CommunicationError, UnsupportedOp
+from meshcomm.layout import Group, GroupOptions, Plan
+from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.torch_private import create_group, split_color
+
+Existing = Mapping[str, dist.ProcessGroup]
+
+
+def create_transports(
+    plan: Plan,
+    rank: int,
+    *,
+    store: dist.Store,
+    prefix: str,
+    device: torch.device,
+    whole_world: bool,
+    existing: Existing | None = None,
+) -> dict[str, Transport]:
+    """One transport for every name of the plan, in plan order.
+
+    Called by: every rank of the plan's layout; a rank touches only groups that it is in.
+    existing:  process groups to use instead of new ones, by name; their ranks must be in coord order.
+    Raises:    CommunicationError naming the group; groups made before it are given back.
+    """
+    mine = {group.name: group for group in plan.for_rank(rank).groups}
+    transports: dict[str, Transport] = {}
+    try:
+        for family in plan.families:
+            group = mine.get(family.name)
+            if group is None:
+                transports[family.name] = SoloTransport()
+            elif existing is not None and family.name in existing:
+                handle = existing[family.name]
+                transports[family.name] = ProcessGroupTransport(handle, group.options.backend, device, False)
+            elif family.shares is not None:
+                transports[family.name] = transports[family.shares]
+            else:
+                split = whole_world and _can_split(plan, family.name, group.options)
+                transports[family.name] = open_group(group, rank, store, prefix, device, split)
+    except BaseException:
+        close_transports(transports)
+        raise
+    return transports
+
+
+def open_group(
+    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, split: bool
+) -> ProcessGroupTransport:
+    """Create one group of the plan. Called by its ranks."""
+    options = group.options
+    try:
+        handle = create_group(
+            name=f"{prefix}/{group.name}/{group.index}",
+            ranks=group.ranks,
+            coord=group.ranks.index(rank),
+            backend=options.backend,
+            timeout=timedelta(seconds=options.timeout_s),
+            store=store,
+            options=_backend_options(options),
+            label=group.label,
+            split=split,
+        )
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise CommunicationError(
+            f"rank {rank} could not create the group {group.label}",
+            given=f"{options.backend}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
+            hint="look at the first error of the other ranks; check backend and network",
+        ) from error
+    return ProcessGroupTransport(handle, options.backend, device, owned=True)
+
+
+def close_transports(transports: Mapping[str, Transport]) -> None:
+    """Give groups back, last created first, each once."""
+    closed: set[int] = set()
+    for transport in reversed(list(transports.values())):
+        if id(transport) not in closed:
+            closed.add(id(transport))
+            transport.close()
+
+
+def _can_split(plan: Plan, name: str, options: GroupOptions) -> bool:
+    """Whether NCCL may split the world's communicator: torch tells the parts apart by a hash."""
+    if "nccl" not in options.backend:
+        return False
+    groups = plan.layout.groups(name)
+    return len({split_color(ranks) for ranks in groups.tolist()}) == len(groups)
+
+
+def _backend_options(options: GroupOptions) -> Any:
+    extra = dict(options.extra)
+    if not extra:
+        return None
+    if "nccl" not in options.backend or not hasattr(dist, "ProcessGroupNCCL"):
+        raise UnsupportedOp(
+            f"high_priority has no effect on {options.backend}",
+            given=f"high_priority = true, backend {options.backend}",
+            expected="an NCCL group",
+            hint='take high_priority out, or backend = "nccl"',
+        )
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.get("high_priority", False)))

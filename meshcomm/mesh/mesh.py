@@ -1,0 +1,378 @@
+"""A plan that is live in this process: who am I, and communication along dims by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, final, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.comm import Communicator, Directory, Functional, Handle
+from meshcomm.comm.communicator import Message
+from meshcomm.errors import MeshClosed, NotMember, UnknownDim
+from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.mesh.torch_mesh import TorchMeshes
+from meshcomm.show.plan import plan_view
+from meshcomm.transport import SoloTransport, Transport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@final
+class Mesh:
+    """Named dims over the ranks of a job, with a communicator along each.
+
+    Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
+    merged dim's name, or a tuple of names that a declared group covers. Peers and roots are coords
+    along the dims, never global ranks. A dim of size 1 is a dim; its collectives return at once.
+
+    On a rank that the mesh does not cover, `is_member` is False and everything that needs a place
+    in the mesh raises NotMember.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        device: torch.device,
+        store: dist.Store,
+        prefix: str,
+        transports: dict[str, Transport],
+        add: Callable[[Mesh, Plan, str], Transport],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.layout: Layout = plan.layout
+        self.rank = rank
+        self.device = device
+        self.store = store
+        self.closed = False
+        self._add = add
+        self._on_close = on_close
+        self._transports = transports
+        self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
+        self._at = Directory(self._explain)
+        self.functional = Functional(self._at)
+        if self.is_member:
+            for family in plan.families:
+                self._at[family.name] = self._communicator(family.name, transports[family.name])
+
+    # -- who am I -------------------------------------------------------------------------------
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh."""
+        return self.rank in self.layout
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return self.layout.world_size
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Base dims and their sizes, outermost first."""
+        return self.layout.dims
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coords, by base dim."""
+        return self.layout.coords(self._member())
+
+    def coords_of(self, rank: int, view: str | None = None) -> dict[str, int]:
+        """The coords of any rank, in the base or in a view."""
+        return self.layout.coords(rank, view)
+
+    def size(self, dims: Dims) -> int:
+        """Number of ranks along `dims`."""
+        return self.layout.size(dims)
+
+    def coord(self, dims: Dims) -> int:
+        """This rank's coord along `dims`."""
+        return self.layout.coord(self._member(), dims)
+
+    def ranks(self, dims: Dims) -> list[int]:
+        """The global ranks of this rank's group along `dims`; element c has coord c."""
+        ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
+        return ranks
+
+    def rank_at(self, **coords: int) -> int:
+        """The global rank at these coords."""
+        return self.layout.rank_at(**coords)
+
+    def peer(self, dims: Dims, offset: int, wrap: bool = True) -> int | None:
+        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`."""
+        return self.layout.peer(self._member(), dims, offset, wrap)
+
+    # -- torch's objects over the same groups ---------------------------------------------------
+
+    def group(self, dims: Dims) -> dist.ProcessGroup:
+        """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
+        self._member()
+        if isinstance(dims, tuple) and self.size(dims) > 1:
+            return self._torch.group(self._family_of(dims))
+        return self._torch.group(dims if isinstance(dims, str) else dims[0])
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All base dims as one torch DeviceMesh over this mesh's groups."""
+        return self[tuple(self.layout.dims)]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
+
+        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root.
+        """
+        self._member()
+        chosen = (names,) if isinstance(names, str) else names
+        self.layout.digits(chosen)
+        for name in chosen:
+            self.layout.digits(name)
+        return self._torch.over(chosen)
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    @overload
+    def all_reduce(self, dims: Dims, x: Tensor, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+    @overload
+    def all_reduce(self, dims: Dims, x: Tensor, op: str = ..., *, async_op: Literal[True]) -> Handle[Tensor]: ...
+
+    def all_reduce(self, dims: Dims, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Reduce `x` over `dims`, in place, and return it.
+
+        Shape:      any, equal on all ranks; any memory layout.
+        Called by:  every rank along `dims`, in the same program order.
+        op:         "sum", "avg" (floating and complex), "product", "min", "max".
+        async_op:   return a Handle at once; its wait() returns x.
+        Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
+        Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
+        """
+        return self._at[dims].all_reduce(x, op, async_op)
+
+    def broadcast(self, dims: Dims, x: Tensor, src: int, *, async_op: bool = False) -> Any:
+        """Overwrite `x` with the x of coord `src`, and return it.
+
+        Shape, calling, gradient: as for `all_reduce`.
+        """
+        return self._at[dims].broadcast(x, src, async_op)
+
+    def all_gather(self, dims: Dims, x: Tensor, axis: int = 0, *, async_op: bool = False) -> Any:
+        """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
+
+        Shape:      (b, s, d) -> (b, n*s, d) for axis=1, n the size of `dims`; equal on all ranks.
+                    A 0-dim x counts as shape (1,).
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    new memory, or a Handle whose wait() returns it.
+        Gradient:   none; see `mesh.functional.all_gather`.
+        Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
+        """
+        return self._at[dims].all_gather(x, axis, async_op)
+
+    def reduce_scatter(
+        self, dims: Dims, x: Tensor, axis: int = 0, op: str = "sum", *, async_op: bool = False
+    ) -> Any:
+        """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
+
+        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`.
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    slice number `mesh.coord(dims)`, in new memory; `x` is unchanged.
+        Gradient:   none; see `mesh.functional.reduce_scatter`.
+        Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
+        """
+        return self._at[dims].reduce_scatter(x, axis, op, async_op)
+
+    def all_to_all(
+        self, dims: Dims, x: Tensor, split_axis: int = 0, concat_axis: int = 0, *, async_op: bool = False
+    ) -> Any:
+        """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
+
+        Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    new memory; `x` is unchanged.
+        Gradient:   none; see `mesh.functional.all_to_all`.
+        Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
+        """
+        return self._at[dims].all_to_all(x, split_axis, concat_axis, async_op)
+
+    def barrier(self, dims: Dims | None = None) -> None:
+        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim."""
+        for name in self.layout.dims if dims is None else (dims,):
+            self._at[name].barrier()
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def send(self, dims: Dims, x: Tensor, dst: int, tag: int = 0) -> None:
+        """Send `x` to coord `dst` along `dims`; returns when `x` may be changed.
+
+        The receiver needs a buffer of the same shape and dtype. tag: only messages with equal tags
+        meet (Gloo; NCCL matches by order).
+        """
+        self._at[dims].isend(x, dst, tag).wait()
+
+    def recv(self, dims: Dims, out: Tensor, src: int, tag: int = 0) -> Tensor:
+        """Receive into `out` from coord `src` along `dims`, and return it."""
+        return self._at[dims].irecv(out, src, tag).wait()
+
+    def isend(self, dims: Dims, x: Tensor, dst: int, tag: int = 0) -> Handle[None]:
+        """Start a send; `x` must not change before the handle's wait() returns."""
+        return self._at[dims].isend(x, dst, tag)
+
+    def irecv(self, dims: Dims, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
+        """Start a receive; the handle's wait() returns `out`, which must not be used before."""
+        return self._at[dims].irecv(out, src, tag)
+
+    def exchange(
+        self, dims: Dims, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()
+    ) -> list[Tensor]:
+        """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
+
+        All are started before any is waited for, so no order of them can deadlock. Between two
+        ranks, messages meet in the order in which they are listed.
+        Returns: the received tensors, in the order of `recvs`.
+        """
+        return self._at[dims].exchange(sends, recvs)
+
+    def shift(self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True) -> Tensor | None:
+        """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
+
+        wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
+        are those of MPI_Cart_shift followed by MPI_Sendrecv.
+        Shape:   equal on all ranks; new memory.
+        """
+        return self._at[dims].shift(x, offset, wrap)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def create(
+        self,
+        name: str,
+        dims: tuple[str, ...],
+        *,
+        backend: str | None = None,
+        timeout_s: float | None = None,
+        lane: str = "",
+    ) -> None:
+        """Declare the merged dim `name` on the live mesh and create its groups.
+
+        Called by: every rank of the mesh, in the same program order. Ranks agree on it first.
+        Raises:    LayoutError, UnknownDim; MeshMismatchError where ranks ask for different groups.
+        """
+        self._usable()
+        merge = {**self.layout.merge, name: dims}
+        layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
+        own = GroupOptions(
+            backend=backend or self.plan.defaults.backend,
+            timeout_s=timeout_s or self.plan.defaults.timeout_s,
+            lane=lane,
+        )
+        plan = Plan(layout, self.plan.defaults, {**self.plan.options, name: own}, self.plan.device)
+        transport = self._add(self, plan, name)
+        self.plan, self.layout = plan, layout
+        self._transports[name] = transport
+        self._at.clear()
+        for family in plan.families:
+            self._at[family.name] = self._communicator(family.name, self._transports[family.name])
+        self._torch.relayout(layout)
+
+    def close(self) -> None:
+        """Give every group back, last created first. Closing twice is harmless.
+
+        Called by: every rank, at the same point of the program.
+        """
+        if not self.closed:
+            self.closed = True
+            self._at.clear()
+            self._torch.close()
+            self._on_close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{name}={size}" for name, size in self.layout.dims.items())
+        state = "closed" if self.closed else f"rank {self.rank}" if self.is_member else "not a member"
+        return f"Mesh({dims}; {state}, {self.device.type})"
+
+    def __str__(self) -> str:
+        """Dims, groups and neighbours as a table of 100 columns, without colour."""
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self.__rich__())
+        return capture.get()
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints: the same table at the console's width."""
+        return plan_view(self.plan, self.rank if self.is_member else None)
+
+    @property
+    def label(self) -> str:
+        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        if not self.is_member:
+            return f"rank {self.rank} (not in the mesh)"
+        inner = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
+        return f"rank {self.rank} ({inner})"
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _communicator(self, name: str, transport: Transport) -> Communicator:
+        return Communicator(name, transport, self.label)
+
+    def _transport_of(self, name: str) -> Transport:
+        self._usable()
+        return self._transports[name]
+
+    def _member(self) -> int:
+        if not self.is_member:
+            raise NotMember(
+                f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
+                given=f"rank {self.rank}; the mesh covers ranks {self.layout.ranks.tolist()}",
+                expected="a rank of the mesh",
+                hint="if mesh.is_member:",
+            )
+        return self.rank
+
+    def _usable(self) -> None:
+        self._member()
+        if self.closed:
+            raise MeshClosed(
+                f"the mesh {dict(self.layout.dims)} is closed on {self.label}",
+                given="a call after close(), or after the with block",
+                expected="an open mesh",
+                hint="move the call into the with block, or init a new mesh",
+            )
+
+    def _explain(self, dims: Dims) -> Communicator:
+        self._usable()
+        if not isinstance(dims, str) and self.size(dims) == 1:
+            return self._communicator(", ".join(dims), SoloTransport())
+        name = self._family_of(dims)
+        return self._communicator(name, self._transports[name])
+
+    def _family_of(self, dims: Dims) -> str:
+        """The name whose groups are those of `dims`. Raises UnknownDim where no group was declared."""
+        wanted = self.layout.digits(dims).canonical()
+        for family in self.plan.families:
+            if self.layout.digits(family.name).canonical() == wanted:
+                return family.name
+        listed = ", ".join(f'"{name}"' for name in dims)
+        joined = "_".join(dims)
+        raise UnknownDim(
+            f"no group was declared over ({listed})",
+            given=f"({listed}) on {self.label}",
+            expected="one dim, or dims that a merged dim covers: " + (", ".join(self.layout.merge) or "none"),
+            hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
+            f'mesh.create("{joined}", ({listed}))',
+        )

@@ -1,0 +1,88 @@
+"""The seam between what a collective means and what carries its bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, final
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """Something under way. torch's own Work objects have this shape."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+@final
+class Done:
+    """Work that is over."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+class Transport(ABC):
+    """Moves contiguous tensors between the ranks of one group. Ranks are coords, 0 to size - 1.
+
+    A transport checks nothing and reshapes nothing: the communicator above it has done so, once
+    for every transport. Every method starts the operation and returns its Work; `blocking` says
+    that the caller will wait at once, which lets NCCL stay on the current stream.
+    """
+
+    name: str
+    size: int
+    coord: int
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
+        """Reduce `x` in place."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
+        """Overwrite `x` with that of coord `src`."""
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
+        """`out` has shape (size, *x.shape): `out[c]` becomes the x of coord c."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
+        """`x` has shape (size, *out.shape): `out` becomes the reduced `x[coord]`."""
+
+    @abstractmethod
+    def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
+        """Both have shape (size, ...): `out[c]` becomes `x[coord]` of coord c."""
+
+    @abstractmethod
+    def barrier(self, blocking: bool) -> Work:
+        """Complete when every rank has come."""
+
+    @abstractmethod
+    def send(self, x: Tensor, dst: int, tag: int) -> Work:
+        """Send `x` to coord `dst`."""
+
+    @abstractmethod
+    def recv(self, x: Tensor, src: int, tag: int) -> Work:
+        """Overwrite `x` with what coord `src` sends."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor, int, int]]
+    ) -> Sequence[Work]:
+        """Start all sends and receives, given as (tensor, coord, tag), as one operation."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the group back. Called once, by every rank of the group, in plan order reversed."""

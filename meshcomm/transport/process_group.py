@@ -1,0 +1,124 @@
+"""Bytes through a torch process group: Gloo, NCCL, or any registered backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
+
+from meshcomm.transport.base import Transport, Work
+from meshcomm.transport.torch_private import AllgatherOptions, AllToAllOptions, single_names
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+# What every backend moves as it is. Everything else travels as bytes, which is exact for any dtype.
+_MOVED = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+
+
+@final
+class ProcessGroupTransport(Transport):
+    """Calls the process group's own methods, with option objects made once.
+
+    This skips what `torch.distributed.all_reduce` and its siblings do before the same call
+    (argument checks, group look-ups, global-rank translation): the communicator has done it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, owned: bool) -> None:
+        self.group = group
+        self.name = backend
+        self.size = group.size()
+        self.coord = group.rank()
+        self._device = device
+        self._owned = owned
+        self._batched = "nccl" in backend and device.type == "cuda"
+        names = single_names()
+        self._all_gather_single = getattr(group, names.all_gather)
+        self._reduce_scatter_single = getattr(group, names.reduce_scatter)
+        self._all_to_all_single = getattr(group, names.all_to_all)
+        self._reduce = {(op, b): _options(AllreduceOptions, b, op) for op in _OPS for b in (True, False)}
+        self._reduce_scatter = {
+            (op, b): _options(ReduceScatterOptions, b, op) for op in _OPS for b in (True, False)
+        }
+        self._gather = {b: _options(AllgatherOptions, b) for b in (True, False)}
+        self._to_all = {b: _options(AllToAllOptions, b) for b in (True, False)}
+
+    def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
+        return self.group.allreduce([x if x.is_floating_point() else _added(x)], self._reduce[op, blocking])
+
+    def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
+        options = _options(BroadcastOptions, blocking)
+        options.rootRank = src
+        options.rootTensor = 0
+        return self.group.broadcast([_moved(x)], options)
+
+    def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
+        return self._all_gather_single(_moved(out), _moved(x), self._gather[blocking])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
+        return self._reduce_scatter_single(_added(out), _added(x), self._reduce_scatter[op, blocking])
+
+    def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
+        return self._all_to_all_single(_moved(out), _moved(x), [], [], self._to_all[blocking])
+
+    def barrier(self, blocking: bool) -> Work:
+        options = _options(BarrierOptions, blocking)
+        options.device = self._device
+        return self.group.barrier(options)
+
+    def send(self, x: Tensor, dst: int, tag: int) -> Work:
+        return self.group.send([_moved(x)], dst, tag)
+
+    def recv(self, x: Tensor, src: int, tag: int) -> Work:
+        return self.group.recv([_moved(x)], src, tag)
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor, int, int]]
+    ) -> Sequence[Work]:
+        if not self._batched:
+            started = [self.recv(x, src, tag) for x, src, tag in recvs]
+            return [*started, *(self.send(x, dst, tag) for x, dst, tag in sends)]
+        # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
+        self.group._start_coalescing(self._device)
+        for x, src, tag in recvs:
+            self.recv(x, src, tag)
+        for x, dst, tag in sends:
+            self.send(x, dst, tag)
+        return [self.group._end_coalescing(self._device)]
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """The same memory, flat, in a dtype that can be moved."""
+    flat = x.view(-1)
+    return flat if x.dtype in _MOVED else flat.view(torch.uint8)
+
+
+def _added(x: Tensor) -> Tensor:
+    """The same memory, flat, in a dtype that can be added: complex numbers add as pairs, bools as bytes."""
+    flat = x.view(-1)
+    if x.dtype.is_complex:
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8) if x.dtype == torch.bool else flat
+
+
+def _options(kind: Any, blocking: bool, op: str | None = None) -> Any:
+    options = kind()
+    options.asyncOp = not blocking
+    if op is not None:
+        options.reduceOp = _OPS[op]
+    return options

@@ -1,0 +1,232 @@
+"""Every private name of torch that meshcomm uses, each wrapped once. Tried on torch 2.13.0.
+
+Why private names at all: `dist.new_group` names a group by counters that differ between ranks as
+soon as two ranks create different groups (two meshes on different ranks are enough), and groups
+with different names on their members never meet. Here a group is named by what it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, _create_work_from_future
+from torch.futures import Future
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "SoloGroup",
+    "backend_of",
+    "bound_device",
+    "create_group",
+    "default_store",
+    "live_groups",
+    "single_names",
+    "split_color",
+]
+
+
+class SingleNames(NamedTuple):
+    """What the methods of a process group that take one flat tensor are called in this torch."""
+
+    all_gather: str
+    reduce_scatter: str
+    all_to_all: str
+
+
+def single_names() -> SingleNames:
+    """The names since torch 2.13, or those before it."""
+    if hasattr(dist.ProcessGroup, "all_gather_single"):
+        return SingleNames("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    return SingleNames("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group."""
+    store: dist.Store = c10d._get_default_store()
+    return store
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
+    return str(c10d._world.pg_map[group][0])
+
+
+def live_groups() -> int:
+    """Number of process groups that exist in this process, the default one included."""
+    return len(c10d._world.pg_names)
+
+
+def create_group(
+    *,
+    name: str,
+    ranks: Sequence[int],
+    coord: int,
+    backend: str,
+    timeout: timedelta,
+    store: dist.Store,
+    options: Any = None,
+    label: str,
+    split: bool,
+) -> dist.ProcessGroup:
+    """Create the group `ranks` (this process is number `coord` of it), group rank == place in `ranks`.
+
+    Called by: exactly the ranks in `ranks`. Where the default group has a bound device and `split`
+    is true, NCCL splits the default group's communicator, and then every rank of the default group
+    has to be creating some group at this point.
+    """
+    default = c10d._get_default_group()
+    bound = default.bound_device_id
+    helper = c10d._new_process_group_helper
+    # torch 2.11 and 2.12 call the options pg_options or backend_options; ask instead of guessing.
+    key = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+    if not split:
+        default.bound_device_id = None
+    try:
+        group, _ = helper(
+            len(ranks),
+            coord,
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            group_name=name,
+            timeout=timeout,
+            device_id=bound if split and "nccl" in backend else None,
+            group_desc=label,
+            **{key: options},
+        )
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def split_color(ranks: Sequence[int]) -> int:
+    """The color that torch gives to a group in ncclCommSplit; two groups must not share one."""
+    return int(c10d._process_group_color(list(ranks)))
+
+
+class SoloGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of one rank that copies instead of communicating.
+
+    It stands where torch wants a group for a dim of size 1 (DeviceMesh, pipelining). It opens no
+    socket, starts no thread, and is exact, where the "fake" backend leaves outputs unwritten.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__(0, 1)
+        self._name = name
+        self._set_group_name(c10d.GroupName(name))
+        self._set_group_desc(name)
+        c10d._register_pg_in_world(
+            self,
+            backend_name="solo",
+            store=dist.HashStore(),
+            group_name=c10d.GroupName(name),
+            backend_config="solo",
+            rank_mapping={rank: 0},
+        )
+
+    def close(self) -> None:
+        """Take the group out of torch's registry."""
+        if self in c10d._world.pg_map:
+            dist.destroy_process_group(self)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "solo"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def shutdown(self) -> None:
+        return None
+
+    def abort(self) -> None:
+        return None
+
+    # Each of these gets (outputs, inputs) in torch's own nesting and does what one rank does.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return _done(tensors)
+
+    allreduce_coalesced = allreduce
+    broadcast = allreduce
+    reduce = allreduce
+
+    def barrier(self, opts: Any = None) -> Any:
+        return _done([])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for out, x in zip(outputs, inputs, strict=True):
+            out[0].copy_(x)
+        return _done(outputs)
+
+    def all_gather_single(self, output: Any, x: Any, opts: Any = None) -> Any:
+        output.view(x.shape).copy_(x)
+        return _done(output)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for out, x in zip(outputs, inputs, strict=True):
+            out.view(x.shape).copy_(x)
+        return _done(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single = all_gather_single
+    _reduce_scatter_base = all_gather_single
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.allgather(outputs, inputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for out, parts in zip(outputs, inputs, strict=True):
+            out.copy_(parts[0])
+        return _done(outputs)
+
+    reduce_scatter = scatter
+
+    def all_to_all_single(
+        self, output: Any, x: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
+    ) -> Any:
+        output.copy_(x)
+        return _done(output)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for out, x in zip(outputs, inputs, strict=True):
+            out.copy_(x)
+        return _done(outputs)
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def bound_device(group: dist.ProcessGroup | None = None) -> torch.device | None:
+    """The device that the (default) group's communicator was started on, if any."""
+    chosen = group if group is not None else c10d._get_default_group()
+    device: torch.device | None = chosen.bound_device_id
+    return device

@@ -1,0 +1,252 @@
+"""Rank arithmetic against plain nested loops, and the plan's promises."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from meshcomm.errors import LayoutError, UnknownDim
+from meshcomm.layout import GroupOptions, Layout, Plan
+from meshcomm.layout.sizes import nearest_fits, resolve
+
+
+def random_layout(rng: random.Random) -> tuple[dict[str, int], list[int] | None]:
+    names = rng.sample(["pp", "dp", "cp", "tp", "ep"], rng.randint(1, 5))
+    dims = {name: rng.choice([1, 1, 2, 2, 3, 4, 5]) for name in names}
+    world = 1
+    for size in dims.values():
+        world *= size
+    return dims, rng.sample(range(world), world) if rng.random() < 0.5 else None
+
+
+def loop_grid(dims: dict[str, int], order: list[int] | None) -> dict[tuple[int, ...], int]:
+    """coords -> rank, by counting through the row-major grid."""
+    grid = {}
+    for position, coords in enumerate(itertools.product(*(range(size) for size in dims.values()))):
+        grid[coords] = position if order is None else order[position]
+    return grid
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_groups_equal_nested_loops(seed: int) -> None:
+    rng = random.Random(seed)
+    dims, order = random_layout(rng)
+    layout = Layout(dims, rank_order=order)
+    grid = loop_grid(dims, order)
+    names = list(dims)
+    assert layout.world_size == len(grid)
+
+    for chosen in [rng.sample(names, rng.randint(1, len(names))) for _ in range(3)] + [[n] for n in names]:
+        rest = [name for name in names if name not in chosen]
+        expected = []
+        for fixed in itertools.product(*(range(dims[name]) for name in rest)):
+            row = []
+            for moving in itertools.product(*(range(dims[name]) for name in chosen)):
+                at = dict(zip(rest, fixed, strict=True)) | dict(zip(chosen, moving, strict=True))
+                row.append(grid[tuple(at[name] for name in names)])
+            expected.append(row)
+        key = tuple(chosen) if len(chosen) > 1 or rng.random() < 0.5 else chosen[0]
+        assert layout.groups(key).tolist() == expected
+        for index, row in enumerate(expected):
+            for coord, rank in enumerate(row):
+                assert layout.group_of(rank, key).tolist() == row
+                assert layout.group_index(rank, key) == index
+                assert layout.coord(rank, key) == coord
+
+    for coords, rank in grid.items():
+        at = dict(zip(names, coords, strict=True))
+        assert layout.coords(rank) == at
+        assert layout.rank_at(**at) == rank
+        for name, offset in itertools.product(names, (-2, -1, 0, 1, 3)):
+            target = at[name] + offset
+            wrapped = grid[tuple(c if n != name else target % dims[name] for n, c in at.items())]
+            assert layout.peer(rank, name, offset) == wrapped
+            inside = 0 <= target < dims[name]
+            assert layout.peer(rank, name, offset, wrap=False) == (wrapped if inside else None)
+
+
+def test_the_expert_view_shares_pp_and_gets_its_own_groups() -> None:
+    layout = Layout({"dp": 4, "tp": 2}, views={"expert": {"edp": 2, "ep": -1}}, merge={"all": ("dp", "tp")})
+    assert dict(layout.views["expert"]) == {"edp": 2, "ep": 4}
+    assert layout.groups("ep").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layout.groups("edp").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.coords(6, "expert") == {"edp": 1, "ep": 2}
+    assert layout.rank_at(edp=1, ep=2) == 6
+    with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorisation'):
+        layout.groups(("ep", "tp"))
+
+
+def test_a_shared_view_dim_must_mean_the_same_groups() -> None:
+    Layout({"pp": 2, "dp": 2, "tp": 2}, views={"expert": {"pp": 2, "ep": 4}})
+    with pytest.raises(LayoutError) as caught:
+        Layout({"pp": 2, "dp": 2, "tp": 2}, views={"expert": {"ep": 4, "pp": 2}})
+    assert str(caught.value) == (
+        'view expert and the base share the dim "pp", but it has other groups there\n'
+        "  given:    size 2, stride 1 in expert; size 2, stride 4 in dims\n"
+        "  expected: a shared dim that means the same ranks in both\n"
+        "  try:      rename it in views.expert, or place and size it as in dims"
+    )
+
+
+def test_equal_ranks_and_options_are_one_group() -> None:
+    layout = Layout(
+        {"pp": 2, "dp": 2, "cp": 1, "tp": 2},
+        merge={"grad": ("dp", "cp"), "model": ("pp", "tp"), "turned": ("tp", "pp"), "half": ("dp", "tp")},
+        views={"expert": {"pp": 2, "ep": 4}},
+    )
+    plan = Plan(layout)
+    shares = {family.name: family.shares for family in plan.families}
+    assert shares == {
+        "pp": None,
+        "dp": None,
+        "cp": None,
+        "tp": None,
+        "grad": "dp",
+        "model": None,
+        "turned": None,  # the same ranks in another order: other coords
+        "half": None,
+        "ep": "half",
+    }
+    assert [family.name for family in plan.families if family.creates] == [
+        "pp",
+        "dp",
+        "tp",
+        "model",
+        "turned",
+        "half",
+    ]
+    own_lane = Plan(layout, options={"grad": GroupOptions(lane="overlap"), "ep": GroupOptions(timeout_s=5.0)})
+    assert own_lane.family("grad").shares is None
+    assert own_lane.family("ep").shares is None
+
+
+def test_sharing_is_decided_by_the_ranks_themselves() -> None:
+    """Two names share exactly when all their groups are equal, element for element."""
+    rng = random.Random(3)
+    for _ in range(60):
+        dims, order = random_layout(rng)
+        names = list(dims)
+        merge = {
+            f"m{i}": tuple(rng.sample(names, rng.randint(2, len(names))))
+            for i in range(3)
+            if len(names) > 1
+        }
+        layout = Layout(dims, order, merge=merge)
+        for family in Plan(layout).families:
+            if family.size == 1:
+                continue
+            same = [
+                other.name
+                for other in Plan(layout).families
+                if other.size == family.size
+                and layout.groups(other.name).tolist() == layout.groups(family.name).tolist()
+            ]
+            assert family.shares == (None if same[0] == family.name else same[0])
+
+
+def test_the_plan_lists_every_group_once_in_one_order() -> None:
+    plan = Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")}))
+    groups = list(plan.groups())
+    assert [(group.name, group.index) for group in groups] == [
+        *[(name, index) for name in ("pp", "dp", "tp") for index in range(4)],
+        ("model", 0),
+        ("model", 1),
+    ]
+    for rank in range(8):
+        mine = plan.for_rank(rank)
+        assert list(mine.groups) == [group for group in groups if rank in group.ranks]
+        for group in mine.groups:
+            assert group.coords == {n: c for n, c in mine.coords.items() if n not in group.dims}
+            assert plan.layout.coord(rank, group.name) == group.ranks.index(rank)
+
+
+def test_the_fingerprint_sees_all_that_must_agree() -> None:
+    base = Layout({"pp": 2, "dp": 2, "tp": 2})
+    variants = [
+        Plan(base),
+        Plan(Layout({"pp": 2, "tp": 2, "dp": 2})),
+        Plan(Layout({"pp": 4, "dp": 1, "tp": 2})),
+        Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, rank_order=[1, 0, 2, 3, 4, 5, 6, 7])),
+        Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")})),
+        Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, views={"e": {"ep": 8}})),
+        Plan(base, GroupOptions(timeout_s=5.0)),
+        Plan(base, options={"tp": GroupOptions(backend="gloo")}),
+        Plan(base, options={"tp": GroupOptions(lane="a")}),
+        Plan(base, options={"tp": GroupOptions(extra=(("high_priority", True),))}),
+        Plan(base, device="cpu"),
+    ]
+    assert len({plan.fingerprint for plan in variants}) == len(variants)
+    assert Plan(Layout({"pp": 2, "dp": 2, "tp": 2})).fingerprint == variants[0].fingerprint
+    # A fixed value: a change of it makes old and new processes refuse each other, so make it on purpose.
+    assert variants[0].fingerprint == "dcb411c842f45c5d"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dims": {}}, "dims is empty"),
+        ({"dims": {"a b": 2}}, "'a b' cannot be the name of a dim"),
+        ({"dims": {"_a": 2}}, "'_a' cannot be the name of a dim"),
+        ({"dims": {"a": 0}}, "dims.a = 0 is not a size"),
+        ({"dims": {"a": -1}}, "dims.a = -1 is not a size"),
+        ({"dims": {"a": True}}, "dims.a = True is not a size"),
+        ({"dims": {"a": 2}, "rank_order": [0]}, "rank_order lists 1 ranks for a mesh of 2"),
+        ({"dims": {"a": 2}, "rank_order": [0, 0]}, "rank_order is not a permutation"),
+        ({"dims": {"a": 2}, "rank_order": [0, -1]}, "rank_order is not a permutation"),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"a": ("a", "b")}}, "merge.a has the name of a dim"),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a",)}}, "merge.m merges 1 dim(s)"),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "a")}}, '("a", "a") name a dim twice'),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "c")}}, "the mesh has no dim 'c'"),
+        ({"dims": {"a": 2}, "views": {"v": {"x": 3}}}, "view v does not fit the world: 3, world is 2"),
+    ],
+)
+def test_a_wrong_layout_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout(**arguments)  # type: ignore[arg-type]
+    assert str(caught.value).splitlines()[0] == message
+    assert caught.value.given and caught.value.expected and caught.value.hint
+
+
+def test_coords_and_ranks_outside_the_mesh() -> None:
+    layout = Layout({"dp": 2, "tp": 2})
+    for call, message in (
+        (lambda: layout.coords(4), "rank 4 is not in the mesh"),
+        (lambda: layout.coords(-1), "rank -1 is not in the mesh"),
+        (lambda: layout.rank_at(dp=0), "coords that do not say one rank"),
+        (lambda: layout.rank_at(dp=0, tp=2), "tp=2 is outside the mesh"),
+        (lambda: layout.rank_at(dp=0, ttp=1), "the mesh has no dim 'ttp'"),
+        (lambda: layout.size("pt"), "the mesh has no dim 'pt'"),
+        (lambda: layout.size(()), "not a dim or a tuple of dims: ()"),
+        (lambda: layout.size(["dp"]), "not a dim or a tuple of dims: ['dp']"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(LayoutError) as caught:
+            call()
+        assert str(caught.value).splitlines()[0] == message
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_suggested_fits(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {name: rng.randint(1, 9) for name in rng.sample("abcd", rng.randint(1, 4))}
+    if rng.random() < 0.4:
+        sizes[rng.choice(list(sizes))] = -1
+    world = rng.randint(1, 64)
+    suggestions = nearest_fits(sizes, world)
+    for suggestion in suggestions:
+        filled = resolve(suggestion, world)
+        product = 1
+        for size in filled.values():
+            product *= size
+        assert product == world and suggestion != sizes
+    if sizes != {next(iter(sizes)): -1}:
+        assert suggestions or resolve(sizes, world)
+
+
+def test_a_plan_at_131072_ranks_enumerates_nothing() -> None:
+    plan = Plan(Layout({"pp": 8, "dp": 2048, "tp": 8}))
+    mine = plan.for_rank(77_777)
+    assert mine.coords == {"pp": 4, "dp": 1530, "tp": 1}
+    assert [len(group.ranks) for group in mine.groups] == [8, 2048, 8]
+    assert mine.groups[1].ranks[1530] == 77_777
