@@ -1,12 +1,14 @@
-"""What all tests share: the pool of warm ranks."""
+"""What all tests share: the pool of warm ranks, and figures for the end of the log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from meshcomm.testing import Pool
+
+_FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +17,18 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def figures(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Takes lines with measured figures; they stand at the end of the test log."""
+    return pytestconfig.stash.setdefault(_FIGURES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the figures."""
+    lines = config.stash.get(_FIGURES, [])
+    if lines:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.write_line(line)

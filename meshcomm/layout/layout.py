@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import LayoutError, UnknownDim
 from meshcomm.layout.names import check_name, did_you_mean
-from meshcomm.layout.sizes import resolve, times, toml_dims
+from meshcomm.layout.sizes import fold, resolve, times, toml_dims
 
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
@@ -312,7 +312,7 @@ class Layout:
                 given=f"rank {rank}",
                 expected=f"0 to {self.world_size - 1}"
                 if self._position is None
-                else f"one of {self._order.tolist() if self._order is not None else ''}",
+                else f"one of {fold(sorted(self._position))}",
                 hint=f"the mesh has {times(self.dims)} ranks",
             )
         return rank if self._position is None else self._position[rank]

@@ -25,7 +25,7 @@ def agree(
         store: seen by all ranks, and used for nothing else; give each agreement its own prefix.
         facts: name -> plain data that must be equal. What differs by nature stays out.
 
-    Costs five store operations per rank. Who is odd is decided by majority, among equals by the
+    Costs four store operations per rank. Who is odd is decided by majority, among equals by the
     lowest rank. Raises MeshMismatchError naming the odd ranks, the fact and both values, or, after
     `timeout_s`, the ranks that never came and the hosts of those that did.
     """
@@ -40,14 +40,25 @@ def agree(
     if store.add("come", 1) == world_size:
         store.set("verdict", "differ" if store.add("odd", 0) else "agree")
     try:
-        store.wait(["verdict"], timedelta(seconds=timeout_s))
+        verdict = _get(store, "verdict", timeout_s)
     except RuntimeError as error:
         raise _absent(store, rank, world_size, timeout_s, what) from error
-    if store.get("verdict") == b"agree":
+    if verdict == b"agree":
         return
     if first == mine:
         store.set(f"facts/{mine}", text)
     raise _mismatch(store, rank, world_size, what)
+
+
+def _get(store: Store, key: str, timeout_s: float) -> bytes:
+    """The value of `key`, waited for: one trip to the store where wait and get are two."""
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        value: bytes = store.get(key)
+        return value
+    finally:
+        store.set_timeout(usual)
 
 
 def _mismatch(store: Store, rank: int, world_size: int, what: str) -> MeshMismatchError:

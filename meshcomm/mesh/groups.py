@@ -55,7 +55,12 @@ def create_transports(
 
 
 def open_group(
-    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, split: bool
+    group: Group,
+    rank: int,
+    store: dist.Store,
+    prefix: str,
+    device: torch.device,
+    split: bool,
 ) -> ProcessGroupTransport:
     """Create one group of the plan. Called by its ranks."""
     options = group.options

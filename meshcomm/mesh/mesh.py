@@ -15,6 +15,7 @@ from meshcomm.comm import Communicator, Directory, Functional, Handle
 from meshcomm.comm.communicator import Message
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.layout.sizes import fold
 from meshcomm.mesh.torch_mesh import TorchMeshes
 from meshcomm.show.plan import plan_view
 from meshcomm.transport import SoloTransport, Transport
@@ -338,7 +339,7 @@ class Mesh:
         if not self.is_member:
             raise NotMember(
                 f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
-                given=f"rank {self.rank}; the mesh covers ranks {self.layout.ranks.tolist()}",
+                given=f"rank {self.rank}; the mesh covers ranks {fold(self.layout.ranks)}",
                 expected="a rank of the mesh",
                 hint="if mesh.is_member:",
             )

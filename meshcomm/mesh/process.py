@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshcomm.config import ProcessConfig
+from meshcomm.config import Config, ProcessConfig
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.launcher import Launch
 
@@ -120,8 +120,25 @@ def choose_backend(device: torch.device) -> str:
     return str(dist.get_default_backend_for_device(device.type))
 
 
-def check_devices(device: torch.device, backend: str, launch: Launch) -> None:
-    """NCCL cannot run two ranks on one device. Raises LaunchError."""
+def check_devices(settings: Config, device: torch.device, backend: str, launch: Launch) -> None:
+    """Refuse what the device that was found cannot do. Raises LaunchError.
+
+    A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL
+    cannot run two ranks on one device.
+    """
+    if device.type == "cpu":
+        useless = {
+            "process.device_id = true": settings.process.device_id is True,
+            "network.nccl_debug": settings.network.nccl_debug is not None and "nccl" not in backend,
+        }
+        for setting, given in useless.items():
+            if given:
+                raise LaunchError(
+                    f"{setting} has no effect: this host has no accelerator",
+                    given=f"{setting}, device auto = cpu, backend {backend}",
+                    expected="a cuda device, or the setting left out",
+                    hint=f"take {setting} out",
+                )
     if "nccl" not in backend or device.type != "cuda":
         return
     present = torch.cuda.device_count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -47,35 +48,24 @@ class ProcessGroupTransport(Transport):
         self._all_gather_single = getattr(group, names.all_gather)
         self._reduce_scatter_single = getattr(group, names.reduce_scatter)
         self._all_to_all_single = getattr(group, names.all_to_all)
-        self._reduce = {(op, b): _options(AllreduceOptions, b, op) for op in _OPS for b in (True, False)}
-        self._reduce_scatter = {
-            (op, b): _options(ReduceScatterOptions, b, op) for op in _OPS for b in (True, False)
-        }
-        self._gather = {b: _options(AllgatherOptions, b) for b in (True, False)}
-        self._to_all = {b: _options(AllToAllOptions, b) for b in (True, False)}
 
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
-        return self.group.allreduce([x if x.is_floating_point() else _added(x)], self._reduce[op, blocking])
+        return self.group.allreduce([x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op))
 
     def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
-        options = _options(BroadcastOptions, blocking)
-        options.rootRank = src
-        options.rootTensor = 0
-        return self.group.broadcast([_moved(x)], options)
+        return self.group.broadcast([_moved(x)], _options(BroadcastOptions, blocking, root=src))
 
     def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
-        return self._all_gather_single(_moved(out), _moved(x), self._gather[blocking])
+        return self._all_gather_single(_moved(out), _moved(x), _options(AllgatherOptions, blocking))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
-        return self._reduce_scatter_single(_added(out), _added(x), self._reduce_scatter[op, blocking])
+        return self._reduce_scatter_single(_added(out), _added(x), _options(ReduceScatterOptions, blocking, op))
 
     def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
-        return self._all_to_all_single(_moved(out), _moved(x), [], [], self._to_all[blocking])
+        return self._all_to_all_single(_moved(out), _moved(x), [], [], _options(AllToAllOptions, blocking))
 
     def barrier(self, blocking: bool) -> Work:
-        options = _options(BarrierOptions, blocking)
-        options.device = self._device
-        return self.group.barrier(options)
+        return self.group.barrier(_options(BarrierOptions, blocking, device=self._device))
 
     def send(self, x: Tensor, dst: int, tag: int) -> Work:
         return self.group.send([_moved(x)], dst, tag)
@@ -116,9 +106,17 @@ def _added(x: Tensor) -> Tensor:
     return flat.view(torch.uint8) if x.dtype == torch.bool else flat
 
 
-def _options(kind: Any, blocking: bool, op: str | None = None) -> Any:
+@cache
+def _options(
+    kind: Any, blocking: bool, op: str | None = None, root: int | None = None, device: torch.device | None = None
+) -> Any:
+    """An option object, made once and never changed."""
     options = kind()
     options.asyncOp = not blocking
     if op is not None:
         options.reduceOp = _OPS[op]
+    if root is not None:
+        options.rootRank = root
+    if device is not None:
+        options.device = device
     return options

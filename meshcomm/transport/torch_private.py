@@ -32,6 +32,14 @@ __all__ = [
 ]
 
 
+# What the options of a backend are called differs between versions of torch.
+_OPTIONS_KEY = next(
+    name
+    for name in inspect.signature(c10d._new_process_group_helper).parameters
+    if name in ("backend_options", "pg_options")
+)
+
+
 class SingleNames(NamedTuple):
     """What the methods of a process group that take one flat tensor are called in this torch."""
 
@@ -83,13 +91,10 @@ def create_group(
     """
     default = c10d._get_default_group()
     bound = default.bound_device_id
-    helper = c10d._new_process_group_helper
-    # torch 2.11 and 2.12 call the options pg_options or backend_options; ask instead of guessing.
-    key = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
     if not split:
         default.bound_device_id = None
     try:
-        group, _ = helper(
+        group, _ = c10d._new_process_group_helper(
             len(ranks),
             coord,
             list(ranks),
@@ -99,7 +104,7 @@ def create_group(
             timeout=timeout,
             device_id=bound if split and "nccl" in backend else None,
             group_desc=label,
-            **{key: options},
+            **{_OPTIONS_KEY: options},
         )
     finally:
         default.bound_device_id = bound

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshcomm import __version__
 from meshcomm.config import Config, DimOptions, MeshConfig, ProcessConfig, load
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError
 from meshcomm.layout import GroupOptions, Layout, Plan
@@ -205,7 +205,7 @@ def _open(source: Source | None, settings: Config, joined: Meeting, failure: Mes
                 environment.set(network_variables(settings.network))
                 device = choose_device(settings.mesh.device, joined.launch)
                 plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
-                check_devices(device, plan.defaults.backend, joined.launch)
+                check_devices(settings, device, plan.defaults.backend, joined.launch)
             except MeshcommError as error:
                 failure = error
         facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
@@ -238,8 +238,8 @@ def _create(
     environment: Environment,
 ) -> Mesh:
     bind = settings.process.device_id is not False and device.type != "cpu"
-    gloo = gloo_defaults(joined.launch.one_host)
-    with _applied(gloo):
+    connecting = gloo_defaults(joined.launch.one_host)
+    with _applied(connecting):
         owned = start_default_group(
             joined,
             dist.PrefixStore("world", store),
@@ -282,7 +282,7 @@ def _create(
         if family.shares is not None:
             return transports[family.shares]
         group = next(g for g in wider.for_rank(mesh.rank).groups if g.name == name)
-        with _applied(gloo):
+        with _applied(connecting):
             return open_group(group, mesh.rank, groups_store, prefix, device, split=False)
 
     def on_close() -> None:
@@ -331,8 +331,4 @@ def _existing(source: Source | None, plan: Plan, rank: int) -> Existing | None:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        own = version("meshcomm")
-    except PackageNotFoundError:
-        own = "source"
-    return {"meshcomm": own, "torch": torch.__version__, "python": platform.python_version()}
+    return {"meshcomm": __version__, "torch": torch.__version__, "python": platform.python_version()}

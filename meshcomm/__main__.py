@@ -1,0 +1,8 @@
+"""`python -m meshcomm` is the `meshcomm` command."""
+
+from __future__ import annotations
+
+from meshcomm.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements of meshcomm beside raw torch.distributed, in the same run."""

@@ -1,0 +1,120 @@
+"""The commands of `meshcomm`. What needs torch is imported by the command that needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from meshcomm.errors import MeshcommError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Columns of a table that does not go to a terminal.
+_WIDTH = 100
+
+
+class Commands(TyperGroup):
+    """All commands. A MeshcommError of any of them ends as its text on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except MeshcommError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Declare the mesh once; every group, collective and message follows from it.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, JSON or YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting; VALUE is TOML, nothing removes the key."
+    ),
+]
+
+World = Annotated[int | None, typer.Option(help="Number of processes; needed where a size is -1.")]
+
+
+@app.callback()
+def _commands() -> None:
+    # With a callback the first argument stays a command's name even while there is one command.
+    pass
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    world: World = None,
+    rank: Annotated[int | None, typer.Option(help="Show this rank's coords, groups and neighbours.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show dims, groups and one rank's place, without a process, a GPU or torch."""
+    from meshcomm.config import load
+    from meshcomm.show.plan import facts_view, plan_facts
+
+    settings = load(config, overrides or ()).resolved(world)
+    facts = plan_facts(settings.plan(world), rank, settings.topology)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+    else:
+        show(facts_view(facts))
+
+
+@app.command()
+def train(config: ConfigFile, world: World = None, overrides: Overrides = None) -> None:
+    """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
+    from meshcomm import jobs
+
+    raise typer.Exit(jobs.train(config, overrides or (), world))
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    config: ConfigFile,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")],
+    world: World = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
+    from meshcomm import jobs
+
+    raise typer.Exit(jobs.run(config, script, context.args, overrides or (), world))
+
+
+def show(what: RenderableType) -> None:
+    """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
+    import os
+
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDTH)
+    console.print(what)
+
+
+def main() -> None:
+    """The `meshcomm` command."""
+    app(prog_name="meshcomm")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Which ranks form which mesh? The `[mesh]` section, and the plan that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from meshcomm.config.mesh_checks import mesh_problems
+from meshcomm.config.mesh_sizes import MOST_RANKS, count
+from meshcomm.config.model import Model
+from meshcomm.config.problems import Broken, Problem, report
+from meshcomm.config.table import FrozenList, FrozenTable, Table
+from meshcomm.errors import LayoutError
+from meshcomm.layout import GroupOptions, Layout, Plan
+from meshcomm.layout.sizes import resolve
+
+Text = Annotated[str, Field(min_length=1)]
+Size = Annotated[int, Field(examples=[1])]
+
+
+class DimOptions(Model):
+    """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
+
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds until an operation that does not end is an error. None: mesh.timeout_s.",
+    )
+    backend: Text | None = Field(
+        default=None, description="As mesh.backend, for this dim. None: mesh.backend."
+    )
+    lane: str = Field(
+        default="",
+        description="Dims with the same ranks and options share groups unless their lanes differ. "
+        'Default "": the common lane.',
+    )
+    high_priority: bool = Field(
+        default=False,
+        description="NCCL only: whether the group's kernels run on high-priority streams. Default false.",
+    )
+
+
+class MeshConfig(Model):
+    """`[mesh]`: names, sizes and order of the ranks, and the groups that are created.
+
+    Raises ConfigError with every problem found.
+
+    >>> mesh = MeshConfig(dims={"pp": 2, "dp": -1, "tp": 2})
+    >>> mesh.sizes(16)
+    {'pp': 2, 'dp': 4, 'tp': 2}
+    """
+
+    dims: FrozenTable[Size] = Field(
+        description="Name -> size, outermost first. One size may be -1: what the others leave of the "
+        "world. 1: a dim without a group.",
+        examples=[{"dp": 8}],
+    )
+    merge: FrozenTable[FrozenList[str]] = Field(
+        default_factory=Table,
+        description="Name -> dims that together get one coord, row-major. Default: none.",
+    )
+    views: FrozenTable[FrozenTable[Size]] = Field(
+        default_factory=Table,
+        description="Name -> another {dim: size} factorisation of the same ranks; one size may be -1. "
+        "Default: none.",
+    )
+    rank_order: FrozenList[int] | None = Field(
+        default=None, description="The rank at each place of the row-major grid. None: ascending."
+    )
+    ranks: FrozenList[int] | None = Field(
+        default=None, description="The world's ranks that the mesh covers, ascending. None: all of them."
+    )
+    device: Text = Field(
+        default="auto",
+        description='Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu.',
+    )
+    backend: Text = Field(
+        default="auto",
+        description='A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, '
+        "gloo on cpu.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds until an operation that does not end is an error. Default 600.",
+    )
+    options: FrozenTable[DimOptions] = Field(
+        default_factory=Table,
+        description="Name of a dim, merged dim or view's dim -> its own options. Default: none.",
+    )
+
+    def problems(self, broken: Broken) -> Iterator[Problem]:
+        """See Model.problems."""
+        return mesh_problems(self, broken)
+
+    def world_problems(self, world: int | None) -> list[Problem]:
+        """What keeps the mesh from being laid out on `world` processes (None: not known).
+
+        Raises LayoutError where no job can have so many processes.
+        """
+        if world is not None and not 1 <= world <= MOST_RANKS:
+            raise LayoutError(
+                f"{world} is not a number of processes",
+                given=f"a world of {world}",
+                expected=f"1 to {MOST_RANKS}",
+                hint="the number of processes that the job has",
+            )
+        problems = list(mesh_problems(self, Broken(), world))
+        if not problems and count(self, world) is None:
+            try:
+                resolve(self.dims, None)
+            except LayoutError as error:
+                problems.append(Problem.of("dims", error))
+        return problems
+
+    def sizes(self, world: int | None) -> dict[str, int]:
+        """Size of every dim of the base, -1 filled in. Raises ConfigError where `world` does not fit."""
+        self._check(world)
+        return resolve(self.dims, count(self, world))
+
+    def layout(self, world: int | None) -> Layout:
+        """Who sits where. Raises ConfigError where `world` does not fit."""
+        self._check(world)
+        return Layout(
+            resolve(self.dims, count(self, world)),
+            rank_order=self.ranks if self.rank_order is None else self.rank_order,
+            views=self.views,
+            merge=self.merge,
+        )
+
+    def plan(self, world: int | None) -> Plan:
+        """Every group, with its options. Raises ConfigError where `world` does not fit.
+
+        world: number of processes of the job; None where it is not known and every size is given.
+        """
+        return Plan(
+            self.layout(world),
+            defaults=GroupOptions(backend=self.backend, timeout_s=self.timeout_s),
+            options={name: self._group_options(options) for name, options in self.options.items()},
+            device=self.device,
+        )
+
+    def resolved(self, world: int | None) -> MeshConfig:
+        """The same mesh with every -1 filled in. Raises ConfigError where `world` does not fit."""
+        layout = self.layout(world)
+        views = Table({name: Table(sizes) for name, sizes in layout.views.items()})
+        return self.model_copy(update={"dims": Table(layout.dims), "views": views})
+
+    def _group_options(self, options: DimOptions) -> GroupOptions:
+        return GroupOptions(
+            backend=self.backend if options.backend is None else options.backend,
+            timeout_s=self.timeout_s if options.timeout_s is None else options.timeout_s,
+            lane=options.lane,
+            extra=(("high_priority", True),) if options.high_priority else (),
+        )
+
+    def _check(self, world: int | None) -> None:
+        problems = self.world_problems(world)
+        if problems:
+            raise report(type(self).__name__, problems)

@@ -1,0 +1,140 @@
+"""The whole configuration: all sections, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import Field, PrivateAttr
+
+from meshcomm.config.backends import may_use_nccl
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.config.model import Model
+from meshcomm.config.problems import Broken, Problem, either, report
+from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.topology import TopologyConfig
+from meshcomm.config.training import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.config.training_checks import training_problems
+from meshcomm.config.wording import toml
+from meshcomm.errors import ConfigError
+from meshcomm.layout import Layout, Plan
+
+_TRAINING = ("parallel", "model", "data", "train")
+
+
+class Config(Model):
+    """One file for all commands. `mesh` is needed; the training sections come all four or not at all.
+
+    Raises ConfigError with every problem found.
+    """
+
+    mesh: MeshConfig = Field(description="Which ranks form which mesh.", examples=[{"dims": {"dp": 8}}])
+    process: ProcessConfig = Field(default=ProcessConfig(), description="How the processes find each other.")
+    network: NetworkConfig = Field(default=NetworkConfig(), description="Interfaces and NCCL's log.")
+    topology: TopologyConfig = Field(default=TopologyConfig(), description="How the ranks lie on machines.")
+    parallel: ParallelConfig | None = Field(
+        default=None, description="Which dim plays which part. None: no training."
+    )
+    model: ModelConfig | None = Field(default=None, description="What is trained. None: no training.")
+    data: DataConfig | None = Field(default=None, description="On what it is trained. None: no training.")
+    train: TrainConfig | None = Field(default=None, description="How it is trained. None: no training.")
+
+    # Where it was read from, for reports that come later; two equal files at two places are equal.
+    _source: str = PrivateAttr("Config")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.items()))
+
+    @property
+    def source(self) -> str:
+        """What it was read from, with the overrides; `Config` where it was made in Python."""
+        return self._source
+
+    def problems(self, broken: Broken) -> Iterator[Problem]:
+        """See Model.problems."""
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if section is not None:
+                for problem in section.problems(broken.under(name)):
+                    yield problem.under(name)
+        yield from self._device_problems(broken)
+        absent = [name for name in _TRAINING if getattr(self, name) is None and not broken.touches(name)]
+        present = [name for name in _TRAINING if getattr(self, name) is not None]
+        if present and absent:
+            yield Problem(
+                ", ".join(absent),
+                "missing" if len(absent) == 1 else f"{len(absent)} sections are missing",
+                given=" ".join(f"[{name}]" for name in present),
+                expected="all of [parallel] [model] [data] [train], or none of them: a mesh alone",
+                hint=either(
+                    f"{verb} " + " ".join(f"[{name}]" for name in names)
+                    for verb, names in (("add", absent), ("remove", present))
+                ),
+            )
+        if self.parallel is not None and self.model is not None and self.train is not None:
+            yield from training_problems(self.mesh, self.parallel, self.model, self.train, broken)
+
+    def _device_problems(self, broken: Broken) -> Iterator[Problem]:
+        mesh = self.mesh
+        if self.process.device_id is True and mesh.device == "cpu" and not broken.touches("mesh.device"):
+            yield Problem(
+                "process.device_id",
+                "no effect: device cpu has nothing to bind",
+                given='device_id = true, mesh.device = "cpu"',
+                expected='"auto" or false on cpu',
+                hint=either(['process.device_id = "auto"', 'mesh.device = "cuda"']),
+            )
+        if broken.touches("mesh.device", "mesh.backend", "mesh.options") or may_use_nccl(mesh):
+            return
+        if self.network.nccl_debug is not None:
+            yield Problem(
+                "network.nccl_debug",
+                "no effect: no group of this mesh runs on NCCL",
+                given=f"nccl_debug = {toml(self.network.nccl_debug)}, mesh.device = {toml(mesh.device)}, "
+                f"mesh.backend = {toml(mesh.backend)}",
+                expected="nccl_debug only where a backend is nccl",
+                hint=either(["remove network.nccl_debug", 'mesh.device = "cuda" and mesh.backend = "nccl"']),
+            )
+
+    def layout(self, world: int | None) -> Layout:
+        """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
+        self._check(world)
+        return self.mesh.layout(world)
+
+    def plan(self, world: int | None) -> Plan:
+        """Every group of the mesh, on `world` processes. Raises ConfigError where they do not fit.
+
+        world: None where it is not known and every size is given.
+        """
+        self._check(world)
+        return self.mesh.plan(world)
+
+    def resolved(self, world: int | None) -> Config:
+        """The same configuration with every -1 filled in, training checked against the sizes.
+
+        Raises ConfigError where the world or the training does not fit.
+        """
+        self._check(world)
+        filled = self.model_copy(update={"mesh": self.mesh.resolved(world)})
+        problems = list(filled.problems(Broken()))
+        if problems:
+            raise report(self._source, problems)
+        return filled
+
+    def microbatches(self, sizes: Mapping[str, int]) -> int:
+        """Micro-batches of one rank in one step. `sizes`: as from MeshConfig.sizes."""
+        if self.train is None or self.parallel is None:
+            raise ConfigError(
+                "a configuration without training has no micro-batches",
+                given=f"{self._source} without [train] and [parallel]",
+                expected="all of [parallel] [model] [data] [train]",
+                hint="add the four sections",
+            )
+        return self.train.global_batch // self.parallel.size("data", sizes) // self.train.microbatch
+
+    def _check(self, world: int | None) -> None:
+        problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]
+        if problems:
+            raise report(self._source, problems)

@@ -1,0 +1,77 @@
+"""One rank's life under a launcher: signals, and an error that the job prints once, with its coords."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshcomm.errors import CommunicationError, MeshcommError
+from meshcomm.mesh.launch import INTERRUPTED
+from meshcomm.mesh.launcher import Launch
+
+# A rank whose peer broke off waits this long for the peer to speak first: its own error only follows.
+_PATIENCE_S = 3.0
+
+
+def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
+    """Run `body`; where it raises, print the error unless another rank has, and end the process.
+
+    label: this rank with its coords; only called for an error.
+    """
+    if launch.rank != 0:
+        # Only rank 0 has something to say about an interrupt. The others may be inside the backend,
+        # where Python's own handler would not run before the operation ends.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
+        signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        body()
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if _speaks_first(launch, patient=isinstance(error, CommunicationError)):
+            print(_text(error, label()), file=sys.stderr)
+        _leave(2 if isinstance(error, MeshcommError) and not isinstance(error, CommunicationError) else 1)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _text(error: BaseException, who: str) -> str:
+    if isinstance(error, MeshcommError) and not isinstance(error, CommunicationError):
+        return f"{who}: {type(error).__name__}: {error}"
+    # The user's own frames are what they look for; ours are below them.
+    return f"{who}:\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _speaks_first(launch: Launch, patient: bool) -> bool:
+    """Whether no other rank has printed an error. Where nobody can be asked, yes."""
+    if launch.world_size == 1 or launch.address is None:
+        return True
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=5))
+        )
+        deadline = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+        while time.monotonic() < deadline and store.add("meshcomm/spoke", 0) == 0:
+            time.sleep(0.05)
+        return bool(store.add("meshcomm/spoke", 1) == 1)
+    except (dist.DistError, RuntimeError, ValueError, OSError):
+        return True
+
+
+def _leave(code: int) -> None:
+    """End at once: waiting for peers that are gone, in some destructor, would help nobody."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,241 @@
+"""A plan as plain facts, and the facts as tables: dims, groups, and one rank's place among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshcomm.config import TopologyConfig
+from meshcomm.layout import Family, Layout, Plan, RankPlan
+from meshcomm.layout.sizes import fold
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+
+Facts = dict[str, Any]
+
+
+def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
+    """All that `meshcomm plan` shows, as data that JSON can hold.
+
+    Keys: world_size (ranks of the mesh), fingerprint, device, groups (created over all ranks),
+    groups_per_rank (created by each of them), dims: one entry for each dim, merged dim and view's
+    dim, in plan order; and rank, where one is asked for: its coords, and its group and ring
+    neighbours for each name.
+
+    Time and memory grow with the number of ranks as one array of integers, never as groups.
+    Raises LayoutError where the mesh does not have `rank`.
+    """
+    families = plan.families
+    created = [family for family in families if family.creates]
+    facts: Facts = {
+        "world_size": plan.layout.world_size,
+        "fingerprint": plan.fingerprint,
+        "device": plan.device,
+        "groups": sum(family.count for family in created),
+        "groups_per_rank": len(created),
+        "dims": [_dim_facts(plan.layout, family, topology) for family in families],
+    }
+    if rank is not None:
+        facts["rank"] = _rank_facts(plan, plan.for_rank(rank), topology)
+    return facts
+
+
+def _dim_facts(layout: Layout, family: Family, topology: TopologyConfig | None) -> Facts:
+    facts: Facts = {
+        "name": family.name,
+        "kind": family.kind,
+        "dims": list(family.dims),
+        "size": family.size,
+        "stride": _stride(layout, family),
+        "groups": family.count if family.size > 1 else 0,
+        "created": family.creates,
+        **family.options.facts(),
+        "shares": family.shares,
+    }
+    if topology is not None and topology.ranks_per_node is not None:
+        fewest, most = _nodes(layout, family, topology.ranks_per_node)
+        facts["nodes"] = {"fewest": fewest, "most": most}
+        facts["link"] = None if family.size == 1 else _link(topology, most)
+    return facts
+
+
+def _stride(layout: Layout, family: Family) -> int | None:
+    """Ranks from one coord to the next, where that is the same everywhere in the mesh."""
+    if family.size == 1:
+        return None
+    digits = layout.digits(family.name).canonical()
+    if layout.rank_order is None:
+        return digits[0][1] if len(digits) == 1 else None
+    steps = np.diff(layout.groups(family.name), axis=1)
+    return int(steps.flat[0]) if (steps == steps.flat[0]).all() else None
+
+
+def _nodes(layout: Layout, family: Family, ranks_per_node: int) -> tuple[int, int]:
+    """The fewest and the most nodes that one group of the family lies on."""
+    nodes = np.sort(layout.groups(family.name) // ranks_per_node, axis=1)
+    counts = 1 + (np.diff(nodes, axis=1) != 0).sum(axis=1)
+    return int(counts.min()), int(counts.max())
+
+
+def _link(topology: TopologyConfig, nodes: int) -> Facts:
+    """The slowest link that a group on so many nodes crosses."""
+    name = "node" if nodes == 1 else "network"
+    link = topology.links.node if nodes == 1 else topology.links.network
+    return {
+        "name": name,
+        "latency_us": None if link is None else link.latency_us,
+        "bandwidth_gbytes_s": None if link is None else link.bandwidth_gbytes_s,
+    }
+
+
+def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> Facts:
+    layout, rank = plan.layout, seen.rank
+    groups = {group.name: group for group in seen.groups}
+    listed: list[Facts] = []
+    for family in plan.families:
+        name = family.name
+        coord = layout.coord(rank, name)
+        facts: Facts = {
+            "name": name,
+            "coord": coord,
+            "size": family.size,
+            "index": layout.group_index(rank, name),
+            "ranks": list(groups[name].ranks) if name in groups else [rank],
+            "shares": family.shares,
+            "prev": layout.peer(rank, name, -1) if family.size > 1 else None,
+            "next": layout.peer(rank, name, +1) if family.size > 1 else None,
+            "first": coord == 0,
+            "last": coord == family.size - 1,
+        }
+        if topology is not None and topology.ranks_per_node is not None:
+            facts["nodes"] = len({member // topology.ranks_per_node for member in facts["ranks"]})
+        listed.append(facts)
+    return {
+        "rank": rank,
+        "coords": dict(seen.coords),
+        "views": {view: layout.coords(rank, view) for view in layout.views},
+        "creations": seen.creations,
+        "groups": listed,
+    }
+
+
+def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Group:
+    """Everything that `plan_facts` says, for a rich console."""
+    return facts_view(plan_facts(plan, rank, topology))
+
+
+def facts_view(facts: Facts) -> Group:
+    """`plan_facts` for a rich console: a headline, the dims, and the rank where there is one."""
+    # rich is slow to import, and --json needs none of it.
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(headline(facts)), dims_table(facts)]
+    if "rank" in facts:
+        parts += [Text(rank_line(facts)), rank_table(facts)]
+    return Group(*parts)
+
+
+def headline(facts: Facts) -> str:
+    """World size, fingerprint and number of groups, as one line."""
+    return (
+        f"mesh of {_count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
+        f"{_count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
+    )
+
+
+def rank_line(facts: Facts) -> str:
+    """One rank's coords, in the base and in every view, as one line."""
+    rank = facts["rank"]
+    text = f"rank {rank['rank']}: {_coords(rank['coords'])}"
+    for view, coords in rank["views"].items():
+        text += f"; {view}: {_coords(coords)}"
+    return text
+
+
+def dims_table(facts: Facts) -> Table:
+    """One row for each dim, merged dim and view's dim."""
+    with_nodes = any("nodes" in dim for dim in facts["dims"])
+    with_lanes = any(dim["lane"] for dim in facts["dims"])
+    with_shares = any(dim["shares"] for dim in facts["dims"])
+    right = ["size", "stride", "groups"]
+    columns = ["dim", "kind", *right, "backend", "timeout"]
+    columns += ["lane"] * with_lanes + ["shared with"] * with_shares
+    columns += ["nodes", "link"] * with_nodes
+    table = _table(columns, right={*right, "timeout", "nodes"})
+    for dim in facts["dims"]:
+        kind = dim["kind"] if dim["kind"] != "merged" else "merged " + " ".join(dim["dims"])
+        extra = "".join(f" {name}={value}" for name, value in dim["extra"].items() if value is not True)
+        extra += "".join(f" {name}" for name, value in dim["extra"].items() if value is True)
+        row = {
+            "dim": dim["name"],
+            "kind": kind,
+            "size": f"{dim['size']:,}",
+            "stride": "-"
+            if dim["size"] == 1
+            else "uneven"
+            if dim["stride"] is None
+            else f"{dim['stride']:,}",
+            "groups": f"{dim['groups']:,}",
+            "backend": dim["backend"] + extra,
+            "timeout": f"{dim['timeout_s']:g} s",
+            "lane": dim["lane"] or "-",
+            "shared with": dim["shares"] or "-",
+        }
+        if with_nodes:
+            row["nodes"] = _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
+            row["link"] = _link_text(dim["link"])
+        table.add_row(*(row[column] for column in columns))
+    return table
+
+
+def rank_table(facts: Facts) -> Table:
+    """One row for each name: the rank's coord, its group in coord order, and its ring neighbours."""
+    groups = facts["rank"]["groups"]
+    with_nodes = any("nodes" in group for group in groups)
+    columns = ["dim", "coord", "prev", "next", "my group, in coord order"] + ["nodes"] * with_nodes
+    table = _table(columns, right={"coord", "prev", "next", "nodes"})
+    for group in groups:
+        alone = group["size"] == 1
+        row = [
+            group["name"],
+            f"{group['coord']} of {group['size']}",
+            "-" if alone else f"{group['prev']}{' (wraps)' if group['first'] else ''}",
+            "-" if alone else f"{group['next']}{' (wraps)' if group['last'] else ''}",
+            f"{fold(group['ranks'])}{'' if not alone else ' (alone: no group)'}",
+        ]
+        table.add_row(*row, *([str(group["nodes"])] if with_nodes else []))
+    return table
+
+
+def _table(columns: list[str], right: set[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _span(fewest: int, most: int) -> str:
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+
+
+def _coords(coords: dict[str, int]) -> str:
+    return " ".join(f"{name}={coord}" for name, coord in coords.items())
+
+
+def _link_text(link: Facts | None) -> str:
+    if link is None:
+        return "-"
+    if link["latency_us"] is None:
+        return str(link["name"])
+    return f"{link['name']}, {link['latency_us']:g} us, {link['bandwidth_gbytes_s']:g} GB/s"

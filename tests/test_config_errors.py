@@ -1,0 +1,1884 @@
+"""Bad configurations beside good ones: the whole report, word for word."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from meshcomm.config import Config, DimOptions, MeshConfig, load
+from meshcomm.config.overrides import apply
+from meshcomm.errors import ConfigError, LayoutError
+
+pytestmark = pytest.mark.timeout(60)
+
+MESH: dict[str, Any] = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}}}
+TRAIN: dict[str, Any] = {
+    "mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}, "device": "cpu"},
+    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
+    "model": {"layers": 4, "width": 128, "heads": 8, "kv_heads": 4, "ff": 384},
+    "data": {"sequence": 128},
+    "train": {"steps": 60, "global_batch": 32, "microbatch": 4},
+}
+
+
+class Case(NamedTuple):
+    """Changes to a good config that make it bad, changes like them that do not, and the report."""
+
+    name: str
+    base: dict[str, Any]
+    bad: list[str]
+    good: list[str]
+    report: str
+
+
+CASES = [
+    Case(
+        "unknown key",
+        MESH,
+        ["mesh.dimz={ dp = 8 }"],
+        ["mesh.dims={ dp = 8 }"],
+        """\
+config: 1 problem
+  mesh.dimz: unknown key
+    given:    dimz = { dp = 8 }
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      did you mean "mesh.dims"?
+""",
+    ),
+    Case(
+        "unknown key in place of a needed one",
+        MESH,
+        ["mesh={ dimz = { dp = 8 } }"],
+        ["mesh={ dims = { dp = 8 } }"],
+        """\
+config: 1 problem
+  mesh.dimz: unknown key
+    given:    dimz = { dp = 8 }
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      did you mean "mesh.dims"?
+""",
+    ),
+    Case(
+        "unknown key three levels down",
+        MESH,
+        ["mesh.options.pp.timeout=60"],
+        ["mesh.options.pp.timeout_s=60"],
+        """\
+config: 1 problem
+  mesh.options.pp.timeout: unknown key
+    given:    timeout = 60
+    expected: one of timeout_s, backend, lane, high_priority
+    try:      did you mean "mesh.options.pp.timeout_s"?
+""",
+    ),
+    Case(
+        "unknown link",
+        MESH,
+        ["topology={ ranks_per_node = 8, links.net = { latency_us = 2.0, bandwidth_gbytes_s = 3.0 } }"],
+        ["topology={ ranks_per_node = 8, links.network = { latency_us = 2.0, bandwidth_gbytes_s = 3.0 } }"],
+        """\
+config: 1 problem
+  topology.links.net: unknown key
+    given:    net = { latency_us = 2.0, bandwidth_gbytes_s = 3.0 }
+    expected: one of node, network
+    try:      did you mean "topology.links.network"?
+""",
+    ),
+    Case(
+        "key of another section",
+        MESH,
+        ["mesh.ranks_per_node=8"],
+        ["topology.ranks_per_node=8"],
+        """\
+config: 1 problem
+  mesh.ranks_per_node: unknown key
+    given:    ranks_per_node = 8
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      move it to topology.ranks_per_node
+""",
+    ),
+    Case(
+        "unknown section",
+        MESH,
+        ["netwrok.interfaces=['eth0']"],
+        ["network.interfaces=['eth0']"],
+        """\
+config: 1 problem
+  netwrok: unknown key
+    given:    netwrok = { interfaces = ["eth0"] }
+    expected: one of mesh, process, network, topology, parallel, model, data, train
+    try:      did you mean "network"?
+""",
+    ),
+    Case(
+        "unknown key like none",
+        TRAIN,
+        ["parallel.x='dp'"],
+        ["parallel.bucket_mb=1"],
+        """\
+config: 1 problem
+  parallel.x: unknown key
+    given:    x = "dp"
+    expected: one of data, tensor, pipeline, schedule, bucket_mb
+    try:      remove parallel.x
+""",
+    ),
+    Case(
+        "no mesh",
+        MESH,
+        ["mesh="],
+        [],
+        """\
+config: 1 problem
+  mesh: missing
+    given:    no mesh
+    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      mesh = { dims = { dp = 8 } }
+""",
+    ),
+    Case(
+        "no dims",
+        MESH,
+        ["mesh.dims="],
+        ["mesh.dims.pp=1"],
+        """\
+config: 1 problem
+  mesh.dims: missing
+    given:    no dims
+    expected: a table of whole numbers
+    try:      mesh.dims = { dp = 8 }
+""",
+    ),
+    Case(
+        "half a link",
+        MESH,
+        ["topology={ ranks_per_node = 8, links.node = { latency_us = 2.0 } }"],
+        ["topology={ ranks_per_node = 8, links.node = { latency_us = 2.0, bandwidth_gbytes_s = 3.0 } }"],
+        """\
+config: 1 problem
+  topology.links.node.bandwidth_gbytes_s: missing
+    given:    no bandwidth_gbytes_s
+    expected: a number above 0
+    try:      topology.links.node.bandwidth_gbytes_s = 50.0
+""",
+    ),
+    Case(
+        "size in quotes",
+        MESH,
+        ["mesh.dims.tp='2'"],
+        ["mesh.dims.tp=2"],
+        """\
+config: 1 problem
+  mesh.dims.tp: "2" is not a whole number
+    given:    tp = "2"
+    expected: a whole number
+    try:      mesh.dims.tp = 2
+""",
+    ),
+    Case(
+        "size with a fraction",
+        MESH,
+        ["mesh.dims.tp=2.5"],
+        ["mesh.dims.tp=3"],
+        """\
+config: 1 problem
+  mesh.dims.tp: 2.5 is not a whole number
+    given:    tp = 2.5
+    expected: a whole number
+    try:      mesh.dims.tp = 2
+""",
+    ),
+    Case(
+        "size true",
+        MESH,
+        ["mesh.dims.tp=true"],
+        ["mesh.dims.tp=1"],
+        """\
+config: 1 problem
+  mesh.dims.tp: true is not a whole number
+    given:    tp = true
+    expected: a whole number
+    try:      mesh.dims.tp = 1
+""",
+    ),
+    Case(
+        "dims as a list",
+        MESH,
+        ["mesh.dims=['dp']"],
+        ["mesh.dims={ dp = 1 }"],
+        """\
+config: 1 problem
+  mesh.dims: ["dp"] is not a table of whole numbers
+    given:    dims = ["dp"]
+    expected: a table of whole numbers
+    try:      mesh.dims = { dp = 8 }
+""",
+    ),
+    Case(
+        "section as a number",
+        MESH,
+        ["process=3"],
+        ["process={}"],
+        """\
+config: 1 problem
+  process: 3 is not a table
+    given:    process = 3
+    expected: a table with init, address, path, rank, world_size, device_id
+    try:      remove process
+""",
+    ),
+    Case(
+        "text for a list",
+        MESH,
+        ["network.interfaces='eth0'"],
+        ["network.interfaces=['eth0', 'eth1']"],
+        """\
+config: 1 problem
+  network.interfaces: "eth0" is not a list of texts in quotes
+    given:    interfaces = "eth0"
+    expected: a list of texts in quotes
+    try:      network.interfaces = ["eth0"]
+""",
+    ),
+    Case(
+        "number in quotes",
+        TRAIN,
+        ["train.lr='3e-3'"],
+        ["train.lr=3e-3"],
+        """\
+config: 1 problem
+  train.lr: "3e-3" is not a number
+    given:    lr = "3e-3"
+    expected: a number above 0
+    try:      train.lr = 0.003
+""",
+    ),
+    Case(
+        "zero where above zero",
+        MESH,
+        ["mesh.timeout_s=0"],
+        ["mesh.timeout_s=0.5"],
+        """\
+config: 1 problem
+  mesh.timeout_s: 0 is out of range
+    given:    timeout_s = 0
+    expected: a number above 0
+    try:      mesh.timeout_s = 600.0
+""",
+    ),
+    Case(
+        "endless timeout",
+        MESH,
+        ["mesh.timeout_s=inf"],
+        ["mesh.timeout_s=1e9"],
+        """\
+config: 1 problem
+  mesh.timeout_s: inf is not finite
+    given:    timeout_s = inf
+    expected: a number above 0
+    try:      mesh.timeout_s = 600.0
+""",
+    ),
+    Case(
+        "negative timeout of a dim",
+        MESH,
+        ["mesh.options.pp.timeout_s=-1"],
+        ["mesh.options.pp.timeout_s=1"],
+        """\
+config: 1 problem
+  mesh.options.pp.timeout_s: -1 is out of range
+    given:    timeout_s = -1
+    expected: a number above 0
+    try:      remove mesh.options.pp.timeout_s
+""",
+    ),
+    Case(
+        "wrong choice",
+        TRAIN,
+        ["train.dtype='float23'"],
+        ["train.dtype='float64'"],
+        """\
+config: 1 problem
+  train.dtype: "float23" is not one of the choices
+    given:    dtype = "float23"
+    expected: one of "float32", "float64"
+    try:      train.dtype = "float32"
+""",
+    ),
+    Case(
+        "number for a choice",
+        MESH,
+        ["process.device_id=1"],
+        ["process.device_id=true"],
+        """\
+config: 1 problem
+  process.device_id: 1 is not one of the choices
+    given:    device_id = 1
+    expected: one of "auto", true, false
+    try:      process.device_id = "auto"
+""",
+    ),
+    Case(
+        "list too short",
+        TRAIN,
+        ["train.betas=[0.9]"],
+        ["train.betas=[0.9, 0.99]"],
+        """\
+config: 1 problem
+  train.betas: 1 value
+    given:    betas = [0.9]
+    expected: a list of 2 numbers
+    try:      train.betas = [0.9, 0.95]
+""",
+    ),
+    Case(
+        "list entry out of range",
+        TRAIN,
+        ["train.betas=[0.9, 1.0]"],
+        ["train.betas=[0.0, 0.5]"],
+        """\
+config: 1 problem
+  train.betas[1]: 1.0 is out of range
+    given:    betas[1] = 1.0
+    expected: a number from 0 to below 1
+    try:      train.betas = [0.9, 0.95]
+""",
+    ),
+    Case(
+        "entry of the wrong type",
+        TRAIN,
+        ["data.files=['a.txt', 3]"],
+        ["data.files=['a.txt', '3']"],
+        """\
+config: 1 problem
+  data.files[1]: 3 is not text in quotes
+    given:    files[1] = 3
+    expected: text in quotes, not empty
+    try:      data.files[1] = "3"
+""",
+    ),
+    Case(
+        "empty text",
+        TRAIN,
+        ["train.out=''"],
+        ["train.out='runs/x'"],
+        """\
+config: 1 problem
+  train.out: empty
+    given:    out = ""
+    expected: text in quotes, not empty
+    try:      train.out = "runs/train"
+""",
+    ),
+    Case(
+        "date for a number",
+        TRAIN,
+        ["model.norm_eps=1979-05-27"],
+        ["model.norm_eps=1e-6"],
+        """\
+config: 1 problem
+  model.norm_eps: 1979-05-27 is not a number
+    given:    norm_eps = 1979-05-27
+    expected: a number above 0
+    try:      model.norm_eps = 1e-05
+""",
+    ),
+    Case(
+        "size zero",
+        MESH,
+        ["mesh.dims.tp=0"],
+        ["mesh.dims.tp=1"],
+        """\
+config: 1 problem
+  mesh.dims.tp: 0 is not a size
+    given:    tp = 0
+    expected: a whole number of 1 or more, or -1 on one dim
+    try:      mesh.dims.tp = 1
+""",
+    ),
+    Case(
+        "no dim at all",
+        MESH,
+        ["mesh.dims={}"],
+        ["mesh.dims={ a = 1 }"],
+        """\
+config: 1 problem
+  mesh.dims: no dim
+    given:    dims = {}
+    expected: at least one dim
+    try:      mesh.dims = { dp = 1 }
+""",
+    ),
+    Case(
+        "two sizes of -1",
+        MESH,
+        ["mesh.dims={ pp = -1, dp = 2, tp = -1 }"],
+        ["mesh.dims={ pp = -1, dp = 2, tp = 2 }"],
+        """\
+config: 1 problem
+  mesh.dims: the mesh has 2 sizes of -1: pp, tp
+    given:    dims = { pp = -1, dp = 2, tp = -1 }
+    expected: at most one size of -1; it takes what the other dims leave of the world
+    try:      mesh.dims = { pp = -1, dp = 2, tp = 1 }
+""",
+    ),
+    Case(
+        "bad name",
+        MESH,
+        ["mesh.dims._pp=2"],
+        ["mesh.dims.p_p=2"],
+        """\
+config: 1 problem
+  mesh.dims._pp: '_pp' cannot be the name of a dim
+    given:    '_pp'
+    expected: letters, digits and inner underscores, not starting with a digit, as in "dp"
+    try:      rename the dim
+""",
+    ),
+    Case(
+        "too many ranks",
+        MESH,
+        ["mesh.dims={ pp = 65536, dp = 65536 }"],
+        ["mesh.dims={ pp = 65536, dp = 32767 }"],
+        """\
+config: 1 problem
+  mesh.dims: more ranks than can be counted: 65536*65536 = 4294967296
+    given:    dims = { pp = 65536, dp = 65536 }
+    expected: sizes that multiply to at most 2147483647
+    try:      smaller sizes
+""",
+    ),
+    Case(
+        "view that does not fit",
+        MESH,
+        ["mesh.views.expert={ pp = 2, edp = 1, ep = 3 }"],
+        ["mesh.views.expert={ pp = 2, edp = 1, ep = 4 }"],
+        """\
+config: 1 problem
+  mesh.views.expert: view expert does not fit the mesh: 2*1*3 = 6, the mesh has 8 ranks
+    given:    views.expert = { pp = 2, edp = 1, ep = 3 }, the mesh has 8 ranks
+    expected: sizes that multiply to 8
+    try:      mesh.views.expert = { pp = 2, edp = 1, ep = 4 }
+""",
+    ),
+    Case(
+        "view with two sizes of -1",
+        MESH,
+        ["mesh.views.expert={ pp = 2, edp = -1, ep = -1 }"],
+        ["mesh.views.expert={ pp = 2, edp = 1, ep = -1 }"],
+        """\
+config: 1 problem
+  mesh.views.expert: view expert has 2 sizes of -1: edp, ep
+    given:    views.expert = { pp = 2, edp = -1, ep = -1 }
+    expected: at most one size of -1; it takes what the other dims leave of the world
+    try:      mesh.views.expert = { pp = 2, edp = -1, ep = 1 }
+""",
+    ),
+    Case(
+        "view that fits no world",
+        MESH,
+        ["mesh.dims.dp=-1", "mesh.views.expert={ ep = 6 }"],
+        ["mesh.dims.dp=-1", "mesh.views.expert={ ep = 8 }"],
+        """\
+config: 1 problem
+  mesh.views.expert: the view fits no world that the mesh fits: 6, the mesh has a multiple of 2*2 = 4
+    given:    views.expert = { ep = 6 }, dims = { pp = 2, dp = -1, tp = 2 }
+    expected: sizes that multiply to a multiple of 4
+    try:      mesh.views.expert = { ep = 8 }
+""",
+    ),
+    Case(
+        "view's dim means other groups",
+        MESH,
+        ["mesh.views.expert={ tp = 4, ep = 2 }"],
+        ["mesh.views.expert={ ep = 4, tp = 2 }"],
+        """\
+config: 1 problem
+  mesh.views.expert: view expert and the base share the dim "tp", but it has other groups there
+    given:    size 4, stride 2 in expert; size 2, stride 1 in dims
+    expected: a shared dim that means the same ranks in both
+    try:      rename it in views.expert, or place and size it as in dims
+""",
+    ),
+    Case(
+        "two views' dims mean other groups",
+        MESH,
+        ["mesh.views={ a = { ep = 8 }, b = { ep = 4, x = 2 } }"],
+        ["mesh.views={ a = { ep = 8 }, b = { y = 4, x = 2 } }"],
+        """\
+config: 1 problem
+  mesh.views: view b and view a share the dim "ep", but it has other groups there
+    given:    size 4, stride 2 in b; size 8, stride 1 in a
+    expected: a shared dim that means the same ranks in both
+    try:      rename it in views.b, or place and size it as in a
+""",
+    ),
+    Case(
+        "rank twice",
+        MESH,
+        ["mesh.rank_order=[0, 1, 2, 3, 4, 5, 6, 6]"],
+        ["mesh.rank_order=[0, 1, 2, 3, 4, 5, 7, 6]"],
+        """\
+config: 1 problem
+  mesh.rank_order: rank 6 is there twice
+    given:    rank_order = [0, 1, 2, 3, 4, 5, 6, 6]
+    expected: a permutation of 0 to 7
+    try:      remove mesh.rank_order: the ranks are then in ascending order
+""",
+    ),
+    Case(
+        "rank order too short",
+        MESH,
+        ["mesh.rank_order=[0, 1, 2, 3]"],
+        ["mesh.rank_order=[7, 6, 5, 4, 3, 2, 1, 0]"],
+        """\
+config: 1 problem
+  mesh.rank_order: 4 ranks for a mesh of 8: 2*2*2 = 8, rank_order lists 4
+    given:    rank_order = [0, 1, 2, 3]
+    expected: a permutation of 0 to 7
+    try:      remove mesh.rank_order: the ranks are then in ascending order
+""",
+    ),
+    Case(
+        "rank order of other ranks",
+        MESH,
+        ["mesh.rank_order=[1, 2, 3, 4, 5, 6, 7, 8]"],
+        ["mesh.rank_order=[1, 2, 3, 4, 5, 6, 7, 0]"],
+        """\
+config: 1 problem
+  mesh.rank_order: rank 8 is not in the mesh
+    given:    rank_order = [1, 2, 3, 4, 5, 6, 7, 8]
+    expected: a permutation of 0 to 7
+    try:      remove mesh.rank_order: the ranks are then in ascending order
+""",
+    ),
+    Case(
+        "rank order that the dims do not divide",
+        MESH,
+        ["mesh.dims.dp=-1", "mesh.rank_order=[0, 1, 2, 3, 4, 5]"],
+        ["mesh.dims.dp=-1", "mesh.rank_order=[1, 0, 3, 2]"],
+        """\
+config: 1 problem
+  mesh.dims: the mesh does not fit its ranks: 2*2 = 4, rank_order lists 6
+    given:    dims = { pp = 2, dp = -1, tp = 2 }, rank_order = [0, 1, 2, 3, 4, 5]
+    expected: sizes that multiply to 6
+    try:      mesh.dims = { pp = 3, dp = -1, tp = 2 }, or
+              mesh.dims = { pp = 2, dp = -1, tp = 3 }, or
+              mesh.dims = { pp = 1, dp = -1, tp = 2 }
+""",
+    ),
+    Case(
+        "dims do not fit the ranks",
+        MESH,
+        ["mesh.ranks=[4, 5, 6, 7]"],
+        ["mesh.ranks=[4, 5, 6, 7]", "mesh.dims.dp=1"],
+        """\
+config: 1 problem
+  mesh.dims: the mesh does not fit its ranks: 2*2*2 = 8, ranks lists 4
+    given:    dims = { pp = 2, dp = 2, tp = 2 }, ranks = [4, 5, 6, 7]
+    expected: sizes that multiply to 4
+    try:      mesh.dims = { pp = 1, dp = 2, tp = 2 }, or
+              mesh.dims = { pp = 2, dp = 1, tp = 2 }, or
+              mesh.dims = { pp = 2, dp = 2, tp = 1 }
+""",
+    ),
+    Case(
+        "ranks not ascending",
+        MESH,
+        ["mesh.dims={ tp = 2 }", "mesh.ranks=[3, 2]"],
+        ["mesh.dims={ tp = 2 }", "mesh.ranks=[2, 3]", "mesh.rank_order=[3, 2]"],
+        """\
+config: 1 problem
+  mesh.ranks: not ascending
+    given:    ranks = [3, 2]
+    expected: ranks of the world, each once, ascending; rank_order puts them in another order
+    try:      mesh.ranks = [2, 3] and mesh.rank_order = [3, 2]
+""",
+    ),
+    Case(
+        "rank order outside the ranks",
+        MESH,
+        ["mesh.dims={ tp = 2 }", "mesh.ranks=[4, 5]", "mesh.rank_order=[0, 1]"],
+        ["mesh.dims={ tp = 2 }", "mesh.ranks=[4, 5]", "mesh.rank_order=[5, 4]"],
+        """\
+config: 1 problem
+  mesh.rank_order: rank 0 is not in the mesh
+    given:    rank_order = [0, 1]
+    expected: a permutation of mesh.ranks: 4 5
+    try:      remove mesh.rank_order: the ranks are then in ascending order
+""",
+    ),
+    Case(
+        "merge over no dim",
+        MESH,
+        ["mesh.merge.grad=['dp', 'ttp']"],
+        ["mesh.merge.grad=['dp', 'tp']"],
+        """\
+config: 1 problem
+  mesh.merge.grad: no dim ttp
+    given:    grad = ["dp", "ttp"]
+    expected: dims out of pp, dp, tp
+    try:      mesh.merge.grad = ["dp", "tp"]
+""",
+    ),
+    Case(
+        "merge of one",
+        MESH,
+        ["mesh.merge.grad=['dp']"],
+        ["mesh.merge.grad=['dp', 'pp']"],
+        """\
+config: 1 problem
+  mesh.merge.grad: merges 1 dim
+    given:    grad = ["dp"]
+    expected: two or more dims
+    try:      use the dim dp itself, and remove mesh.merge.grad
+""",
+    ),
+    Case(
+        "merge of one dim twice",
+        MESH,
+        ["mesh.merge.grad=['dp', 'tp', 'dp']"],
+        ["mesh.merge.grad=['tp', 'dp']"],
+        """\
+config: 1 problem
+  mesh.merge.grad: names dp twice
+    given:    grad = ["dp", "tp", "dp"]
+    expected: each dim once
+    try:      mesh.merge.grad = ["dp", "tp"]
+""",
+    ),
+    Case(
+        "merge of a merge",
+        MESH,
+        ["mesh.merge={ a = ['dp', 'pp'], b = ['a', 'tp'] }"],
+        ["mesh.merge={ a = ['dp', 'pp'], b = ['dp', 'pp', 'tp'] }"],
+        """\
+config: 1 problem
+  mesh.merge.b: a is itself merged
+    given:    b = ["a", "tp"]
+    expected: dims out of pp, dp, tp
+    try:      mesh.merge.b = ["dp", "pp", "tp"]
+""",
+    ),
+    Case(
+        "merge with a dim's name",
+        MESH,
+        ["mesh.merge.tp=['dp', 'pp']"],
+        ["mesh.merge.dp_pp=['dp', 'pp']"],
+        """\
+config: 1 problem
+  mesh.merge.tp: a dim has this name
+    given:    tp = ["dp", "pp"]
+    expected: a name that no dim and no view has
+    try:      rename it, as in mesh.merge.dp_pp
+""",
+    ),
+    Case(
+        "merge across factorisations",
+        MESH,
+        ["mesh.merge.m=['dp', 'ep']", "mesh.views.expert={ ep = 8 }"],
+        ["mesh.merge.m=['edp', 'ep']", "mesh.views.expert={ edp = 2, ep = 4 }"],
+        """\
+config: 1 problem
+  mesh.merge.m: its dims do not belong to one factorisation of the ranks
+    given:    dp of the base, ep of view expert
+    expected: dims of the base, or dims of one view
+    try:      declare a view that has them all
+""",
+    ),
+    Case(
+        "view with a dim's name",
+        MESH,
+        ["mesh.views.dp={ ep = 8 }"],
+        ["mesh.views.expert={ ep = 8 }"],
+        """\
+config: 1 problem
+  mesh.views.dp: a dim has this name
+    given:    the view dp, and the dim dp
+    expected: a name that no dim has
+    try:      rename it, as in mesh.views.dp_view
+""",
+    ),
+    Case(
+        "options for no dim",
+        MESH,
+        ["mesh.options.ttp.timeout_s=60"],
+        ["mesh.options.tp.timeout_s=60"],
+        """\
+config: 1 problem
+  mesh.options.ttp: no dim ttp
+    given:    options.ttp = { timeout_s = 60.0 }
+    expected: one of pp, dp, tp
+    try:      did you mean "mesh.options.tp"?
+""",
+    ),
+    Case(
+        "device with an index",
+        MESH,
+        ["mesh.device='cuda:0'"],
+        ["mesh.device='cuda'"],
+        """\
+config: 1 problem
+  mesh.device: "cuda:0" is not a device type
+    given:    device = "cuda:0"
+    expected: auto, cpu, cuda, or another of torch's device types, without an index
+    try:      mesh.device = "cuda"
+""",
+    ),
+    Case(
+        "backend in capitals",
+        MESH,
+        ["mesh.backend='GLOO'"],
+        ["mesh.backend='gloo'"],
+        """\
+config: 1 problem
+  mesh.backend: "GLOO" is not a backend
+    given:    backend = "GLOO"
+    expected: auto, a backend's name in lower case, or device:name pairs as in "cpu:gloo,cuda:nccl"
+    try:      mesh.backend = "gloo"
+""",
+    ),
+    Case(
+        "nccl on cpu",
+        MESH,
+        ["mesh.device='cpu'", "mesh.backend='nccl'"],
+        ["mesh.device='cuda'", "mesh.backend='nccl'"],
+        """\
+config: 1 problem
+  mesh.backend: nccl does not run on device cpu
+    given:    backend = "nccl", mesh.device = "cpu"
+    expected: gloo on cpu, nccl on cuda
+    try:      mesh.backend = "gloo", or
+              mesh.device = "cuda"
+""",
+    ),
+    Case(
+        "nccl on cpu for one dim",
+        MESH,
+        ["mesh.device='cpu'", "mesh.options.tp.backend='nccl'"],
+        ["mesh.device='cpu'", "mesh.options.tp.backend='gloo'"],
+        """\
+config: 1 problem
+  mesh.options.tp.backend: nccl does not run on device cpu
+    given:    backend = "nccl", mesh.device = "cpu"
+    expected: gloo on cpu, nccl on cuda
+    try:      mesh.options.tp.backend = "gloo", or
+              mesh.device = "cuda"
+""",
+    ),
+    Case(
+        "no backend for the device",
+        MESH,
+        ["mesh.device='cpu'", "mesh.backend='cuda:nccl'"],
+        ["mesh.device='cpu'", "mesh.backend='cpu:gloo,cuda:nccl'"],
+        """\
+config: 1 problem
+  mesh.backend: no backend for device cpu
+    given:    backend = "cuda:nccl", mesh.device = "cpu"
+    expected: a backend for cpu
+    try:      mesh.backend = "cpu:gloo,cuda:nccl"
+""",
+    ),
+    Case(
+        "priority on gloo",
+        MESH,
+        ["mesh.backend='gloo'", "mesh.options.pp.high_priority=true"],
+        ["mesh.backend='nccl'", "mesh.options.pp.high_priority=true"],
+        """\
+config: 1 problem
+  mesh.options.pp.high_priority: no effect: gloo has no high-priority streams
+    given:    high_priority = true, backend = "gloo", mesh.device = "auto"
+    expected: high_priority only where the backend is nccl
+    try:      remove mesh.options.pp.high_priority, or
+              mesh.options.pp.backend = "nccl" and mesh.device = "cuda"
+""",
+    ),
+    Case(
+        "device to bind on cpu",
+        MESH,
+        ["mesh.device='cpu'", "process.device_id=true"],
+        ["mesh.device='cpu'", "process.device_id=false"],
+        """\
+config: 1 problem
+  process.device_id: no effect: device cpu has nothing to bind
+    given:    device_id = true, mesh.device = "cpu"
+    expected: "auto" or false on cpu
+    try:      process.device_id = "auto", or
+              mesh.device = "cuda"
+""",
+    ),
+    Case(
+        "wrong way to meet",
+        MESH,
+        ["process.init='tpc'"],
+        ["process.init='env'"],
+        """\
+config: 1 problem
+  process.init: "tpc" is not one of the choices
+    given:    init = "tpc"
+    expected: one of "env", "tcp", "file"
+    try:      process.init = "tcp"
+""",
+    ),
+    Case(
+        "tcp without address",
+        MESH,
+        ["process.init='tcp'"],
+        ["process={ init = 'tcp', address = '10.0.0.1:29500' }"],
+        """\
+config: 1 problem
+  process.address: missing for init = "tcp"
+    given:    no address
+    expected: host:port of rank 0
+    try:      process.address = "127.0.0.1:29500"
+""",
+    ),
+    Case(
+        "address without port",
+        MESH,
+        ["process={ init = 'tcp', address = 'host' }"],
+        ["process={ init = 'tcp', address = '[::1]:29500' }"],
+        """\
+config: 1 problem
+  process.address: "host" is not host:port
+    given:    address = "host"
+    expected: a host name or address (IPv6 in brackets), and a port from 1 to 65535
+    try:      process.address = "host:29500"
+""",
+    ),
+    Case(
+        "address with env",
+        MESH,
+        ["process.address='host:29500'"],
+        ["process={ init = 'tcp', address = 'host:29500' }"],
+        """\
+config: 1 problem
+  process.address: no effect with init = "env"
+    given:    address = "host:29500"
+    expected: address only where init is "tcp"
+    try:      remove process.address, or
+              process.init = "tcp"
+""",
+    ),
+    Case(
+        "rank with env",
+        MESH,
+        ["process.rank=0"],
+        ["process={ init = 'file', path = '/shared/x', rank = 0 }"],
+        """\
+config: 1 problem
+  process.rank: no effect with init = "env"
+    given:    rank = 0
+    expected: rank only where init is "tcp" or "file"
+    try:      remove process.rank, or
+              process.init = "tcp", or
+              process.init = "file"
+""",
+    ),
+    Case(
+        "path with tcp",
+        MESH,
+        ["process={ init = 'tcp', address = 'host:29500', path = '/shared/x' }"],
+        ["process={ init = 'file', path = '/shared/x' }"],
+        """\
+config: 1 problem
+  process.path: no effect with init = "tcp"
+    given:    path = "/shared/x"
+    expected: path only where init is "file"
+    try:      remove process.path, or
+              process.init = "file"
+""",
+    ),
+    Case(
+        "rank outside the world",
+        MESH,
+        ["process={ init = 'tcp', address = 'host:29500', rank = 4, world_size = 4 }"],
+        ["process={ init = 'tcp', address = 'host:29500', rank = 3, world_size = 4 }"],
+        """\
+config: 1 problem
+  process.rank: rank 4 is not in a world of 4
+    given:    rank = 4, world_size = 4
+    expected: 0 to 3
+    try:      process.rank = 3, or
+              process.world_size = 5
+""",
+    ),
+    Case(
+        "log level in small letters",
+        MESH,
+        ["network.nccl_debug='info'"],
+        ["network.nccl_debug='INFO'"],
+        """\
+config: 1 problem
+  network.nccl_debug: "info" is not one of the choices
+    given:    nccl_debug = "info"
+    expected: one of "VERSION", "WARN", "INFO", "TRACE"
+    try:      network.nccl_debug = "INFO"
+""",
+    ),
+    Case(
+        "parts of a log that is off",
+        MESH,
+        ["network={ nccl_debug = 'WARN', nccl_debug_subsys = ['INIT'] }"],
+        ["network={ nccl_debug = 'INFO', nccl_debug_subsys = ['INIT'] }"],
+        """\
+config: 1 problem
+  network.nccl_debug_subsys: no effect with nccl_debug = "WARN"
+    given:    nccl_debug_subsys = ["INIT"], nccl_debug = "WARN"
+    expected: nccl_debug = "INFO" or "TRACE" beside it
+    try:      network.nccl_debug = "INFO", or
+              remove network.nccl_debug_subsys
+""",
+    ),
+    Case(
+        "unknown part of the log",
+        MESH,
+        ["network={ nccl_debug = 'INFO', nccl_debug_subsys = ['^INTI'] }"],
+        ["network={ nccl_debug = 'INFO', nccl_debug_subsys = ['^INIT', 'NET'] }"],
+        """\
+config: 1 problem
+  network.nccl_debug_subsys[0]: NCCL has no part "^INTI"
+    given:    nccl_debug_subsys = ["^INTI"]
+    expected: parts out of INIT, COLL, P2P, SHM, NET, GRAPH, TUNING, ENV, ALLOC,
+              CALL, PROXY, NVLS, BOOTSTRAP, REG, PROFILE, RAS, ALL
+    try:      network.nccl_debug_subsys = ["^INIT"]
+""",
+    ),
+    Case(
+        "NCCL's log without NCCL",
+        MESH,
+        ["mesh.backend='gloo'", "network.nccl_debug='INFO'"],
+        ["mesh.backend='nccl'", "network.nccl_debug='INFO'"],
+        """\
+config: 1 problem
+  network.nccl_debug: no effect: no group of this mesh runs on NCCL
+    given:    nccl_debug = "INFO", mesh.device = "auto", mesh.backend = "gloo"
+    expected: nccl_debug only where a backend is nccl
+    try:      remove network.nccl_debug, or
+              mesh.device = "cuda" and mesh.backend = "nccl"
+""",
+    ),
+    Case(
+        "no rank on a node",
+        MESH,
+        ["topology.ranks_per_node=0"],
+        ["topology.ranks_per_node=1"],
+        """\
+config: 1 problem
+  topology.ranks_per_node: 0 is out of range
+    given:    ranks_per_node = 0
+    expected: a whole number of 1 or more
+    try:      topology.ranks_per_node = 1
+""",
+    ),
+    Case(
+        "links without nodes",
+        MESH,
+        ["topology.links.node={ latency_us = 2, bandwidth_gbytes_s = 300 }"],
+        ["topology={ ranks_per_node = 8, links.node = { latency_us = 2, bandwidth_gbytes_s = 300 } }"],
+        """\
+config: 1 problem
+  topology.links: no effect without ranks_per_node
+    given:    links = { node = { latency_us = 2.0, bandwidth_gbytes_s = 300.0 } }
+    expected: ranks_per_node beside it, which says who crosses which link
+    try:      topology.ranks_per_node = 8, or
+              remove topology.links
+""",
+    ),
+    Case(
+        "one training section missing",
+        TRAIN,
+        ["model="],
+        [],
+        """\
+config: 1 problem
+  model: missing
+    given:    [parallel] [data] [train]
+    expected: all of [parallel] [model] [data] [train], or none of them: a mesh alone
+    try:      add [model], or
+              remove [parallel] [data] [train]
+""",
+    ),
+    Case(
+        "one training section only",
+        MESH,
+        ["data.sequence=128"],
+        [],
+        """\
+config: 1 problem
+  parallel, model, train: 3 sections are missing
+    given:    [data]
+    expected: all of [parallel] [model] [data] [train], or none of them: a mesh alone
+    try:      add [parallel] [model] [train], or
+              remove [data]
+""",
+    ),
+    Case(
+        "part on no dim",
+        TRAIN,
+        ["parallel.data='ddp'"],
+        ["parallel.data='dp'"],
+        """\
+config: 1 problem
+  parallel.data: no dim ddp
+    given:    data = "ddp", mesh.dims = { pp = 2, dp = 2, tp = 2 }
+    expected: one of mesh.dims: pp, dp, tp
+    try:      parallel.data = "dp", or
+              mesh.dims = { ddp = 1, pp = 2, dp = 2, tp = 2 }, or
+              remove parallel.data
+""",
+    ),
+    Case(
+        "part on a merged dim",
+        TRAIN,
+        ["mesh.merge.both=['dp', 'pp']", "parallel.data='both'"],
+        ["mesh.merge.both=['dp', 'pp']"],
+        """\
+config: 1 problem
+  parallel.data: both is a merged dim
+    given:    data = "both", mesh.dims = { pp = 2, dp = 2, tp = 2 }
+    expected: one of mesh.dims: pp, dp, tp
+    try:      remove parallel.data
+""",
+    ),
+    Case(
+        "dim with two parts",
+        TRAIN,
+        ["parallel.pipeline='tp'", "mesh.dims.pp=1"],
+        ["parallel.pipeline=", "mesh.dims.pp=1"],
+        """\
+config: 1 problem
+  parallel.pipeline: the dim tp plays tensor already
+    given:    tensor = "tp", pipeline = "tp"
+    expected: a dim of its own for every part
+    try:      remove parallel.pipeline, or give it another dim
+""",
+    ),
+    Case(
+        "dim without a part",
+        TRAIN,
+        ["mesh.dims.cp=2"],
+        ["mesh.dims.cp=1"],
+        """\
+config: 1 problem
+  mesh.dims.cp: no part of the training uses cp: its 2 ranks would all do the same
+    given:    dims.cp = 2; parallel has data = "dp", tensor = "tp", pipeline = "pp"
+    expected: size 1, or a part that cp plays
+    try:      mesh.dims.cp = 1
+""",
+    ),
+    Case(
+        "schedule without a pipeline",
+        TRAIN,
+        ["parallel={ data = 'dp', tensor = 'tp', schedule = 'gpipe' }", "mesh.dims.pp=1"],
+        ["parallel={ data = 'dp', tensor = 'tp' }", "mesh.dims.pp=1"],
+        """\
+config: 1 problem
+  parallel.schedule: no effect without parallel.pipeline
+    given:    schedule = "gpipe", no pipeline
+    expected: a dim that plays pipeline
+    try:      remove parallel.schedule, or
+              name a dim in parallel.pipeline
+""",
+    ),
+    Case(
+        "heads and tp",
+        TRAIN,
+        ["mesh.dims.tp=4", "model.heads=6", "model.kv_heads=6", "model.width=132"],
+        ["mesh.dims.tp=2", "model.heads=6", "model.kv_heads=6", "model.width=132"],
+        """\
+config: 2 problems
+  model.heads: heads is not divisible by tp: 6 % 4 = 2
+    given:    heads = 6, mesh.dims.tp = 4
+    expected: heads divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 2, or
+              mesh.dims.tp = 1
+  model.kv_heads: kv_heads is not divisible by tp: 6 % 4 = 2
+    given:    kv_heads = 6, mesh.dims.tp = 4
+    expected: kv_heads divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 2, or
+              mesh.dims.tp = 1
+""",
+    ),
+    Case(
+        "kv_heads and tp",
+        TRAIN,
+        ["mesh.dims.tp=8"],
+        ["mesh.dims.tp=4"],
+        """\
+config: 1 problem
+  model.kv_heads: kv_heads is not divisible by tp: 4 % 8 = 4
+    given:    kv_heads = 4, mesh.dims.tp = 8
+    expected: kv_heads divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 4, or
+              mesh.dims.tp = 2, or
+              model.kv_heads = 8
+""",
+    ),
+    Case(
+        "ff and tp",
+        TRAIN,
+        ["model.ff=385"],
+        ["model.ff=386"],
+        """\
+config: 1 problem
+  model.ff: ff is not divisible by tp: 385 % 2 = 1
+    given:    ff = 385, mesh.dims.tp = 2
+    expected: ff divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 1, or
+              model.ff = 386
+""",
+    ),
+    Case(
+        "256 bytes and tp",
+        TRAIN,
+        ["mesh.dims.tp=3", "model.heads=12", "model.kv_heads=3", "model.width=120", "model.ff=384"],
+        ["mesh.dims.tp=1", "model.heads=12", "model.kv_heads=3", "model.width=120", "model.ff=384"],
+        """\
+config: 1 problem
+  mesh.dims.tp: the 256 bytes are not divisible by tp: 256 % 3 = 1
+    given:    tp = 3
+    expected: a divisor of 256
+    try:      mesh.dims.tp = 1
+""",
+    ),
+    Case(
+        "heads and kv_heads",
+        TRAIN,
+        ["model.kv_heads=6"],
+        ["model.kv_heads=8"],
+        """\
+config: 1 problem
+  model.kv_heads: heads is not divisible by kv_heads: 8 % 6 = 2
+    given:    heads = 8, kv_heads = 6
+    expected: heads divisible by kv_heads: equally many query heads share each of them
+    try:      model.kv_heads = 8, or
+              model.kv_heads = 4, or
+              model.heads = 6
+""",
+    ),
+    Case(
+        "width and heads",
+        TRAIN,
+        ["model.width=100"],
+        ["model.width=112"],
+        """\
+config: 1 problem
+  model.width: width is not divisible by heads: 100 % 8 = 4
+    given:    width = 100, heads = 8
+    expected: heads of equal, even size: width divisible by 2*heads
+    try:      model.width = 96, or
+              model.width = 112
+""",
+    ),
+    Case(
+        "odd heads",
+        TRAIN,
+        ["model.width=120"],
+        ["model.width=128"],
+        """\
+config: 1 problem
+  model.width: the size of a head is odd: 120 / 8 = 15
+    given:    width = 120, heads = 8
+    expected: an even size: rotary embeddings turn pairs of elements
+    try:      model.width = 128, or
+              model.width = 112
+""",
+    ),
+    Case(
+        "layers and stages",
+        TRAIN,
+        ["model.layers=1"],
+        ["model.layers=2"],
+        """\
+config: 1 problem
+  model.layers: fewer layers than stages: 1 < 2
+    given:    layers = 1, mesh.dims.pp = 2
+    expected: at least one layer for each stage
+    try:      model.layers = 2, or
+              mesh.dims.pp = 1
+""",
+    ),
+    Case(
+        "global batch and dp",
+        TRAIN,
+        ["mesh.dims.dp=3"],
+        ["mesh.dims.dp=3", "train.global_batch=36"],
+        """\
+config: 1 problem
+  train.global_batch: not divisible by dp: 32 % 3 = 2
+    given:    global_batch = 32, mesh.dims.dp = 3
+    expected: equally many samples for each of the 3 ranks along dp
+    try:      train.global_batch = 36, or
+              train.global_batch = 24, or
+              mesh.dims.dp = 4
+""",
+    ),
+    Case(
+        "micro-batch and a rank's batch",
+        TRAIN,
+        ["train.microbatch=3"],
+        ["train.microbatch=8"],
+        """\
+config: 1 problem
+  train.microbatch: does not divide a rank's samples: 32/2 = 16, 16 % 3 = 1
+    given:    global_batch = 32, microbatch = 3, mesh.dims.dp = 2
+    expected: a divisor of 16
+    try:      train.microbatch = 4, or
+              train.microbatch = 2, or
+              train.global_batch = 30
+""",
+    ),
+    Case(
+        "micro-batches and stages",
+        TRAIN,
+        ["train.microbatch=16"],
+        ["train.microbatch=16", "parallel.schedule='gpipe'"],
+        """\
+config: 1 problem
+  train.microbatch: fewer micro-batches than stages: 32/2/16 = 1 < 2
+    given:    global_batch = 32, microbatch = 16, mesh.dims.pp = 2
+    expected: at least one micro-batch for each stage of 1f1b
+    try:      train.microbatch = 8, or
+              train.global_batch = 64, or
+              parallel.schedule = "gpipe"
+""",
+    ),
+    Case(
+        "warm-up and steps",
+        TRAIN,
+        ["train.warmup_steps=100"],
+        ["train.warmup_steps=60"],
+        """\
+config: 1 problem
+  train.warmup_steps: the warm-up is longer than the training: 100 > 60
+    given:    warmup_steps = 100, steps = 60
+    expected: 0 to 60
+    try:      train.warmup_steps = 60, or
+              train.steps = 100
+""",
+    ),
+    Case(
+        "bytes and a sample",
+        TRAIN,
+        ["data.max_bytes=128"],
+        ["data.max_bytes=129"],
+        """\
+config: 1 problem
+  data.max_bytes: does not hold one sample: 128 + 1 > 128
+    given:    sequence = 128, max_bytes = 128
+    expected: max_bytes above sequence: a sample is its tokens and the one that follows
+    try:      data.max_bytes = 129, or
+              data.sequence = 127
+""",
+    ),
+    Case(
+        "nothing follows from what is wrong",
+        TRAIN,
+        [
+            "mesh.dims.tp='two'",
+            "mesh.backnd='gloo'",
+            "model.heads=2.5",
+            "train.lr=-1.0",
+            "process.init='tpc'",
+        ],
+        ["mesh.dims.tp=2"],
+        """\
+config: 5 problems
+  mesh.backnd: unknown key
+    given:    backnd = "gloo"
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      did you mean "mesh.backend"?
+  mesh.dims.tp: "two" is not a whole number
+    given:    tp = "two"
+    expected: a whole number
+    try:      mesh.dims.tp = 1
+  process.init: "tpc" is not one of the choices
+    given:    init = "tpc"
+    expected: one of "env", "tcp", "file"
+    try:      process.init = "tcp"
+  model.heads: 2.5 is not a whole number
+    given:    heads = 2.5
+    expected: a whole number of 1 or more
+    try:      model.heads = 2
+  train.lr: -1.0 is out of range
+    given:    lr = -1.0
+    expected: a number above 0
+    try:      train.lr = 0.003
+""",
+    ),
+    Case(
+        "arithmetic of three settings",
+        TRAIN,
+        ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.microbatch=5"],
+        ["mesh.dims.tp=1"],
+        """\
+config: 5 problems
+  mesh.merge.grad: no dim cp
+    given:    grad = ["dp", "cp"]
+    expected: dims out of pp, dp, tp
+    try:      remove mesh.merge.grad
+  mesh.dims.tp: the 256 bytes are not divisible by tp: 256 % 3 = 1
+    given:    tp = 3
+    expected: a divisor of 256
+    try:      mesh.dims.tp = 4, or
+              mesh.dims.tp = 2
+  model.heads: heads is not divisible by tp: 8 % 3 = 2
+    given:    heads = 8, mesh.dims.tp = 3
+    expected: heads divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 4, or
+              mesh.dims.tp = 2
+  model.kv_heads: kv_heads is not divisible by tp: 4 % 3 = 1
+    given:    kv_heads = 4, mesh.dims.tp = 3
+    expected: kv_heads divisible by mesh.dims.tp
+    try:      mesh.dims.tp = 4, or
+              mesh.dims.tp = 2
+  train.microbatch: does not divide a rank's samples: 32/2 = 16, 16 % 5 = 1
+    given:    global_batch = 32, microbatch = 5, mesh.dims.dp = 2
+    expected: a divisor of 16
+    try:      train.microbatch = 4, or
+              train.microbatch = 8, or
+              train.global_batch = 30
+""",
+    ),
+    Case(
+        "an unknown key hides nothing",
+        MESH,
+        ["mesh.dimz=3", "mesh.merge.grad=['dp', 'cp']"],
+        ["mesh.merge.grad=['dp', 'tp']"],
+        """\
+config: 2 problems
+  mesh.dimz: unknown key
+    given:    dimz = 3
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      did you mean "mesh.dims"?
+  mesh.merge.grad: no dim cp
+    given:    grad = ["dp", "cp"]
+    expected: dims out of pp, dp, tp
+    try:      remove mesh.merge.grad
+""",
+    ),
+]
+
+
+def made(base: dict[str, Any], changes: list[str]) -> dict[str, Any]:
+    """`base` with changes, as data."""
+    data = copy.deepcopy(base)
+    assert apply(data, changes) == []
+    return data
+
+
+def report_of(source: Any, overrides: list[str] | None = None) -> str:
+    """The report on a configuration that must be refused."""
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides or [])
+    return str(caught.value)
+
+
+by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@by_name
+def test_the_report_on_a_bad_config(case: Case) -> None:
+    assert report_of(made(case.base, case.bad)) + "\n" == case.report
+
+
+@by_name
+def test_the_good_one_beside_it(case: Case) -> None:
+    assert isinstance(load(made(case.base, case.good)), Config)
+
+
+def ways_out(report: str) -> list[tuple[str, list[str]]]:
+    """(problem, changes that its report suggests) for each suggestion that is a setting."""
+    found = []
+    problem, trying = "", False
+    for line in report.splitlines()[1:]:
+        if not line.startswith("   "):
+            problem, trying = line, False
+        trying = trying or line.startswith("    try:")
+        if trying:
+            settings = [part.strip() for part in line[14:].removesuffix(", or").split(" and ")]
+            if all(re.match(r"[a-z_]+(\.\w+)+ = ", setting) for setting in settings):
+                found.append((problem, settings))
+    return found
+
+
+def still_wrong(data: dict[str, Any], worlds: Sequence[int | None] = (None,)) -> str:
+    """The report on a configuration that may be refused; "" where it is not."""
+    try:
+        for world in worlds:
+            config = load(data)
+            if world is not None:
+                config.resolved(world)
+    except (ConfigError, LayoutError) as error:
+        return str(error)
+    return ""
+
+
+@by_name
+def test_what_a_report_suggests_helps(case: Case) -> None:
+    for problem, settings in ways_out(case.report):
+        data = made(case.base, case.bad)
+        for setting in settings:
+            key, _, value = setting.partition(" = ")
+            assert apply(data, [f"{key}={value}"]) == []
+        assert problem not in still_wrong(data).splitlines(), f"{settings} leave {problem}"
+
+
+def test_most_reports_suggest_a_setting() -> None:
+    assert sum(bool(ways_out(case.report)) for case in CASES) > len(CASES) / 2
+    assert len(CASES) >= 30
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+FILES = {
+    "no equals sign": (
+        "mesh.toml",
+        b"[mesh]\ndims { dp = 2 }\n",
+        """\
+mesh.toml: 1 problem
+  line 2, column 6: not TOML: Expected '=' after a key in a key/value pair
+    given:    dims { dp = 2 }
+                   ^
+    expected: a file in TOML
+""",
+    ),
+    "open bracket at the end": (
+        "mesh.toml",
+        b"[mesh]\ndims = {\n",
+        """\
+mesh.toml: 1 problem
+  line 2, column 9: not TOML: Invalid initial character for a key part
+    given:    dims = {
+                      ^
+    expected: a file in TOML
+""",
+    ),
+    "key twice": (
+        "mesh.toml",
+        b"[mesh]\ntimeout_s = 1\n\ttimeout_s = 2\n",
+        """\
+mesh.toml: 1 problem
+  line 3, column 15: not TOML: Cannot overwrite a value
+    given:     timeout_s = 2
+                            ^
+    expected: a file in TOML
+""",
+    ),
+    "nothing after the equals sign": (
+        "mesh.toml",
+        b"[mesh]\ndims =",
+        """\
+mesh.toml: 1 problem
+  line 2, column 7: not TOML: Invalid value
+    given:    dims =
+                    ^
+    expected: a file in TOML
+""",
+    ),
+    "JSON with a comma too many": (
+        "mesh.json",
+        b'{\n  "mesh": {"dims": {"dp": 2,}}\n}',
+        """\
+mesh.json: 1 problem
+  line 2, column 29: not JSON: Expecting property name enclosed in double quotes
+    given:      "mesh": {"dims": {"dp": 2,}}
+                                          ^
+    expected: a file in JSON
+""",
+    ),
+    "JSON with a key twice": (
+        "mesh.json",
+        b'{"mesh": {"dims": {"dp": 2, "dp": 4}}}',
+        """\
+mesh.json: 1 problem
+  dp: the key is there twice in one object
+    given:    dp = 2, dp = 4
+    expected: each key once
+    try:      remove one of them
+""",
+    ),
+    "JSON that is a list": (
+        "mesh.json",
+        b"[1, 2]",
+        """\
+mesh.json: holds no table
+  given:    [1, 2]
+  expected: sections at the top: mesh, process, ...
+  try:      { "mesh": { "dims": { "dp": 8 } } }
+""",
+    ),
+    "YAML with a key twice": (
+        "mesh.yaml",
+        b"mesh:\n  dims: {dp: 2}\n  dims: {dp: 4}\n",
+        """\
+mesh.yaml: 1 problem
+  line 3, column 3: not YAML: the key dims is there twice
+    given:      dims: {dp: 4}
+                ^
+    expected: a file in YAML
+""",
+    ),
+    "YAML that ends early": (
+        "mesh.yml",
+        b"mesh: {dims: {dp: 2}\nprocess: 3\n",
+        """\
+mesh.yml: 1 problem
+  line 2, column 1: not YAML: while parsing a flow mapping expected ',' or '}', but got '<scalar>'
+    given:    process: 3
+              ^
+    expected: a file in YAML
+""",
+    ),
+    "YAML with a number for a key": (
+        "mesh.yaml",
+        b"mesh:\n  dims: {dp: 2}\n  options: {1: {timeout_s: 2}}\n",
+        """\
+mesh.yaml: 1 problem
+  mesh.options.1: the key is not text
+    given:    1 = { timeout_s = 2 }
+    expected: a name
+    try:      write it in quotes: "1"
+""",
+    ),
+    "empty file": (
+        "mesh.toml",
+        b"",
+        """\
+mesh.toml: 1 problem
+  mesh: missing
+    given:    no mesh
+    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    try:      mesh = { dims = { dp = 8 } }
+""",
+    ),
+    "not UTF-8": (
+        "mesh.toml",
+        b"[mesh]\n# caf\xe9\n",
+        """\
+mesh.toml: 1 problem
+  line 2: not UTF-8
+    given:    the byte 0xe9 at offset 12
+    expected: text in UTF-8
+    try:      save the file as UTF-8
+""",
+    ),
+    "ending of no kind": (
+        "mesh.ini",
+        b"",
+        """\
+mesh.ini: not a kind of file that a configuration is read from
+  given:    the ending .ini
+  expected: one of .toml, .json, .yaml, .yml
+  try:      mesh.toml
+""",
+    ),
+    "number without end": (
+        "mesh.toml",
+        b"[mesh]\ntimeout_s = " + b"1" * 5000,
+        """\
+mesh.toml: 1 problem
+  the file: not TOML: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits
+    expected: a file in TOML
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, content, report = FILES[name]
+    (tmp_path / file).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    assert report_of(file) + "\n" == report
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/quickstart.toml").write_text("")
+    assert report_of("configs/quikstart.toml") == (
+        "configs/quikstart.toml: cannot be read: no such file or directory\n"
+        "  given:    configs/quikstart.toml\n"
+        "  expected: a TOML, JSON or YAML file\n"
+        "  try:      did you mean configs/quickstart.toml?"
+    )
+    Path("folder.toml").mkdir()
+    assert report_of("folder.toml").startswith("folder.toml: cannot be read: is a directory\n")
+    assert report_of("").startswith(": not a kind of file that a configuration is read from\n")
+
+
+def test_what_is_no_configuration() -> None:
+    assert report_of(3) == (
+        "no configuration can be read from int\n"
+        "  given:    3\n"
+        "  expected: a file's path, a mapping, or a Config\n"
+        '  try:      meshcomm.config.load("configs/mesh.toml")'
+    )
+
+
+def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    Path("mesh.yaml").write_text("mesh: {dims: {dp: 2}}")
+    assert report_of("mesh.yaml") == (
+        "mesh.yaml: YAML files need PyYAML, which is not installed\n"
+        "  given:    mesh.yaml\n"
+        "  expected: PyYAML beside meshcomm; TOML and JSON need nothing\n"
+        "  try:      pip install 'meshcomm[yaml]'"
+    )
+
+
+# -- overrides --------------------------------------------------------------------------------------
+
+OVERRIDES = {
+    "bare word": (
+        "mesh.backend=gloo",
+        """\
+config --set mesh.backend=gloo: 1 problem
+  --set mesh.backend=gloo: gloo is not a TOML value
+    given:    gloo
+    expected: a number, true, false, "text" in quotes, [ ... ] or { key = value }
+    try:      --set 'mesh.backend="gloo"'
+""",
+    ),
+    "colons": (
+        "mesh.dims={ dp: 8 }",
+        """\
+config --set mesh.dims={ dp: 8 }: 1 problem
+  --set mesh.dims={ dp: 8 }: { dp: 8 } is not a TOML value
+    given:    { dp: 8 }
+    expected: a number, true, false, "text" in quotes, [ ... ] or { key = value }
+    try:      close every quote and bracket, and write key = value
+""",
+    ),
+    "no value": (
+        "mesh.dims.tp",
+        """\
+config --set mesh.dims.tp: 1 problem
+  --set mesh.dims.tp: not KEY=VALUE
+    given:    mesh.dims.tp
+    expected: a path of keys, =, and a TOML value, as in mesh.dims.tp=4
+    try:      --set mesh.dims.tp=...
+""",
+    ),
+    "a key inside a number": (
+        "mesh.dims.tp.size=4",
+        """\
+config --set mesh.dims.tp.size=4: 1 problem
+  --set mesh.dims.tp.size=4: mesh.dims.tp is not a table
+    given:    mesh.dims.tp = 2
+    expected: a table that the rest of the path can lie in
+    try:      --set 'mesh.dims.tp={ size = 4 }'
+""",
+    ),
+    "removing what is not there": (
+        "parallel.data=",
+        """\
+config --set parallel.data=: 1 problem
+  --set parallel.data=: there is no parallel.data to remove
+    given:    parallel.data=
+    expected: a value behind the =, or a key that the file has
+    try:      --set parallel.data=...
+""",
+    ),
+    "two lines": (
+        "mesh.dims.tp=2\nbackend=3",
+        """\
+config --set mesh.dims.tp=2\\nbackend=3: 1 problem
+  --set mesh.dims.tp=2\\nbackend=3: 2\\nbackend=3 is not a TOML value
+    given:    2\\nbackend=3
+    expected: a number, true, false, "text" in quotes, [ ... ] or { key = value }
+    try:      --set 'mesh.dims.tp="2\\nbackend=3"'
+""",
+    ),
+    "wrong size": (
+        "mesh.dims.tp=0",
+        """\
+config --set mesh.dims.tp=0: 1 problem
+  mesh.dims.tp: 0 is not a size
+    given:    tp = 0
+    expected: a whole number of 1 or more, or -1 on one dim
+    try:      mesh.dims.tp = 1
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_a_bad_override(name: str) -> None:
+    override, report = OVERRIDES[name]
+    assert report_of(MESH, [override]) + "\n" == report
+
+
+def test_all_bad_overrides_are_reported_with_the_file() -> None:
+    report = report_of(MESH, ["mesh.device=cpu", "mesh.backend=gloo", "mesh.timeout_s=-1"])
+    assert report.splitlines()[0].endswith(": 3 problems")
+
+
+# -- the world --------------------------------------------------------------------------------------
+
+
+def test_a_world_that_does_not_fit() -> None:
+    config = load({"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 3}}})
+    assert config.plan(12).layout.world_size == 12
+    with pytest.raises(ConfigError) as caught:
+        config.plan(8)
+    assert str(caught.value) == (
+        "config: 1 problem\n"
+        "  mesh.dims: the mesh does not fit the world: 2*2*3 = 12, world is 8\n"
+        "    given:    dims = { pp = 2, dp = 2, tp = 3 }, 8 processes\n"
+        "    expected: sizes that multiply to 8\n"
+        "    try:      mesh.dims = { pp = 2, dp = 2, tp = 2 }, or\n"
+        "              12 processes"
+    )
+
+
+def test_a_world_that_does_not_divide() -> None:
+    config = load(MESH, ["mesh.dims.dp=-1"])
+    assert config.mesh.sizes(12) == {"pp": 2, "dp": 3, "tp": 2}
+    with pytest.raises(ConfigError) as caught:
+        config.layout(10)
+    assert str(caught.value) == (
+        "config --set mesh.dims.dp=-1: 1 problem\n"
+        "  mesh.dims: the mesh does not divide the world: 2*2 = 4, world is 10\n"
+        "    given:    dims = { pp = 2, dp = -1, tp = 2 }, 10 processes\n"
+        "    expected: 10 divisible by the sizes that are given; 10 % 4 = 2\n"
+        "    try:      mesh.dims = { pp = 1, dp = -1, tp = 2 }, or\n"
+        "              mesh.dims = { pp = 2, dp = -1, tp = 1 }, or\n"
+        "              mesh.dims = { pp = 5, dp = -1, tp = 2 }, or\n"
+        "              8 processes"
+    )
+
+
+def test_an_open_size_without_a_world() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(MESH, ["mesh.dims.dp=-1"]).resolved(None)
+    assert str(caught.value) == (
+        "config --set mesh.dims.dp=-1: 1 problem\n"
+        "  mesh.dims: the mesh leaves dp = -1 open and the world's size is not known\n"
+        "    given:    dims = { pp = 2, dp = -1, tp = 2 }\n"
+        "    expected: a number of processes, or a size for every dim\n"
+        "    try:      --world 8, or --set mesh.dims.dp=2"
+    )
+
+
+def test_a_world_without_the_ranks() -> None:
+    config = load({"mesh": {"dims": {"tp": 2}, "ranks": [2, 5]}})
+    assert config.plan(6).layout.ranks.tolist() == [2, 5]
+    with pytest.raises(ConfigError) as caught:
+        config.plan(4)
+    assert str(caught.value) == (
+        "config: 1 problem\n"
+        "  mesh.ranks: rank 5 is not in a world of 4\n"
+        "    given:    ranks = [2, 5], 4 processes\n"
+        "    expected: ranks from 0 to 3\n"
+        "    try:      6 processes, or\n"
+        "              mesh.ranks = [2] and dims to match"
+    )
+
+
+def test_a_world_of_nobody() -> None:
+    with pytest.raises(LayoutError, match=r"^0 is not a number of processes\n  given:    a world of 0\n"):
+        load(MESH).plan(0)
+
+
+def test_training_is_checked_when_the_open_size_is_known() -> None:
+    config = load(made(TRAIN, ["mesh.dims.tp=-1"]))
+    assert config.resolved(8).mesh.dims == {"pp": 2, "dp": 2, "tp": 2}
+    with pytest.raises(ConfigError) as caught:
+        config.resolved(32)
+    assert str(caught.value) == (
+        "config: 1 problem\n"
+        "  model.kv_heads: kv_heads is not divisible by tp: 4 % 8 = 4\n"
+        "    given:    kv_heads = 4, mesh.dims.tp = 8\n"
+        "    expected: kv_heads divisible by mesh.dims.tp\n"
+        "    try:      mesh.dims.tp = 4, or\n"
+        "              mesh.dims.tp = 2, or\n"
+        "              model.kv_heads = 8"
+    )
+
+
+# -- made in Python ---------------------------------------------------------------------------------
+
+
+def test_a_section_made_in_python_is_checked_the_same_way() -> None:
+    assert MeshConfig(dims={"dp": 2}, options={"dp": DimOptions(timeout_s=5)}).timeout_s == 600.0
+    with pytest.raises(ConfigError) as caught:
+        MeshConfig(dims={"dp": 0}, merge={"m": ("dp", "x")}, timeout_s="1")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "MeshConfig: 3 problems\n"
+        "  dims.dp: 0 is not a size\n"
+        "    given:    dp = 0\n"
+        "    expected: a whole number of 1 or more, or -1 on one dim\n"
+        "    try:      mesh.dims.dp = 1\n"
+        "  merge.m: no dim x\n"
+        '    given:    m = ["dp", "x"]\n'
+        "    expected: dims out of dp\n"
+        "    try:      remove mesh.merge.m\n"
+        '  timeout_s: "1" is not a number\n'
+        '    given:    timeout_s = "1"\n'
+        "    expected: a number above 0\n"
+        "    try:      timeout_s = 1.0"
+    )
+
+
+WORDS = ["pp", "dp", "cp", "dims", "dimz", "", "a.b", "x y", "gloo", "nccl", "cpu", "tcp", "\n", '"', "_x"]
+
+
+def anything(chance: random.Random, depth: int = 0) -> Any:
+    kind = chance.randrange(9)
+    if kind == 0 and depth < 3:
+        return [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind == 1 and depth < 3:
+        return {chance.choice(WORDS): anything(chance, depth + 1) for _ in range(chance.randrange(4))}
+    if kind == 2:
+        return chance.choice([0.5, -3.5, float("inf"), float("nan"), 10**30, 10**400, date(2020, 1, 1)])
+    if kind == 3:
+        return chance.choice([True, False, None])
+    return chance.choice(WORDS) if kind == 4 else chance.choice([-1, 0, 1, 2, 3, 4, 6, 8])
+
+
+def tables(data: Any) -> list[dict[Any, Any]]:
+    inner = [data] if isinstance(data, dict) else []
+    return inner + [table for value in (inner[0].values() if inner else ()) for table in tables(value)]
+
+
+def test_no_config_whatever_ends_in_another_error_than_ours() -> None:
+    chance = random.Random(0)
+    everything = made(
+        TRAIN,
+        [
+            "mesh.merge.grad=['dp', 'tp']",
+            "mesh.views.expert={ pp = 2, edp = 1, ep = 4 }",
+            "mesh.rank_order=[7, 6, 5, 4, 3, 2, 1, 0]",
+            "mesh.options.pp={ timeout_s = 3, lane = 'x' }",
+            "process={ init = 'tcp', address = 'host:1', rank = 0, world_size = 8 }",
+            "network.interfaces=['eth0']",
+            "topology={ ranks_per_node = 8, links.node = { latency_us = 1, bandwidth_gbytes_s = 2 } }",
+        ],
+    )
+    load(everything)
+    refused = 0
+    for _ in range(2000):
+        data = copy.deepcopy(everything)
+        for _ in range(chance.randrange(1, 4)):
+            table = chance.choice(tables(data))
+            key = chance.choice([*table, *WORDS, 5])
+            if chance.random() < 0.3:
+                table.pop(key, None)
+            else:
+                table[key] = anything(chance)
+        report = still_wrong(data, [None, 8, 12])
+        refused += bool(report)
+        assert not re.search("Input should|pydantic|https?:", report)
+    assert refused > 1000

@@ -1,0 +1,31 @@
+"""How many groups a rank creates, on 64 real processes; the time is printed, not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from meshcomm.bench.startup import slowest, startup
+from meshcomm.testing import Pool
+
+
+@pytest.mark.timeout(180)
+def test_64_ranks_create_three_groups_each(figures: Callable[[str], None]) -> None:
+    ranks = Pool()
+    try:
+        found = slowest(ranks.run(startup, {"pp": 4, "dp": 4, "tp": 4}, 5, ranks=64, timeout_s=150))
+    finally:
+        ranks.close()
+    ours, theirs = found["meshcomm"], found["init_device_mesh"]
+    figures("(4,4,4) on 64 forked Gloo processes, slowest rank, median of 5 rounds in one run:")
+    for name, each in found.items():
+        figures(
+            f"  {name:<17} {each.groups} groups per rank, created in {each.created_s * 1e3:.0f} ms, "
+            f"used along every dim after {each.used_s * 1e3:.0f} ms"
+        )
+    figures(
+        f"  meshcomm is {theirs.created_s / ours.created_s:.1f} times as fast to create, "
+        f"{theirs.used_s / ours.used_s:.1f} times until used"
+    )
+    assert ours.groups == 3
