@@ -24,13 +24,13 @@ from meshcomm.config import Config, DataConfig, ModelConfig, TrainConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import Stage, TensorSplit, whole
-from meshcomm.show.training import TrainingReporter, curve, duration, summary_panel
 from meshcomm.testing import Pool
 from meshcomm.train import Silent, Start, Step, Summary, learning_rate, run, trainer_for
 from meshcomm.train import data as text
 from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.model import Transformer, initialise
+from meshcomm.train.screen import TrainingReporter, curve, duration, summary_panel
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 

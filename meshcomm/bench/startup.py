@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
-from meshcomm.mesh import Mesh
 from meshcomm.transport.torch_private import live_groups
+
+Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ def startup(dims: Mapping[str, int], rounds: int) -> dict[str, list[Startup]]:
     """Make the mesh `rounds` times each way, in turn, inside one default group of CPU ranks.
 
     "used" is one all_reduce of one element along every dim, in order. Both ways start together on
-    all ranks, after the default group exists and has been used.
+    all ranks, after the default group exists and has been used, and are closed after each round;
+    one round before the others is not counted.
     Called by: every rank of a job as large as the mesh, started by a launcher.
     """
     world = 1
@@ -39,31 +42,48 @@ def startup(dims: Mapping[str, int], rounds: int) -> dict[str, list[Startup]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     assert dist.get_world_size() == world
 
-    def theirs() -> Callable[[], None]:
+    def theirs() -> tuple[Step, Step]:
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
         groups = [mesh.get_group(name) for name in dims]
-        return lambda: [dist.all_reduce(torch.ones(1), group=group) for group in groups] and None
 
-    opened: list[Mesh] = []
+        def use() -> None:
+            for group in groups:
+                dist.all_reduce(torch.ones(1), group=group)
 
-    def ours() -> Callable[[], None]:
+        def close() -> None:
+            for group in reversed(groups):
+                dist.destroy_process_group(group)
+
+        return use, close
+
+    def ours() -> tuple[Step, Step]:
         mesh = meshcomm.init(dims=dims, device="cpu", timeout_s=120)
-        opened.append(mesh)
-        return lambda: [mesh.all_reduce(name, torch.ones(1)) for name in dims] and None
+
+        def use() -> None:
+            for name in dims:
+                mesh.all_reduce(name, torch.ones(1))
+
+        return use, mesh.close
 
     found: dict[str, list[Startup]] = {"init_device_mesh": [], "meshcomm": []}
-    for _ in range(rounds):
+    for number in range(rounds + 1):
         for name, make in (("init_device_mesh", theirs), ("meshcomm", ours)):
             dist.all_reduce(torch.ones(1))
             before = live_groups()
             start = time.perf_counter()
-            use = make()
+            use, close = make()
             created = time.perf_counter()
             groups = live_groups() - before
             use()
-            found[name].append(Startup(groups, created - start, time.perf_counter() - start))
-    for mesh in reversed(opened):
-        mesh.close()
+            used = time.perf_counter()
+            # The first round of each also pays for what Python loads once.
+            if number > 0:
+                found[name].append(Startup(groups, created - start, used - start))
+            dist.all_reduce(torch.ones(1))
+            close()
+            # A group's threads end with its last reference: not in the next round's time.
+            del use, close
+            gc.collect()
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
     return found

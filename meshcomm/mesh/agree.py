@@ -8,7 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
@@ -25,29 +25,50 @@ def agree(
         store: seen by all ranks, and used for nothing else; give each agreement its own prefix.
         facts: name -> plain data that must be equal. What differs by nature stays out.
 
-    Costs four store operations per rank. Who is odd is decided by majority, among equals by the
+    Costs three store operations per rank. Who is odd is decided by majority, among equals by the
     lowest rank. Raises MeshMismatchError naming the odd ranks, the fact and both values, or, after
     `timeout_s`, the ranks that never came and the hosts of those that did.
     """
     text = json.dumps(facts, sort_keys=False, separators=(",", ":"))
     mine = hashlib.sha256(text.encode()).hexdigest()[:16]
-    store.set(f"here/{rank}", f"{mine} {socket.gethostname()}")
-    first = store.compare_set("first", "", mine).decode()
-    if first != mine:
-        # Announced before being counted: whoever counts last sees every odd rank.
-        store.set(f"facts/{mine}", text)
-        store.add("odd", 1)
+    _announce(store, rank, mine)
     if store.add("come", 1) == world_size:
-        store.set("verdict", "differ" if store.add("odd", 0) else "agree")
+        prints = {each.fingerprint for each in _announced(store, world_size).values()}
+        store.set("verdict", "agree" if len(prints) == 1 else "differ")
     try:
         verdict = _get(store, "verdict", timeout_s)
     except RuntimeError as error:
-        raise _absent(store, rank, world_size, timeout_s, what) from error
-    if verdict == b"agree":
-        return
-    if first == mine:
+        raise _absent(store, world_size, timeout_s, what) from error
+    if verdict != b"agree":
         store.set(f"facts/{mine}", text)
-    raise _mismatch(store, rank, world_size, what)
+        raise _mismatch(store, world_size, what)
+
+
+class _Arrival(NamedTuple):
+    fingerprint: str
+    host: str
+
+
+def _announce(store: Store, rank: int, fingerprint: str) -> None:
+    """Say that `rank` is here. One key for all ranks where the store can append in one step."""
+    if store.has_extended_api():
+        store.append("here", f"{rank} {fingerprint} {socket.gethostname()}\n")
+    else:
+        store.set(f"here/{rank}", f"{rank} {fingerprint} {socket.gethostname()}\n")
+
+
+def _announced(store: Store, world_size: int) -> dict[int, _Arrival]:
+    """Who has come so far, by rank."""
+    if store.has_extended_api():
+        lines = store.get("here").decode().splitlines()
+    else:
+        keys = [key for key in (f"here/{rank}" for rank in range(world_size)) if store.check([key])]
+        lines = [store.get(key).decode().strip() for key in keys]
+    arrivals = {}
+    for line in lines:
+        rank, fingerprint, host = line.split(" ", 2)
+        arrivals[int(rank)] = _Arrival(fingerprint, host)
+    return arrivals
 
 
 def _get(store: Store, key: str, timeout_s: float) -> bytes:
@@ -61,8 +82,9 @@ def _get(store: Store, key: str, timeout_s: float) -> bytes:
         store.set_timeout(usual)
 
 
-def _mismatch(store: Store, rank: int, world_size: int, what: str) -> MeshMismatchError:
-    prints = [store.get(f"here/{other}").decode().split(" ", 1)[0] for other in range(world_size)]
+def _mismatch(store: Store, world_size: int, what: str) -> MeshMismatchError:
+    arrivals = _announced(store, world_size)
+    prints = [arrivals[rank].fingerprint for rank in range(world_size)]
     # Most ranks first; of equally many, the one with the lowest rank.
     common = Counter(prints).most_common(1)[0][0]
     odd = tuple(other for other, fingerprint in enumerate(prints) if fingerprint != common)
@@ -78,22 +100,19 @@ def _mismatch(store: Store, rank: int, world_size: int, what: str) -> MeshMismat
         f"{what} differs between ranks: {_ranks(odd)} of {world_size} "
         f"{'is' if len(odd) == 1 else 'are'} odd",
         given="\n".join(lines),
-        expected=f"what {_ranks(usual_ranks)} have",
+        expected=f"what {_ranks(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
         hint=f"start {_ranks(odd)} with the same config, code and package versions",
     )
     error.odd_ranks = odd
     return error
 
 
-def _absent(store: Store, rank: int, world_size: int, timeout_s: float, what: str) -> MeshMismatchError:
+def _absent(store: Store, world_size: int, timeout_s: float, what: str) -> MeshMismatchError:
+    arrivals = _announced(store, world_size)
     hosts: dict[str, list[int]] = {}
-    missing: list[int] = []
-    for other in range(world_size):
-        if store.check([f"here/{other}"]):
-            host = store.get(f"here/{other}").decode().split(" ", 1)[1]
-            hosts.setdefault(host, []).append(other)
-        else:
-            missing.append(other)
+    for rank in sorted(arrivals):
+        hosts.setdefault(arrivals[rank].host, []).append(rank)
+    missing = [rank for rank in range(world_size) if rank not in arrivals]
     came = "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())
     error = MeshMismatchError(
         f"{_ranks(missing)} of {world_size} never came to agree on {what}"

@@ -26,7 +26,7 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
 
     The code is 0 when all ranks ended well, that of the first rank that failed (128 + signal where
     a signal ended it), or 130 after Ctrl-C. No rank outlives the call. The ranks write to this
-    process's own stdout and stderr; a line about the first failure is added to stderr.
+    process's own stdout and stderr; a rank that a signal ended is named on stderr.
     """
     if world_size > 4096:
         raise LaunchError(
@@ -63,13 +63,15 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
 
 
 def _failed(error: ChildFailedError) -> int:
-    rank, failure = error.get_first_failure()
-    code = int(failure.exitcode)
-    if code < 0:
+    # A rank that ends itself has said why; one that a signal ends cannot. After the first failure
+    # the agent ends the others by SIGTERM, and by SIGKILL where they hang: no news either.
+    codes = {rank: int(failure.exitcode) for rank, failure in error.failures.items()}
+    spoken = [code for code in codes.values() if code > 0 and code != INTERRUPTED]
+    if spoken:
+        return spoken[0]
+    killed = {rank: -code for rank, code in codes.items() if code < 0}
+    roots = {rank: number for rank, number in killed.items() if number != signal.SIGTERM} or killed
+    for rank, number in roots.items():
         with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            print(f"meshcomm: rank {rank} was ended by {name}", file=sys.stderr)
-        return 128 - code
-    if code != INTERRUPTED:
-        print(f"meshcomm: rank {rank} failed first, with exit code {code}", file=sys.stderr)
-    return code
+            print(f"meshcomm: rank {rank} was ended by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + next(iter(roots.values())) if roots else INTERRUPTED

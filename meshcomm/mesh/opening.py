@@ -287,6 +287,8 @@ def _create(
 
     def on_close() -> None:
         close_transports(transports)
+        # The groups' threads and sockets go with the last reference, so let go of them now.
+        transports.clear()
         if owned and dist.is_initialized():
             dist.destroy_process_group()
         environment.restore()

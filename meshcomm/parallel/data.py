@@ -1,0 +1,187 @@
+"""Data parallelism: gradients summed along dims of the mesh while backward is still running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshcomm.errors import TrainingError
+from meshcomm.layout import Dims
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.tensor import local
+
+
+@final
+class GradientSync:
+    """Sums the gradients of one step over `dims`, bucket by bucket, overlapping backward.
+
+    Parameters fill buckets of at most `bucket_mb` (one larger parameter has a bucket of its own)
+    in reverse order of registration, which is about the order in which backward reaches them.
+    Each `.grad` is a view of its bucket's flat buffer, so backward accumulates in place and
+    nothing is packed or unpacked. When every gradient of a bucket has received `microbatches`
+    contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
+    buffer starts. Every rank along `dims` sends the same buckets in the same order.
+
+    Args:
+        mesh: an open mesh.
+        dims: along which gradients are summed; None or a size of 1 sends nothing.
+        parameters: (name, parameter) in order of registration; plain tensors or DTensors.
+        microbatches: backward passes per step.
+        bucket_mb: size of a bucket in 10^6 bytes.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        dims: Dims | None,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        microbatches: int,
+        bucket_mb: float,
+    ) -> None:
+        self._mesh = mesh
+        self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
+        self._microbatches = microbatches
+        self._buckets = [_Bucket(slots) for slots in _fill(parameters, bucket_mb * 1e6)]
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+        self._sent = 0
+        self._active = False
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names in each bucket, in the order in which buckets are sent."""
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    def start(self) -> None:
+        """Begin a step: every gradient is zero. Call before the first backward of the step."""
+        self._sent = 0
+        self._active = True
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.waiting = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.count = 0
+                slot.parameter.grad = slot.grad
+
+    def finish(self) -> None:
+        """Wait until every `.grad` holds the sum over `dims`. Call after the last backward.
+
+        Raises TrainingError, naming the parameters, where some got no gradient in this step.
+        """
+        self._active = False
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        missing = [slot.name for slot in slots if not slot.count]
+        if not missing:
+            # Parameters that only some of the microbatches used leave their bucket waiting.
+            self._send(len(self._buckets))
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        if missing:
+            raise TrainingError(
+                f"{len(missing)} of {len(slots)} parameters got no gradient",
+                given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+                expected="every parameter of the model to take part in the loss",
+                hint="remove them, use them in forward, or set requires_grad = False",
+            )
+        replaced = [slot.name for slot in slots if slot.parameter.grad is not slot.grad]
+        if replaced:
+            raise TrainingError(
+                f"the .grad of {replaced[0]} was replaced during the step",
+                given=", ".join(replaced[:8]),
+                expected="gradients accumulated in place, into the views that start() attached",
+                hint="do not call zero_grad or set .grad between start() and finish()",
+            )
+
+    def _hook(self, bucket: _Bucket, slot: _Slot) -> Any:
+        def accumulated(_: Tensor) -> None:
+            if not self._active:
+                raise TrainingError(
+                    f"backward reached {slot.name} outside of a step",
+                    expected="start(), then all backward passes of the step, then finish()",
+                )
+            slot.count += 1
+            if slot.count == self._microbatches:
+                bucket.waiting -= 1
+                if not bucket.waiting:
+                    self._send_ready()
+            elif slot.count > self._microbatches:
+                raise TrainingError(
+                    f"backward reached {slot.name} {slot.count} times in one step",
+                    expected=f"{self._microbatches}, the number of microbatches",
+                )
+
+        return accumulated
+
+    def _send_ready(self) -> None:
+        ready = self._sent
+        while ready < len(self._buckets) and not self._buckets[ready].waiting:
+            ready += 1
+        self._send(ready)
+
+    def _send(self, end: int) -> None:
+        if self._dims is not None:
+            for bucket in self._buckets[self._sent : end]:
+                bucket.work = self._mesh.all_reduce(self._dims, bucket.flat, async_op=True)
+        self._sent = end
+
+
+class _Slot:
+    """One parameter's place in a bucket."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.count = 0
+        self.grad = view
+        if isinstance(parameter, DTensor):
+            self.grad = DTensor.from_local(
+                view,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+
+class _Bucket:
+    """A flat buffer, the parameters whose gradients lie in it, and what is under way."""
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        locals_ = [local(parameter.detach()) for _, parameter in parameters]
+        sizes = [tensor.numel() for tensor in locals_]
+        self.flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+        self.slots = [
+            _Slot(name, parameter, part.view(tensor.shape))
+            for (name, parameter), tensor, part in zip(
+                parameters, locals_, self.flat.split(sizes), strict=True
+            )
+        ]
+        self.waiting = len(self.slots)
+        self.work: Any = None
+
+
+def _fill(
+    parameters: Iterable[tuple[str, nn.Parameter]], most_bytes: float
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters that need gradients, last registered first, cut into buckets of one dtype."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    kind: tuple[torch.dtype, torch.device] | None = None
+    used = 0
+    for name, parameter in reversed([pair for pair in parameters if pair[1].requires_grad]):
+        size = local(parameter.detach()).nbytes
+        this = (parameter.dtype, parameter.device)
+        if this != kind or used + size > most_bytes:
+            buckets.append([])
+            kind, used = this, 0
+        buckets[-1].append((name, parameter))
+        used += size
+    return buckets

@@ -1,0 +1,89 @@
+"""What a training run tells while it runs, and who listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
+
+
+@dataclass(frozen=True)
+class Start:
+    """Known before the first step."""
+
+    steps: int
+    tokens_per_step: int
+    """Of the global batch."""
+    parameters: int
+    """Number of elements of the whole model."""
+    text_bytes: int
+    text_files: int
+    threads: int
+    """CPU threads of one rank."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of metrics.jsonl."""
+
+    step: int
+    """1 for the first."""
+    loss: float
+    """Mean over the global batch, in nats per byte, before this step changed the weights."""
+    lr: float
+    tokens: int
+    """Since the start, all ranks together."""
+    tokens_per_s: float
+    """Since the line before."""
+    seconds: float
+    """Since the start of the first step."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run that ended, or the part of it that was done."""
+
+    steps: int
+    losses: tuple[float, ...]
+    """Of every step done, the same on every rank."""
+    tokens: int
+    seconds: float
+    metrics: Path
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the whole run."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Reporter(Protocol):
+    """Who is told. Called on every rank; only rank 0 has one that prints."""
+
+    def start(self, start: Start) -> None:
+        """Before the first step."""
+
+    def step(self, step: Step) -> None:
+        """After every `log_every`-th step, the first and the last."""
+
+    def finish(self, summary: Summary) -> None:
+        """After the last step."""
+
+    def interrupted(self, summary: Summary) -> None:
+        """The run ends early: by Ctrl-C, or by an exception that follows."""
+
+
+@final
+class Silent:
+    """A reporter for ranks that do not print."""
+
+    def start(self, start: Start) -> None:
+        """See `Reporter`."""
+
+    def step(self, step: Step) -> None:
+        """See `Reporter`."""
+
+    def finish(self, summary: Summary) -> None:
+        """See `Reporter`."""
+
+    def interrupted(self, summary: Summary) -> None:
+        """See `Reporter`."""

@@ -1,0 +1,186 @@
+"""A training run on the screen: one progress bar, then a summary with its loss curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshcomm.train.report import Start, Step, Summary
+
+_ROWS = 10
+_COLUMNS = 60
+_QUIET_S = 30.0
+
+
+@final
+class TrainingReporter:
+    """The `Reporter` of the rank that prints.
+
+    On a terminal it draws a bar with step, loss, tokens per second and time left. Elsewhere it
+    prints a plain line for the first and last step, every tenth of the run, and every 30 s.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._start: Start | None = None
+        self._said: Step | None = None
+
+    def start(self, start: Start) -> None:
+        """Print what is about to run, and open the bar."""
+        self._start = start
+        self._console.print(
+            f"{start.parameters:,} parameters, {start.text_bytes:,} bytes of text from {start.text_files} "
+            f"files, {start.steps} steps of {start.tokens_per_step:,} tokens, "
+            f"{start.threads} CPU thread{'s' if start.threads > 1 else ''} per rank",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[speed]} tokens/s"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("train", total=start.steps, loss="-", speed="-")
+            self._progress.start()
+
+    def step(self, step: Step) -> None:
+        """Move the bar, or print a line now and then."""
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_s:,.0f}"
+            )
+            return
+        assert self._start is not None
+        steps, said = self._start.steps, self._said
+        tenth = max(1, steps // 10)
+        if (
+            said is None
+            or step.step == steps
+            or step.step // tenth > said.step // tenth
+            or step.seconds - said.seconds > _QUIET_S
+        ):
+            self._said = step
+            left = step.seconds / step.step * (steps - step.step)
+            self._console.print(
+                f"step {step.step}/{steps}  loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s  "
+                f"{duration(left)} left",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def finish(self, summary: Summary) -> None:
+        """Close the bar and print the summary."""
+        self._close()
+        self._console.print(summary_panel(summary, braille=self._console.encoding.startswith("utf")))
+
+    def interrupted(self, summary: Summary) -> None:
+        """Close the bar and say how far the run came."""
+        self._close()
+        steps = self._start.steps if self._start else 0
+        loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
+        self._console.print(
+            f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
+    """Final loss, speed, time and the loss curve of a run that did at least one step."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per byte")
+    facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+    facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
+    facts.add_row("metrics", str(summary.metrics))
+    plot = Text("\n".join(curve(summary.losses, braille=braille)))
+    return Panel(Group(facts, Text(), plot), title="training finished", expand=False)
+
+
+def duration(seconds: float) -> str:
+    """A time span to read.
+
+    >>> duration(7.24), duration(83), duration(7260)
+    ('7.2 s', '1 min 23 s', '2 h 1 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def curve(
+    losses: Sequence[float], *, columns: int = _COLUMNS, rows: int = _ROWS, braille: bool = True
+) -> list[str]:
+    """The losses over the steps as text: `rows` lines of plot, an axis and its labels.
+
+    The highest and lowest value drawn are the labels of the top and bottom line. A column of dots
+    is the mean of the steps that fall into it, or the step it falls into. Braille has 2 x 4 dots
+    per character; without it a dot is a "*".
+    """
+    across, down = (2, 4) if braille else (1, 1)
+    wide, high = columns * across, rows * down
+    means = [_mean(losses, column, wide) for column in range(wide)]
+    low, top = min(means), max(means)
+    scale = (high - 1) / (top - low) if top > low else 0.0
+    levels = [round((top - value) * scale) for value in means]
+
+    filled = [[False] * wide for _ in range(high)]
+    for x, level in enumerate(levels):
+        # A line to the column before, so that a steep fall is not a gap.
+        before = levels[x - 1] if x else level
+        for y in range(min(level, before + (before < level)), max(level, before - (before > level)) + 1):
+            filled[y][x] = True
+
+    labels = {0: f"{top:.2f}", rows - 1: f"{low:.2f}"}
+    margin = max(map(len, labels.values()))
+    lines = []
+    for row in range(rows):
+        cells = [
+            _character([line[x : x + across] for line in filled[row * down : (row + 1) * down]])
+            for x in range(0, wide, across)
+        ]
+        lines.append(f"{labels.get(row, ''):>{margin}} {_axis(braille)[0]}{''.join(cells)}".rstrip())
+    lines.append(" " * margin + " " + _axis(braille)[1] + _axis(braille)[2] * columns)
+    lines.append(" " * margin + "  1" + f"step {len(losses)}".rjust(columns - 1))
+    return lines
+
+
+def _mean(losses: Sequence[float], column: int, columns: int) -> float:
+    first = column * len(losses) // columns
+    part = losses[first : max(first + 1, (column + 1) * len(losses) // columns)]
+    return sum(part) / len(part)
+
+
+def _axis(braille: bool) -> str:
+    return "┤└─" if braille else "|+-"
+
+
+def _character(dots: list[list[bool]]) -> str:
+    """One character for a cell of dots, rows from the top."""
+    if len(dots) == 1:
+        return "*" if dots[0][0] else " "
+    # Unicode numbers the dots of a braille cell column by column, the lowest row last.
+    bits = (0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)
+    code = sum(bits[y][x] for y, row in enumerate(dots) for x, dot in enumerate(row) if dot)
+    return chr(0x2800 + code) if code else " "

@@ -1,0 +1,102 @@
+"""What may import what, and what must stay unimported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshcomm
+
+ROOT = Path(meshcomm.__file__).parent
+
+# A file imports from its own folder or from those before it. docs/design/house.md says why.
+ORDER = [
+    "errors",
+    "layout",
+    "config",
+    "show",
+    "transport",
+    "comm",
+    "mesh",
+    "parallel",
+    "train",
+    "bench",
+    "testing",
+    "jobs",
+    "cli",
+    "__main__",
+]
+WITHOUT_TORCH = {"errors", "layout", "config", "show", "cli", "__main__", "__init__"}
+PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, everywhere: bool = True) -> list[str]:
+    """Modules that a file names in imports; without `everywhere`, only those run on import."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree)) if everywhere else tree.body
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_upwards(path: Path) -> None:
+    own = room(path)
+    assert own in ORDER, f"{own} has no place in the order"
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "meshcomm" or len(parts) < 2 or not (
+            (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").is_file()
+        ):
+            continue
+        assert ORDER.index(parts[1]) <= ORDER.index(own), f"{own} must not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_torch_stays_where_it_belongs(path: Path) -> None:
+    if room(path) in WITHOUT_TORCH:
+        assert not [name for name in imports(path) if name.split(".")[0] == "torch"]
+    if path != PRIVATE_FILE:
+        for name in imports(path):
+            if name.split(".")[0] == "torch":
+                private = [part for part in name.split(".") if part.startswith("_")]
+                assert not private, f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
+
+
+def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:
+    program = """
+import os, sys
+class Watched(dict):
+    def __getitem__(self, key): raise SystemExit(f"read {key}")
+    def get(self, key, default=None): raise SystemExit(f"read {key}")
+import meshcomm, meshcomm.layout
+plan = meshcomm.Plan(meshcomm.Layout({"dp": 4, "tp": 2}))
+assert plan.for_rank(5).coords == {"dp": 2, "tp": 1}
+assert "torch" not in sys.modules and "pydantic" not in sys.modules
+meshcomm.plan({"mesh": {"dims": {"dp": -1}}}, 8)
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist_and_are_listed_once() -> None:
+    assert sorted(meshcomm.__all__) == meshcomm.__all__ == sorted(meshcomm._PUBLIC)
+    for name in meshcomm.__all__:
+        assert getattr(meshcomm, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = meshcomm.nothing

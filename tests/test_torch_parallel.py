@@ -1,0 +1,81 @@
+"""A mesh of ours inside torch's own FSDP2 and tensor parallelism gives what one process gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import meshcomm
+from meshcomm.testing import Pool
+
+ORDERS = (None, [3, 6, 1, 4, 7, 0, 5, 2])
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, dtype=torch.float64)
+        self.down = nn.Linear(16, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(Mlp(), Mlp())
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def train(net: nn.Module, rows: slice, share: int) -> list[torch.Tensor]:
+    """Five AdamW steps on `rows` of each batch; the loss is the mean over the whole batch."""
+    optimiser = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(5):
+        out = net(batch(step)[rows])
+        (out.square().sum() * share / 64).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimiser.step()
+        optimiser.zero_grad()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]
+
+
+def sharded(order: list[int] | None, dims: dict[str, int], data: tuple[str, ...]) -> list[torch.Tensor]:
+    with meshcomm.init(dims=dims, rank_order=order, device="cpu", timeout_s=30) as mesh:
+        net = model()
+        if "tp" in dims:
+            for mlp in net:
+                parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for mlp in net:
+            fully_shard(mlp, mesh=mesh[data])
+        fully_shard(net, mesh=mesh[data])
+        size = 1
+        place = 0
+        for name in data:
+            size, place = size * mesh.size(name), place * mesh.size(name) + mesh.coord(name)
+        rows = 8 // size
+        # FSDP averages over the data ranks; each rank's loss counts its own rows `size` times.
+        return train(net, slice(place * rows, (place + 1) * rows), size)
+
+
+def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
+    expected = train(model(), slice(None), 1)
+    for dims, data in (
+        ({"dp": 4, "tp": 2}, ("dp",)),
+        ({"dp": 2, "tp": 4}, ("dp",)),
+        ({"pod": 2, "dp": 2, "tp": 2}, ("pod", "dp")),
+        ({"dp": 8, "tp": 1}, ("dp",)),
+    ):
+        for order in ORDERS:
+            for rank, weights in enumerate(pool.run(sharded, order, dims, data)):
+                for got, want in zip(weights, expected, strict=True):
+                    # float64, five steps: only the order of sums differs.
+                    torch.testing.assert_close(
+                        got, want, rtol=1e-10, atol=1e-12, msg=f"rank {rank}, {dims}, {order}"
+                    )
