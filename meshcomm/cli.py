@@ -89,7 +89,9 @@ def train(config: ConfigFile, world: World = None, overrides: Overrides = None) 
 def run(
     context: typer.Context,
     config: ConfigFile,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")],
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    ],
     world: World = None,
     overrides: Overrides = None,
 ) -> None:

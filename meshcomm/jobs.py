@@ -12,9 +12,9 @@ import torch
 
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, LaunchError, MeshcommError
-from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE, init
 from meshcomm.mesh.launch import launch
 from meshcomm.mesh.launcher import Launch, find_launch
+from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE, init
 from meshcomm.mesh.rank import as_rank
 
 
@@ -31,7 +31,9 @@ def train(config: Path, overrides: Sequence[str], world: int | None) -> int:
     return _job(settings, world, ["train", str(config)], overrides, lambda: _train(settings))
 
 
-def run(config: Path, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None) -> int:
+def run(
+    config: Path, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
+) -> int:
     """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`."""
     settings = load(config, overrides)
     if not script.is_file():
@@ -53,7 +55,9 @@ def run(config: Path, script: Path, arguments: Sequence[str], overrides: Sequenc
     return _job(settings, world, ["run", str(config), str(script), *arguments], overrides, body)
 
 
-def _job(settings: Config, world: int | None, words: list[str], overrides: Sequence[str], body: object) -> int:
+def _job(
+    settings: Config, world: int | None, words: list[str], overrides: Sequence[str], body: object
+) -> int:
     assert callable(body)
     here = find_launch(os.environ)
     if here.kind != "single":

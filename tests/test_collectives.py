@@ -22,7 +22,9 @@ NAMES: tuple[Dims, ...] = ("pp", "dp", "tp", "model", "data", ("tp", "dp"))
 
 def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What `rank` puts in; small whole numbers, so that every dtype adds them exactly."""
-    numbers = (torch.arange(max(1, int(np.prod(shape)))) * 7 + rank * 5) % 11 - (0 if dtype == torch.uint8 else 4)
+    numbers = (torch.arange(max(1, int(np.prod(shape)))) * 7 + rank * 5) % 11 - (
+        0 if dtype == torch.uint8 else 4
+    )
     x = numbers[: int(np.prod(shape))].reshape(shape)
     if dtype.is_complex:
         return (x + 1j * (x + rank)).to(dtype)
@@ -117,7 +119,9 @@ def move_everything(mesh: Mesh) -> None:
                 for axis in range(-len(shape), len(shape)):
                     for x in layouts(value(mesh.rank, shape, dtype)):
                         kept = x.clone()
-                        same(mesh.all_gather(dims, x, axis), np.concatenate(data, axis), ("gather", dims, axis))
+                        same(
+                            mesh.all_gather(dims, x, axis), np.concatenate(data, axis), ("gather", dims, axis)
+                        )
                         if x.shape[axis] % size == 0:
                             for concat in range(len(shape)):
                                 parts = [np.split(each, size, axis)[coord] for each in data]

@@ -59,8 +59,10 @@ def test_imports_point_upwards(path: Path) -> None:
     assert own in ORDER, f"{own} has no place in the order"
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] != "meshcomm" or len(parts) < 2 or not (
-            (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").is_file()
+        if (
+            parts[0] != "meshcomm"
+            or len(parts) < 2
+            or not ((ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").is_file())
         ):
             continue
         assert ORDER.index(parts[1]) <= ORDER.index(own), f"{own} must not import {name}"

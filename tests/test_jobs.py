@@ -99,7 +99,9 @@ for _ in range(1000):
 
 
 def test_a_mesh_that_differs_is_told_once_without_a_traceback(tmp_path: Path) -> None:
-    script = 'meshcomm.init(dims={"dp": 4} if os.environ["RANK"] == "2" else {"dp": 2, "tp": 2}, device="cpu")'
+    script = (
+        'meshcomm.init(dims={"dp": 4} if os.environ["RANK"] == "2" else {"dp": 2, "tp": 2}, device="cpu")'
+    )
     code, out, err = finish(start(tmp_path, script))
     assert (code, out) == (2, "")
     lines = err.splitlines()

@@ -129,9 +129,7 @@ def test_sharing_is_decided_by_the_ranks_themselves() -> None:
         dims, order = random_layout(rng)
         names = list(dims)
         merge = {
-            f"m{i}": tuple(rng.sample(names, rng.randint(2, len(names))))
-            for i in range(3)
-            if len(names) > 1
+            f"m{i}": tuple(rng.sample(names, rng.randint(2, len(names)))) for i in range(3) if len(names) > 1
         }
         layout = Layout(dims, order, merge=merge)
         for family in Plan(layout).families:

@@ -75,7 +75,9 @@ def test_the_plan_is_what_real_processes_create(pool: Pool) -> None:
 
 def rank_is_coord(orders: list[list[int]]) -> None:
     for order in orders:
-        with meshcomm.init(dims={"a": 2, "b": 2, "c": 2}, rank_order=order, device="cpu", timeout_s=30) as mesh:
+        with meshcomm.init(
+            dims={"a": 2, "b": 2, "c": 2}, rank_order=order, device="cpu", timeout_s=30
+        ) as mesh:
             for dim in mesh.dims:
                 assert dist.get_rank(mesh.group(dim)) == mesh.coord(dim)
                 ranks = mesh.all_gather(dim, torch.tensor([mesh.rank]))
@@ -160,7 +162,9 @@ def device_meshes() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     order = [3, 1, 0, 2, 7, 5, 4, 6]
-    with meshcomm.init(dims={"dp": 2, "cp": 1, "tp": 4}, rank_order=order, device="cpu", timeout_s=30) as mesh:
+    with meshcomm.init(
+        dims={"dp": 2, "cp": 1, "tp": 4}, rank_order=order, device="cpu", timeout_s=30
+    ) as mesh:
         before = live_groups()
         assert mesh["tp"].get_group() is mesh.group("tp")
         assert mesh["tp"].get_local_rank() == mesh.coord("tp")
@@ -325,7 +329,7 @@ def misused() -> list[str]:
 def test_each_mistake_has_its_text(pool: Pool) -> None:
     texts = pool.run(misused, ranks=4)[3]
     expected = [
-        'UnknownDim: the mesh has no dim \'dpp\'\n  given:    \'dpp\'\n  expected: one of dp (2), tp (2)\n  try:      did you mean "dp"?',
+        "UnknownDim: the mesh has no dim 'dpp'\n  given:    'dpp'\n  expected: one of dp (2), tp (2)\n  try:      did you mean \"dp\"?",
         'AutogradError: all_reduce along "dp" on rank 3 (dp=1 tp=1) would change a tensor that needs gradients',
         'LayoutError: broadcast along "dp" on rank 3 (dp=1 tp=1): src=7 is not a coord',
         'LayoutError: send along "dp" on rank 3 (dp=1 tp=1): dst=1 is this rank itself',

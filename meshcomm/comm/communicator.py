@@ -237,5 +237,3 @@ def join(parts: Tensor, axis: int) -> Tensor:
     shape = list(parts.shape[1:])
     shape[axis] *= parts.shape[0]
     return parts.movedim(0, axis).reshape(shape)
-
-

@@ -139,6 +139,11 @@ def _own(comm: Communicator, x: Tensor, axis: int) -> Tensor:
     return x.narrow(axis, comm.coord * length, length)
 
 
+def _value(result: Any) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result
+
+
 # autograd hands backward a gradient of any layout; the communicator copes with every one of them.
 # Double backward through a collective is refused by once_differentiable instead of being wrong.
 
@@ -175,8 +180,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, x: Tensor, axis: int, grad: str) -> Tensor:
         ctx.comm, ctx.axis, ctx.grad = comm, _axis(comm, x, axis, "all_gather"), grad
-        result: Tensor = comm.all_gather(x.detach(), ctx.axis)
-        return result
+        return _value(comm.all_gather(x.detach(), ctx.axis))
 
     @staticmethod
     @once_differentiable
@@ -190,8 +194,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, x: Tensor, axis: int, op: str) -> Tensor:
         ctx.comm, ctx.axis, ctx.op = comm, _axis(comm, x, axis, "reduce_scatter"), op
-        result: Tensor = comm.reduce_scatter(x.detach(), ctx.axis, op)
-        return result
+        return _value(comm.reduce_scatter(x.detach(), ctx.axis, op))
 
     @staticmethod
     @once_differentiable
@@ -221,8 +224,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.comm = comm
         ctx.split_axis = _axis(comm, x, split_axis, "all_to_all")
         ctx.concat_axis = _axis(comm, x, concat_axis, "all_to_all")
-        result: Tensor = comm.all_to_all(x.detach(), ctx.split_axis, ctx.concat_axis)
-        return result
+        return _value(comm.all_to_all(x.detach(), ctx.split_axis, ctx.concat_axis))
 
     @staticmethod
     @once_differentiable

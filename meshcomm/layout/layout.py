@@ -159,12 +159,12 @@ class Layout:
             elif known.canonical() != digits.canonical():
                 where = self._homes[name]
                 raise LayoutError(
-                    f'view {view} and {"the base" if not where else f"view {where}"} share the dim '
+                    f"view {view} and {'the base' if not where else f'view {where}'} share the dim "
                     f'"{name}", but it has other groups there',
                     given=f"size {size}, stride {stride} in {view}; "
                     f"size {known[0][0]}, stride {known[0][1]} in {where or 'dims'}",
                     expected="a shared dim that means the same ranks in both",
-                    hint=f'rename it in views.{view}, or place and size it as in {where or "dims"}',
+                    hint=f"rename it in views.{view}, or place and size it as in {where or 'dims'}",
                 )
 
     # -- values ---------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def _order(
             hint="one rank for each position of the row-major grid, or no rank_order",
         )
     values, counts = np.unique(order, return_counts=True)
-    if values.size and values[0] < 0 or (counts > 1).any():
+    if (values.size and values[0] < 0) or (counts > 1).any():
         odd = values[(counts > 1) | (values < 0)]
         raise LayoutError(
             "rank_order is not a permutation",

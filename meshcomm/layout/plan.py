@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshcomm.errors import LayoutError
-from meshcomm.layout.layout import Dims, Digits, Layout, Ranks
+from meshcomm.layout.layout import Digits, Layout, Ranks
 from meshcomm.layout.names import did_you_mean
 
 Scalar = str | int | float | bool

@@ -46,11 +46,7 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int = 3) -> list[d
             continue
         others = math.prod(s for n, s in sizes.items() if n != name and s != -1)
         for candidate in divisors(world):
-            fits = (
-                world % (others * candidate) == 0
-                if -1 in sizes.values()
-                else others * candidate == world
-            )
+            fits = world % (others * candidate) == 0 if -1 in sizes.values() else others * candidate == world
             if fits and candidate != sizes[name]:
                 distance = abs(math.log(candidate / max(sizes[name], 1)))
                 found.append((distance, position, {**sizes, name: candidate}))

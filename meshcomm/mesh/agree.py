@@ -10,19 +10,23 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import Store
-
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import fold
 
 
 def agree(
-    store: Store, rank: int, world_size: int, facts: Mapping[str, Any], timeout_s: float, what: str = "the mesh"
+    store: Any,
+    rank: int,
+    world_size: int,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    what: str = "the mesh",
 ) -> None:
     """Return when every rank has come with equal `facts`; else raise on every rank.
 
     Args:
-        store: seen by all ranks, and used for nothing else; give each agreement its own prefix.
+        store: a torch store that all ranks see (its stubs lack half of its methods), used for
+            nothing else: give each agreement its own prefix.
         facts: name -> plain data that must be equal. What differs by nature stays out.
 
     Costs three store operations per rank. Who is odd is decided by majority, among equals by the
@@ -49,7 +53,7 @@ class _Arrival(NamedTuple):
     host: str
 
 
-def _announce(store: Store, rank: int, fingerprint: str) -> None:
+def _announce(store: Any, rank: int, fingerprint: str) -> None:
     """Say that `rank` is here. One key for all ranks where the store can append in one step."""
     if store.has_extended_api():
         store.append("here", f"{rank} {fingerprint} {socket.gethostname()}\n")
@@ -57,7 +61,7 @@ def _announce(store: Store, rank: int, fingerprint: str) -> None:
         store.set(f"here/{rank}", f"{rank} {fingerprint} {socket.gethostname()}\n")
 
 
-def _announced(store: Store, world_size: int) -> dict[int, _Arrival]:
+def _announced(store: Any, world_size: int) -> dict[int, _Arrival]:
     """Who has come so far, by rank."""
     if store.has_extended_api():
         lines = store.get("here").decode().splitlines()
@@ -71,7 +75,7 @@ def _announced(store: Store, world_size: int) -> dict[int, _Arrival]:
     return arrivals
 
 
-def _get(store: Store, key: str, timeout_s: float) -> bytes:
+def _get(store: Any, key: str, timeout_s: float) -> bytes:
     """The value of `key`, waited for: one trip to the store where wait and get are two."""
     usual = store.timeout
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -82,7 +86,7 @@ def _get(store: Store, key: str, timeout_s: float) -> bytes:
         store.set_timeout(usual)
 
 
-def _mismatch(store: Store, world_size: int, what: str) -> MeshMismatchError:
+def _mismatch(store: Any, world_size: int, what: str) -> MeshMismatchError:
     arrivals = _announced(store, world_size)
     prints = [arrivals[rank].fingerprint for rank in range(world_size)]
     # Most ranks first; of equally many, the one with the lowest rank.
@@ -97,8 +101,7 @@ def _mismatch(store: Store, world_size: int, what: str) -> MeshMismatchError:
             lines.append(f"{_ranks(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
     usual_ranks = [other for other in range(world_size) if other not in odd]
     error = MeshMismatchError(
-        f"{what} differs between ranks: {_ranks(odd)} of {world_size} "
-        f"{'is' if len(odd) == 1 else 'are'} odd",
+        f"{what} differs between ranks: {_ranks(odd)} of {world_size} {'is' if len(odd) == 1 else 'are'} odd",
         given="\n".join(lines),
         expected=f"what {_ranks(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
         hint=f"start {_ranks(odd)} with the same config, code and package versions",
@@ -107,7 +110,7 @@ def _mismatch(store: Store, world_size: int, what: str) -> MeshMismatchError:
     return error
 
 
-def _absent(store: Store, world_size: int, timeout_s: float, what: str) -> MeshMismatchError:
+def _absent(store: Any, world_size: int, timeout_s: float, what: str) -> MeshMismatchError:
     arrivals = _announced(store, world_size)
     hosts: dict[str, list[int]] = {}
     for rank in sorted(arrivals):

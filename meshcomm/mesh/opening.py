@@ -92,7 +92,9 @@ def init(
     except MeshcommError as error:
         # Meet the others all the same, so that they hear of it instead of waiting.
         failure = error
-    joined = _meet(settings, launch, store, rank, world_size) if failure is None or launch.world_size > 1 else None
+    joined = (
+        _meet(settings, launch, store, rank, world_size) if failure is None or launch.world_size > 1 else None
+    )
     if joined is None:
         assert failure is not None
         raise failure
@@ -327,7 +329,10 @@ def _existing(source: Source | None, plan: Plan, rank: int) -> Existing | None:
     layout: Layout = plan.layout
     for name in layout.dims:
         group = source.get_group(name)
-        if layout.size(name) > 1 and dist.get_process_group_ranks(group) == layout.group_of(rank, name).tolist():
+        if (
+            layout.size(name) > 1
+            and dist.get_process_group_ranks(group) == layout.group_of(rank, name).tolist()
+        ):
             found[name] = group
     return found
 

@@ -72,7 +72,9 @@ def _text(error: BaseException, who: str) -> str:
         return f"{who}: {type(error).__name__}: {error}"
     # The frames that started the script say nothing about it.
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _starts_scripts(trace.tb_frame.f_code.co_filename):
+    while (
+        trace is not None and trace.tb_next is not None and _starts_scripts(trace.tb_frame.f_code.co_filename)
+    ):
         trace = trace.tb_next
     return f"{who}:\n" + "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 

@@ -23,7 +23,12 @@ class TorchMeshes:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, device: torch.device, prefix: str, transport: Callable[[str], Transport]
+        self,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        prefix: str,
+        transport: Callable[[str], Transport],
     ) -> None:
         self._layout = layout
         self._rank = rank

@@ -30,7 +30,9 @@ class RankFailure(AssertionError):
         folded: dict[str, list[int]] = {}
         for rank, text in by_rank.items():
             folded.setdefault(text, []).append(rank)
-        parts = [f"rank {' '.join(map(str, ranks))} of {world_size}:\n{text}" for text, ranks in folded.items()]
+        parts = [
+            f"rank {' '.join(map(str, ranks))} of {world_size}:\n{text}" for text, ranks in folded.items()
+        ]
         super().__init__("\n\n".join(parts))
 
 
@@ -135,7 +137,7 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                for pipe, rank in waiting.items():
+                for rank in waiting.values():
                     text = f"did not return within {timeout_s:g} s\n{_stacks(workers[rank])}"
                     failures[rank] = (TimeoutError(text), text)
                 break
@@ -194,6 +196,6 @@ def _serve(pipe: Connection, stacks: str) -> None:
         try:
             pipe.send(answer)
         except Exception as error:  # what was returned or raised cannot be pickled
-            good, value, text = answer
+            _, value, text = answer
             note = f"{type(value).__name__} cannot cross to the test: {error}\n{text}"
             pipe.send((False, RuntimeError(note), note))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, final
 
@@ -24,7 +24,16 @@ _OPS: dict[str, Any] = {
 
 # What every backend moves as it is. Everything else travels as bytes, which is exact for any dtype.
 _MOVED = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
 )
 
 
@@ -45,12 +54,14 @@ class ProcessGroupTransport(Transport):
         self._owned = owned
         self._batched = "nccl" in backend and device.type == "cuda"
         names = single_names()
-        self._all_gather_single = getattr(group, names.all_gather)
-        self._reduce_scatter_single = getattr(group, names.reduce_scatter)
-        self._all_to_all_single = getattr(group, names.all_to_all)
+        self._all_gather_single: Callable[..., Work] = getattr(group, names.all_gather)
+        self._reduce_scatter_single: Callable[..., Work] = getattr(group, names.reduce_scatter)
+        self._all_to_all_single: Callable[..., Work] = getattr(group, names.all_to_all)
 
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
-        return self.group.allreduce([x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op))
+        return self.group.allreduce(
+            [x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op)
+        )
 
     def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
         return self.group.broadcast([_moved(x)], _options(BroadcastOptions, blocking, root=src))
@@ -59,7 +70,9 @@ class ProcessGroupTransport(Transport):
         return self._all_gather_single(_moved(out), _moved(x), _options(AllgatherOptions, blocking))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
-        return self._reduce_scatter_single(_added(out), _added(x), _options(ReduceScatterOptions, blocking, op))
+        return self._reduce_scatter_single(
+            _added(out), _added(x), _options(ReduceScatterOptions, blocking, op)
+        )
 
     def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
         return self._all_to_all_single(_moved(out), _moved(x), [], [], _options(AllToAllOptions, blocking))
@@ -108,7 +121,11 @@ def _added(x: Tensor) -> Tensor:
 
 @cache
 def _options(
-    kind: Any, blocking: bool, op: str | None = None, root: int | None = None, device: torch.device | None = None
+    kind: Any,
+    blocking: bool,
+    op: str | None = None,
+    root: int | None = None,
+    device: torch.device | None = None,
 ) -> Any:
     """An option object, made once and never changed."""
     options = kind()

@@ -13,9 +13,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, _create_work_from_future
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
 __all__ = [
@@ -100,7 +101,7 @@ def create_group(
             list(ranks),
             dist.Backend(backend),
             store,
-            group_name=name,
+            group_name=c10d.GroupName(name),
             timeout=timeout,
             device_id=bound if split and "nccl" in backend else None,
             group_desc=label,
@@ -109,7 +110,8 @@ def create_group(
     finally:
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
+    created: dist.ProcessGroup = group
+    return created
 
 
 def split_color(ranks: Sequence[int]) -> int:
@@ -117,7 +119,11 @@ def split_color(ranks: Sequence[int]) -> int:
     return int(c10d._process_group_color(list(ranks)))
 
 
-class SoloGroup(dist.ProcessGroup):  # type: ignore[misc]
+# torch describes ProcessGroup by overloads that no subclass in Python could repeat.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of one rank that copies instead of communicating.
 
     It stands where torch wants a group for a dim of size 1 (DeviceMesh, pipelining). It opens no
@@ -227,7 +233,9 @@ class SoloGroup(dist.ProcessGroup):  # type: ignore[misc]
 def _done(result: Any) -> Any:
     future: Future[Any] = Future()
     future.set_result(result)
-    return _create_work_from_future(future)
+    # Missing from torch's stubs.
+    create: Any = getattr(bindings, "_create_work_from_future")  # noqa: B009
+    return create(future)
 
 
 def bound_device(group: dist.ProcessGroup | None = None) -> torch.device | None:
