@@ -1,0 +1,30 @@
+"""torch's own FSDP2 and tensor parallelism on a mesh of ours.
+Look at: every rank prints the same loss, and it falls.
+
+meshcomm run configs/mesh.toml examples/fsdp_and_tensor_parallel.py
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import meshcomm
+
+with meshcomm.init() as mesh:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    torch.manual_seed(1 + mesh.coord("dp"))  # other data along dp, the same along tp
+    x = torch.randn(8, 16)
+    for step in range(20):
+        loss = (net(x) - x).square().mean()
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        if step % 10 == 9:
+            mean = mesh.all_reduce("dp", loss.detach().clone(), op="avg")
+            print(f"{mesh.label}: step {step + 1}, loss {mean.item():.4f}", flush=True)

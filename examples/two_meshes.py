@@ -1,0 +1,22 @@
+"""An encoder and a language model on different ranks, and a bridge between them.
+Look at: which ranks are in which mesh, and what crosses the bridge.
+
+torchrun --nproc-per-node 8 examples/two_meshes.py
+"""
+
+import torch
+
+import meshcomm
+
+# Every rank makes every mesh; a rank that a mesh does not cover holds an object that says so.
+encoder = meshcomm.init(dims={"tp": 2}, ranks=[0, 1], device="cpu")
+model = meshcomm.init(dims={"pp": 3, "tp": 2}, ranks=[2, 3, 4, 5, 6, 7], device="cpu")
+bridge = meshcomm.init(dims={"all": -1}, device="cpu")
+
+mesh, name = (encoder, "encoder") if encoder.is_member else (model, "model")
+features = mesh.all_reduce("tp", torch.full((2,), float(mesh.rank)))
+features = bridge.broadcast("all", features, src=0)  # from the encoder's first rank to everyone
+print(f"rank {bridge.rank}: in the {name}, {mesh.coords}, features {features.tolist()}", flush=True)
+
+for each in (bridge, model, encoder):
+    each.close()
