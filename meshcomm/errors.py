@@ -94,6 +94,10 @@ class ShapeError(MeshcommError):
     """A tensor's shape, dtype, device or layout does not fit the call."""
 
 
+class PatternError(MeshcommError):
+    """A rearrange pattern that does not read, does not fit the tensor, or does not fit the mesh."""
+
+
 class UnsupportedOp(MeshcommError):
     """The backend cannot do this, known before a byte moves."""
 
@@ -104,6 +108,18 @@ class AutogradError(MeshcommError):
 
 class CommunicationError(MeshcommError):
     """The backend failed while communicating; the backend's own error is the cause."""
+
+
+class ObjectError(MeshcommError):
+    """A Python object cannot cross between ranks, or what arrived is not one; names where inside it."""
+
+
+class StoreError(MeshcommError):
+    """The job's store refused an operation or cannot be reached."""
+
+
+class StoreTimeout(StoreError):
+    """A key was not set within the timeout."""
 
 
 class TrainingError(MeshcommError):

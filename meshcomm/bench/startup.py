@@ -21,9 +21,13 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Startup:
-    """One rank's figures: groups it created, seconds until they exist, seconds until all were used."""
+    """One rank's figures: groups it created, seconds until they exist, seconds until all were used.
+
+    agreed_s: the part of created_s in which ranks compared their plans.
+    """
 
     groups: int
+    agreed_s: float
     created_s: float
     used_s: float
 
@@ -42,7 +46,7 @@ def startup(dims: Mapping[str, int], rounds: int) -> dict[str, list[Startup]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     assert dist.get_world_size() == world
 
-    def theirs() -> tuple[Step, Step]:
+    def theirs() -> tuple[Step, Step, float]:
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
         groups = [mesh.get_group(name) for name in dims]
 
@@ -54,16 +58,16 @@ def startup(dims: Mapping[str, int], rounds: int) -> dict[str, list[Startup]]:
             for group in reversed(groups):
                 dist.destroy_process_group(group)
 
-        return use, close
+        return use, close, 0.0
 
-    def ours() -> tuple[Step, Step]:
+    def ours() -> tuple[Step, Step, float]:
         mesh = meshcomm.init(dims=dims, device="cpu", timeout_s=120)
 
         def use() -> None:
             for name in dims:
                 mesh.all_reduce(name, torch.ones(1))
 
-        return use, mesh.close
+        return use, mesh.close, mesh.startup_s["agree"]
 
     found: dict[str, list[Startup]] = {"init_device_mesh": [], "meshcomm": []}
     for number in range(rounds + 1):
@@ -71,14 +75,14 @@ def startup(dims: Mapping[str, int], rounds: int) -> dict[str, list[Startup]]:
             dist.all_reduce(torch.ones(1))
             before = live_groups()
             start = time.perf_counter()
-            use, close = make()
+            use, close, agreed = make()
             created = time.perf_counter()
             groups = live_groups() - before
             use()
             used = time.perf_counter()
             # The first round of each also pays for what Python loads once.
             if number > 0:
-                found[name].append(Startup(groups, created - start, used - start))
+                found[name].append(Startup(groups, agreed, created - start, used - start))
             dist.all_reduce(torch.ones(1))
             close()
             # A group's threads end with its last reference: not in the next round's time.
@@ -96,6 +100,7 @@ def slowest(by_rank: list[dict[str, list[Startup]]]) -> dict[str, Startup]:
         rounds = list(zip(*(rank[name] for rank in by_rank), strict=True))
         result[name] = Startup(
             groups=max(each.groups for each in rounds[0]),
+            agreed_s=median(max(each.agreed_s for each in ranks) for ranks in rounds),
             created_s=median(max(each.created_s for each in ranks) for ranks in rounds),
             used_s=median(max(each.used_s for each in ranks) for ranks in rounds),
         )

@@ -1,21 +1,23 @@
-"""Collectives and messages along one dim, or along several merged into one."""
+"""Collectives along one dim, or along several merged into one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, final, overload
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_peer, normal_axis
-from meshcomm.comm.handle import Handle, failure, wait_all
+from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, normal_axis
+from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.messages import Messages
+from meshcomm.comm.shapes import buffer_for, cut, into, join, materialised, split
+from meshcomm.errors import ShapeError
 from meshcomm.transport import Transport, Work
-from meshcomm.transport.support import check_reduce
+from meshcomm.transport.profile import labelled, profiling
+from meshcomm.transport.support import WIDENED, check_reduce
 
 T = TypeVar("T")
-
-Message = tuple[Tensor, int]
 
 
 @final
@@ -26,9 +28,12 @@ class Communicator:
         name: the dim or dims, as errors show them.
         transport: the group.
         who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
+
+    Methods take what the Mesh methods of the same name take, after the dims, and keep the same
+    promises; with `async_op` they return a Handle of what they otherwise return.
     """
 
-    __slots__ = ("_checked", "coord", "name", "size", "transport", "who")
+    __slots__ = ("_ready", "coord", "messages", "name", "size", "transport", "who")
 
     def __init__(self, name: str, transport: Transport, who: str) -> None:
         self.name = name
@@ -36,29 +41,118 @@ class Communicator:
         self.size = transport.size
         self.coord = transport.coord
         self.who = who
-        # (op, dtype) pairs that the support table has already accepted here.
-        self._checked: set[tuple[str, torch.dtype]] = set()
+        self.messages = Messages(name, transport, who)
+        # (op, dtype) that have passed the checks and need no preparation -> the transport's call.
+        self._ready: dict[tuple[str, torch.dtype], Callable[[Tensor], None]] = {}
 
-    # -- collectives ----------------------------------------------------------------------------
+    # -- reductions -----------------------------------------------------------------------------
 
-    @overload
-    def all_reduce(self, x: Tensor, op: str = ..., async_op: Literal[False] = ...) -> Tensor: ...
-    @overload
-    def all_reduce(self, x: Tensor, op: str, async_op: bool) -> Tensor | Handle[Tensor]: ...
-
-    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Tensor | Handle[Tensor]:
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", async_op: bool = False, factor: float | None = None
+    ) -> Tensor | Handle[Tensor]:
         """Reduce `x` over the dim, in place. See `Mesh.all_reduce`."""
-        if x.requires_grad:
-            check_in_place(x, lambda: self._where("all_reduce"), "all_reduce")
-        if (op, x.dtype) not in self._checked:
-            check_reduce(self.transport.name, op, x.dtype, self._where("all_reduce"))
-            self._checked.add((op, x.dtype))
-        dense = materialised(x)
-        if dense is x:
-            return self._run("all_reduce", lambda b: self.transport.all_reduce(x, op, b), lambda: x, async_op)
+        # The usual call: nothing to check again, nothing to prepare, nothing to hand back later.
+        ready = self._ready.get((op, x.dtype))
+        if (
+            ready is not None
+            and not async_op
+            and not x.requires_grad
+            and x.is_contiguous()
+            and not profiling()
+        ):
+            try:
+                ready(x)
+            except RuntimeError as error:
+                raise failure(self._where("all_reduce"), error) from error
+            return x
+        return self._all_reduce(x, op, async_op, factor)
+
+    def _all_reduce(
+        self, x: Tensor, op: str, async_op: bool, factor: float | None
+    ) -> Tensor | Handle[Tensor]:
+        check_in_place(x, lambda: self._where("all_reduce"), "all_reduce")
+        carried, plain_op = self._carried(x, op, factor, "all_reduce")
+        if carried is x and op == plain_op and not x.dtype.is_complex and x.dtype != torch.bool:
+            self._ready[op, x.dtype] = self.transport.blocking_all_reduce(op)
         return self._run(
-            "all_reduce", lambda b: self.transport.all_reduce(dense, op, b), lambda: x.copy_(dense), async_op
+            "all_reduce",
+            lambda b: self.transport.all_reduce(carried, plain_op, b),
+            lambda: into(x, carried),
+            async_op,
         )
+
+    def reduce(
+        self, x: Tensor, dst: int, op: str = "sum", async_op: bool = False, factor: float | None = None
+    ) -> Tensor | Handle[Tensor | None] | None:
+        """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
+        check_coord(dst, self.size, "dst", lambda: self._where("reduce"))
+        check_in_place(x, lambda: self._where("reduce"), "all_reduce")
+        carried, plain_op = self._carried(x, op, factor, "reduce")
+        # Backends leave partial results in the tensors of the other ranks; x stays as it was.
+        carried = carried.clone() if carried is x else carried
+        return self._run(
+            "reduce",
+            lambda b: self.transport.reduce(carried, dst, plain_op, b),
+            lambda: carried.to(x.dtype) if self.coord == dst else None,
+            async_op,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        axis: int = 0,
+        op: str = "sum",
+        async_op: bool = False,
+        out: Tensor | None = None,
+        factor: float | None = None,
+    ) -> Tensor | Handle[Tensor]:
+        """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
+        check_in_place(x, lambda: self._where("reduce_scatter"), "reduce_scatter")
+        parts = self._parts(x, axis, "reduce_scatter")
+        parts, plain_op = self._carried(
+            parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
+        )
+        result = self._result(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
+        buffer = buffer_for(result) if parts.dtype == x.dtype else parts.new_empty(parts.shape[1:])
+        return self._run(
+            "reduce_scatter",
+            lambda b: self.transport.reduce_scatter(buffer, parts, plain_op, b),
+            lambda: into(result, buffer),
+            async_op,
+        )
+
+    def _carried(
+        self, x: Tensor, op: str, factor: float | None, call: str, own: bool = False
+    ) -> tuple[Tensor, str]:
+        """What travels for `x`, and the operation that the backend does with it.
+
+        The same memory where that will do; `own`: x is scratch memory that may be scaled in place.
+        """
+        check_reduce(self.transport.name, op, x.dtype, self._where(call))
+        dense = materialised(x)
+        if x.dtype in WIDENED:
+            return dense.to(WIDENED[x.dtype]), op
+        if op != "premul_sum":
+            if factor is not None:
+                raise ShapeError(
+                    f"{self._where(call)}: factor has no effect with op={op!r}",
+                    given=f"op={op!r}, factor={factor}",
+                    expected='op="premul_sum" beside a factor',
+                    hint='op="premul_sum"',
+                )
+            return dense, op
+        if factor is None:
+            raise ShapeError(
+                f'{self._where(call)}: op="premul_sum" without a factor',
+                given='op="premul_sum"',
+                expected="the number that each rank multiplies its x by before the sum",
+                hint="factor=0.5",
+            )
+        return (
+            dense.mul_(factor) if own or dense is not x or call == "all_reduce" else dense * factor
+        ), "sum"
+
+    # -- moving data ----------------------------------------------------------------------------
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Tensor | Handle[Tensor]:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
@@ -68,44 +162,142 @@ class Communicator:
         return self._run(
             "broadcast",
             lambda b: self.transport.broadcast(dense, src, b),
-            lambda: x if dense is x else x.copy_(dense),
+            lambda: into(x, dense),
             async_op,
         )
 
-    def all_gather(self, x: Tensor, axis: int = 0, async_op: bool = False) -> Tensor | Handle[Tensor]:
+    def all_gather(
+        self,
+        x: Tensor,
+        axis: int = 0,
+        async_op: bool = False,
+        out: Tensor | None = None,
+        uneven: bool = False,
+    ) -> Tensor | Handle[Tensor]:
         """Every rank's x, one after the other along `axis`. See `Mesh.all_gather`."""
         check_in_place(x, lambda: self._where("all_gather"), "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("all_gather"))
-        out = source.new_empty((self.size, *source.shape))
+        if uneven:
+            return self._uneven_gather(source, axis, None, async_op, out)
+        shape = list(source.shape)
+        shape[axis] *= self.size
+        if axis == 0:
+            result = self._result(out, shape, x.dtype, x, "all_gather")
+            buffer = buffer_for(result)
+            return self._run(
+                "all_gather",
+                lambda b: self.transport.all_gather(buffer, source, b),
+                lambda: into(result, buffer),
+                async_op,
+            )
+        if out is not None:
+            self._result(out, shape, x.dtype, x, "all_gather")
+        parts = source.new_empty((self.size, *source.shape))
         return self._run(
             "all_gather",
-            lambda b: self.transport.all_gather(out, source, b),
-            lambda: join(out, axis),
+            lambda b: self.transport.all_gather(parts, source, b),
+            lambda: join(parts, axis) if out is None else out.copy_(join(parts, axis)),
             async_op,
         )
 
-    def reduce_scatter(
-        self, x: Tensor, axis: int = 0, op: str = "sum", async_op: bool = False
-    ) -> Tensor | Handle[Tensor]:
-        """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
-        check_in_place(x, lambda: self._where("reduce_scatter"), "reduce_scatter")
-        check_reduce(self.transport.name, op, x.dtype, self._where("reduce_scatter"))
-        parts = self._parts(x, axis, "reduce_scatter")
-        out = parts.new_empty(parts.shape[1:])
+    def gather(
+        self, x: Tensor, dst: int, axis: int = 0, async_op: bool = False, uneven: bool = False
+    ) -> Any:
+        """`all_gather` on coord `dst`, None elsewhere. See `Mesh.gather`."""
+        check_coord(dst, self.size, "dst", lambda: self._where("gather"))
+        check_in_place(x, lambda: self._where("gather"), "all_gather")
+        source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
+        axis = normal_axis(source, axis, lambda: self._where("gather"))
+        if uneven:
+            return self._uneven_gather(source, axis, dst, async_op, None)
+        parts = source.new_empty((self.size, *source.shape)) if self.coord == dst else None
         return self._run(
-            "reduce_scatter",
-            lambda b: self.transport.reduce_scatter(out, parts, op, b),
-            lambda: out,
+            "gather",
+            lambda b: self.transport.gather(parts, source, dst, b),
+            lambda: None if parts is None else join(parts, axis),
+            async_op,
+        )
+
+    def _uneven_gather(
+        self, source: Tensor, axis: int, dst: int | None, async_op: bool, out: Tensor | None
+    ) -> Tensor | Handle[Tensor]:
+        """Sizes first; then everything to everyone who gets it, each rank's x in its own size."""
+        call = "all_gather" if dst is None else "gather"
+        sizes = self._sizes(source.shape[axis], source)
+        gets = dst is None or self.coord == dst
+        rows = source.numel() // source.shape[axis] if source.shape[axis] else _rows(source, axis)
+        lengths = [size * rows if gets else 0 for size in sizes]
+        moved = materialised(source.movedim(axis, 0)).view(-1)
+        sent = [moved.numel() if dst is None or c == dst else 0 for c in range(self.size)]
+        x = moved.repeat(self.size) if dst is None else moved
+        buffer = source.new_empty(sum(lengths))
+        rest = [s for i, s in enumerate(source.shape) if i != axis]
+
+        def finish() -> Tensor:
+            whole = buffer.view(sum(sizes), *rest).movedim(0, axis)
+            return whole.contiguous() if out is None else out.copy_(whole)
+
+        if out is not None:
+            shape = list(source.shape)
+            shape[axis] = sum(sizes)
+            self._result(out, shape, source.dtype, source, call)
+        found: Tensor | Handle[Tensor] = self._run(
+            call,
+            lambda b: self.transport.all_to_all_uneven(buffer, x, lengths, sent, b),
+            finish if gets else lambda: None,  # type: ignore[arg-type,return-value]
+            async_op,
+        )
+        return found
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int,
+        axis: int = 0,
+        async_op: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor | Handle[Tensor]:
+        """Slice c of coord src's x on coord c. See `Mesh.scatter`."""
+        check_coord(src, self.size, "src", lambda: self._where("scatter"))
+        parts = None
+        if self.coord == src:
+            if x is None:
+                raise ShapeError(
+                    f"{self._where('scatter')}: the source has nothing to scatter",
+                    given=f"x=None on coord {src}, which is src",
+                    expected="a tensor on src; None on the others",
+                    hint="x if mesh.coord(dims) == src else None",
+                )
+            check_in_place(x, lambda: self._where("scatter"), "slice")
+            parts = self._parts(x, axis, "scatter")
+        if out is None:
+            like = self.messages.announce(None if parts is None else parts[0], src)
+            result = buffer = like
+        else:
+            result, buffer = out, buffer_for(out)
+            if parts is not None and (parts.shape[1:] != out.shape or parts.dtype != out.dtype):
+                self._result(out, parts.shape[1:], parts.dtype, parts, "scatter")
+        return self._run(
+            "scatter",
+            lambda b: self.transport.scatter(buffer, parts, src, b),
+            lambda: into(result, buffer),
             async_op,
         )
 
     def all_to_all(
-        self, x: Tensor, split_axis: int = 0, concat_axis: int = 0, async_op: bool = False
+        self,
+        x: Tensor,
+        split_axis: int = 0,
+        concat_axis: int = 0,
+        async_op: bool = False,
+        splits: Sequence[int] | None = None,
     ) -> Tensor | Handle[Tensor]:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
         check_in_place(x, lambda: self._where("all_to_all"), "all_to_all")
         concat = normal_axis(x, concat_axis, lambda: self._where("all_to_all"))
+        if splits is not None:
+            return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op)
         parts = self._parts(x, split_axis, "all_to_all")
         out = torch.empty_like(parts)
         return self._run(
@@ -115,69 +307,51 @@ class Communicator:
             async_op,
         )
 
+    def _uneven_all_to_all(
+        self, x: Tensor, split_axis: int, concat: int, splits: list[int], async_op: bool
+    ) -> Tensor | Handle[Tensor]:
+        axis = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
+        if len(splits) != self.size or sum(splits) != x.shape[axis] or min(splits) < 0:
+            raise ShapeError(
+                f"{self._where('all_to_all')}: splits do not cut axis {axis}",
+                given=f"splits={splits}, x of shape {tuple(x.shape)}",
+                expected=f"{self.size} sizes of 0 or more whose sum is {x.shape[axis]}",
+                hint=f"splits={[x.shape[axis] // self.size] * self.size}"
+                if x.shape[axis] % self.size == 0
+                else "one size for each coord",
+            )
+        leaving = cut(x, axis, splits)
+        # What arrives has the sender's other axes; only the split axis differs from rank to rank.
+        mine = torch.tensor(splits, dtype=torch.int64, device=x.device)
+        theirs = torch.empty_like(mine)
+        self._run("all_to_all", lambda b: self.transport.all_to_all(theirs, mine, b), lambda: None, False)
+        coming = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in theirs.tolist()]
+        if concat != axis and len({shape[axis] for shape in coming}) > 1:
+            raise ShapeError(
+                f"{self._where('all_to_all')}: parts of unequal size cannot be joined along axis {concat}",
+                given=f"sizes {theirs.tolist()} of axis {axis} from coords 0 to {self.size - 1}",
+                expected=f"equal sizes, or concat_axis={axis}",
+                hint=f"concat_axis={axis}",
+            )
+        lengths = [int(torch.Size(shape).numel()) for shape in coming]
+        sent = [part.numel() for part in leaving]
+        flat = torch.cat([part.view(-1) for part in leaving])
+        buffer = flat.new_empty(sum(lengths))
+
+        def finish() -> Tensor:
+            pieces = buffer.split(lengths)
+            return torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
+
+        return self._run(
+            "all_to_all",
+            lambda b: self.transport.all_to_all_uneven(buffer, flat, lengths, sent, b),
+            finish,
+            async_op,
+        )
+
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has come."""
         return self._run("barrier", lambda b: self.transport.barrier(b), lambda: None, async_op)
-
-    # -- messages -------------------------------------------------------------------------------
-
-    def isend(self, x: Tensor, dst: int, tag: int = 0) -> Handle[None]:
-        """Start sending `x` to coord `dst`."""
-        check_peer(dst, self.coord, self.size, "dst", lambda: self._where("send"))
-        dense = materialised(x.detach())
-        work = self._start("send", lambda: self.transport.send(dense, dst, tag))
-
-        def sent(_: Tensor = dense) -> None:  # holds the copy until the message has left
-            return None
-
-        return Handle((work,), sent, lambda: self._where(f"send to {dst}"))
-
-    def irecv(self, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
-        """Start receiving into `out` from coord `src`."""
-        check_peer(src, self.coord, self.size, "src", lambda: self._where("recv"))
-        check_in_place(out, lambda: self._where("recv"), "shift")
-        dense = buffer_for(out)
-        work = self._start("recv", lambda: self.transport.recv(dense, src, tag))
-        return Handle(
-            (work,),
-            lambda: out if dense is out else out.copy_(dense),
-            lambda: self._where(f"recv from {src}"),
-        )
-
-    def exchange(self, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()) -> list[Tensor]:
-        """Send and receive a set of messages at once; see `Mesh.exchange`."""
-        for _, dst in sends:
-            check_peer(dst, self.coord, self.size, "dst", lambda: self._where("exchange"))
-        for out, src in recvs:
-            check_peer(src, self.coord, self.size, "src", lambda: self._where("exchange"))
-            check_in_place(out, lambda: self._where("exchange"), "shift")
-        leaving = [(materialised(x.detach()), dst, 0) for x, dst in sends]
-        coming = [(buffer_for(out), src, 0) for out, src in recvs]
-        if leaving or coming:
-            try:
-                works = self.transport.exchange(leaving, coming)
-            except RuntimeError as error:
-                raise failure(self._where("exchange"), error) from error
-            wait_all(works, lambda: self._where("exchange"))
-        return [
-            out if out is dense else out.copy_(dense)
-            for (out, _), (dense, _, _) in zip(recvs, coming, strict=True)
-        ]
-
-    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True) -> Tensor | None:
-        """Send `x` `offset` coords further, return what came from as far behind; see `Mesh.shift`."""
-        check_in_place(x, lambda: self._where("shift"), "shift")
-        target, source = self.coord + offset, self.coord - offset
-        if wrap:
-            target, source = target % self.size, source % self.size
-        if target == self.coord:
-            return x.detach().clone()
-        sends = [(x, target)] if 0 <= target < self.size else []
-        recvs = []
-        if 0 <= source < self.size:
-            recvs = [(torch.empty_like(x, memory_format=torch.contiguous_format), source)]
-        received = self.exchange(sends, recvs)
-        return received[0] if received else None
 
     # -- shared ---------------------------------------------------------------------------------
 
@@ -190,50 +364,54 @@ class Communicator:
         check_divisible(x, axis, self.size, lambda: self._where(call), lambda: self.who)
         return split(x, axis, self.size)
 
-    def _start(self, call: str, start: Callable[[], Work]) -> Work:
-        try:
-            return start()
-        except RuntimeError as error:
-            raise failure(self._where(call), error) from error
+    def _sizes(self, mine: int, like: Tensor) -> list[int]:
+        """Everyone's `mine`, by coord."""
+        own = torch.tensor([mine], dtype=torch.int64, device=like.device)
+        found = own.new_empty(self.size)
+        self._run("all_gather", lambda b: self.transport.all_gather(found, own, b), lambda: None, False)
+        sizes: list[int] = found.tolist()
+        return sizes
+
+    def _result(
+        self, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor, call: str
+    ) -> Tensor:
+        """`out` where it fits, else new memory where there is none."""
+        if out is None:
+            return like.new_empty(tuple(shape), dtype=dtype)
+        if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != like.device:
+            raise ShapeError(
+                f"{self._where(call)}: out does not fit the result",
+                given=f"out of shape {tuple(out.shape)}, {out.dtype}, {out.device}",
+                expected=f"shape {tuple(shape)}, {dtype}, {like.device}",
+                hint=f"out=x.new_empty({tuple(shape)}), or no out",
+            )
+        check_in_place(out, lambda: self._where(call), call)
+        return out
 
     def _run(
         self, call: str, start: Callable[[bool], Work], finish: Callable[[], T], async_op: bool
     ) -> T | Handle[T]:
         try:
-            work = start(not async_op)
-            if async_op:
-                return Handle((work,), finish, lambda: self._where(call))
-            if work is not None:
-                work.wait()
+            if profiling():
+                with labelled(f"meshcomm::{call} {self.name}"):
+                    work = start(not async_op)
+                    if not async_op and work is not None:
+                        work.wait()
+            else:
+                work = start(not async_op)
+                if not async_op and work is not None:
+                    work.wait()
         except RuntimeError as error:
             raise failure(self._where(call), error) from error
+        if async_op:
+            return Handle((work,), finish, lambda: self._where(call))
         return finish()
 
 
-def materialised(x: Tensor) -> Tensor:
-    """`x` itself where its memory holds its values one after the other, else a copy that does."""
-    if x.dtype.is_complex:
-        x = x.resolve_conj()
-    if x.is_neg():
-        x = x.resolve_neg()
-    return x.contiguous()
-
-
-def buffer_for(out: Tensor) -> Tensor:
-    """`out` itself where bytes can be received into it, else new memory of its shape."""
-    if out.is_contiguous() and not out.is_conj() and not out.is_neg():
-        return out
-    return out.new_empty(out.shape)
-
-
-def split(x: Tensor, axis: int, size: int) -> Tensor:
-    """(..., size*s, ...) -> (size, ..., s, ...), contiguous; slice c of `axis` is element c."""
-    shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
-    return materialised(x.reshape(shape).movedim(axis, 0))
-
-
-def join(parts: Tensor, axis: int) -> Tensor:
-    """(size, ..., s, ...) -> (..., size*s, ...): the inverse of `split`; no copy for axis 0."""
-    shape = list(parts.shape[1:])
-    shape[axis] *= parts.shape[0]
-    return parts.movedim(0, axis).reshape(shape)
+def _rows(x: Tensor, axis: int) -> int:
+    """Elements for each index of `axis`, also where x is empty."""
+    count = 1
+    for i, size in enumerate(x.shape):
+        if i != axis:
+            count *= size
+    return count

@@ -152,7 +152,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
         ctx.comm, ctx.op, ctx.grad = comm, op, grad
-        return comm.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op)
+        return _value(comm.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op))
 
     @staticmethod
     @once_differentiable
@@ -236,11 +236,11 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, x: Tensor, offset: int) -> Tensor:
         ctx.comm, ctx.offset = comm, offset
-        result = comm.shift(x.detach(), offset)
+        result = comm.messages.shift(x.detach(), offset)
         assert result is not None
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return None, ctx.comm.shift(dy, -ctx.offset), None
+        return None, ctx.comm.messages.shift(dy, -ctx.offset), None

@@ -2,55 +2,148 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar, final
+from pathlib import Path
+from typing import Any, Generic, TypeVar, final
 
-from meshcomm.errors import CommunicationError
+from torch.futures import Future
+
+from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.transport import Work
 
 T = TypeVar("T")
 
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class UnwaitedHandle(ResourceWarning):
+    """An asynchronous call whose handle was dropped: its result was never known to be there."""
+
 
 @final
 class Handle(Generic[T]):
-    """One call under way. `wait()` returns what the blocking call would have returned."""
+    """One call under way. `wait()` returns what the blocking call would have returned.
 
-    __slots__ = ("_finish", "_result", "_where", "_works")
+    The tensors of the call must not be used before. A handle that is dropped without a wait is
+    reported once, as an UnwaitedHandle warning with the line that made the call.
+    """
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], T], where: Callable[[], str]) -> None:
+    __slots__ = ("__weakref__", "_error", "_finish", "_line", "_result", "_source", "_where", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        finish: Callable[[], T],
+        where: Callable[[], str],
+        source: Callable[[], int] | None = None,
+    ) -> None:
         self._works: Sequence[Work] | None = works
-        self._finish = finish
+        self._finish: Callable[[], T] | None = finish
         self._where = where
+        self._source = source
+        self._error: MeshcommError | None = None
         self._result: T | None = None
+        self._line = _caller()
 
-    def wait(self, timeout: timedelta | None = None) -> T:
+    def wait(self, timeout_s: float | None = None) -> T:
         """Block until the call is over and return its result; again: return it at once.
 
-        Raises CommunicationError, whose cause is the backend's own error.
+        timeout_s: None waits for the group's own timeout.
+        Raises CommunicationError, whose cause is the backend's own error; again on every wait.
         """
+        if self._error is not None:
+            raise self._error
         if self._works is not None:
-            wait_all(self._works, self._where, timeout)
-            self._works = None
+            works, self._works = self._works, None
+            try:
+                wait_all(works, self._where, timeout_s)
+            except MeshcommError as error:
+                self._error = error
+                raise
+            assert self._finish is not None
             self._result = self._finish()
+            self._finish = None
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return without blocking."""
+        """Whether `wait` would return, or raise, without blocking."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
+    def is_success(self) -> bool:
+        """Whether the call is over and did not fail."""
+        if self._works is None:
+            return self._error is None
+        return self.is_completed() and self.exception() is None
 
-def wait_all(works: Sequence[Work], where: Callable[[], str], timeout: timedelta | None = None) -> None:
+    def exception(self) -> BaseException | None:
+        """What the call failed with; None while it is under way and where it did not fail."""
+        if self._error is not None or self._works is None:
+            return self._error
+        if not self.is_completed():
+            return None
+        try:
+            self.wait()
+        except MeshcommError as error:
+            return error
+        return None
+
+    def result(self) -> T:
+        """What `wait` returned. Raises CommunicationError while the call is not waited for."""
+        if self._works is not None:
+            raise CommunicationError(
+                f"{self._where()}: the result was asked for before wait()",
+                given=f"a handle made at {self._line}",
+                expected="handle.wait(), which returns the result",
+                hint="handle.wait()",
+            )
+        return self.wait()
+
+    def get_future(self) -> Future[T]:
+        """A torch future that has the result once `wait` has returned; calling this waits."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self.wait())
+        except MeshcommError as error:
+            future.set_exception(error)
+        return future
+
+    @property
+    def source(self) -> int:
+        """For a receive, after its wait: the coord that the message came from."""
+        if self._source is None or self._works is not None:
+            raise CommunicationError(
+                f"{self._where()}: there is no source to tell",
+                given="a call that receives nothing" if self._source is None else "a receive before wait()",
+                expected="a receive that has been waited for",
+                hint="handle.wait(), then handle.source",
+            )
+        return self._source()
+
+    def __del__(self) -> None:
+        # Slots may be missing where __init__ did not finish.
+        if getattr(self, "_works", None):
+            warnings.warn(
+                f"{self._where()}: the handle made at {self._line} was dropped without a wait()",
+                UnwaitedHandle,
+                stacklevel=2,
+                source=self,
+            )
+
+
+def wait_all(works: Sequence[Work], where: Callable[[], str], timeout_s: float | None = None) -> None:
     """Wait for every one of `works`; a backend's failure becomes a CommunicationError.
 
     `where` is only called for the message of an error.
     """
     try:
         for work in works:
-            if timeout is None:
+            if timeout_s is None:
                 work.wait()
             else:
-                work.wait(timeout)
+                work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise failure(where(), error) from error
 
@@ -64,3 +157,11 @@ def failure(where: str, error: BaseException) -> CommunicationError:
         expected="every rank of the group to make the same call and stay alive until it ends",
         hint="look for the first error of the other ranks; this one may only follow from it",
     )
+
+
+def _caller() -> str:
+    """file:line of the innermost frame outside this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -39,10 +39,12 @@ def create_transports(
         for family in plan.families:
             group = mine.get(family.name)
             if group is None:
-                transports[family.name] = SoloTransport()
+                transports[family.name] = SoloTransport(device)
             elif existing is not None and family.name in existing:
                 handle = existing[family.name]
-                transports[family.name] = ProcessGroupTransport(handle, group.options.backend, device, False)
+                transports[family.name] = ProcessGroupTransport(
+                    handle, backend_on(group.options.backend, device), device, False
+                )
             elif family.shares is not None:
                 transports[family.name] = transports[family.shares]
             else:
@@ -83,7 +85,7 @@ def open_group(
             expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
             hint="look at the first error of the other ranks; check backend and network",
         ) from error
-    return ProcessGroupTransport(handle, options.backend, device, owned=True)
+    return ProcessGroupTransport(handle, backend_on(options.backend, device), device, owned=True)
 
 
 def close_transports(transports: Mapping[str, Transport]) -> None:
@@ -115,3 +117,11 @@ def _backend_options(options: GroupOptions) -> Any:
             hint='take high_priority out, or backend = "nccl"',
         )
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.get("high_priority", False)))
+
+
+def backend_on(backend: str, device: torch.device) -> str:
+    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"."""
+    if ":" not in backend:
+        return backend
+    by_device = dict(part.split(":", 1) for part in backend.split(","))
+    return by_device.get(device.type, backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -214,6 +215,7 @@ def _open(source: Source | None, settings: Config, joined: Meeting, failure: Mes
         if plan is not None and failure is None:
             facts = {**plan.facts(), "world": joined.world_size, "versions": _versions()}
         common = dist.PrefixStore("agree", store)
+        began = time.perf_counter()
         try:
             agree(common, joined.rank, joined.world_size, facts, settings.mesh.timeout_s)
         except MeshMismatchError:
@@ -223,7 +225,8 @@ def _open(source: Source | None, settings: Config, joined: Meeting, failure: Mes
             # Told to the others; here the problem itself says more than that the ranks differ.
             assert failure is not None
             raise failure
-        return _create(source, settings, joined, plan, device, store, prefix, environment)
+        agree_s = time.perf_counter() - began
+        return _create(source, settings, joined, plan, device, store, prefix, environment, agree_s)
     except BaseException:
         environment.restore()
         raise
@@ -238,7 +241,9 @@ def _create(
     store: dist.Store,
     prefix: str,
     environment: Environment,
+    agree_s: float,
 ) -> Mesh:
+    began = time.perf_counter()
     bind = settings.process.device_id is not False and device.type != "cpu"
     connecting = gloo_defaults(joined.launch.one_host)
     with _applied(connecting):
@@ -280,7 +285,7 @@ def _create(
         )
         family = wider.family(name)
         if family.size == 1:
-            return SoloTransport()
+            return SoloTransport(device)
         if family.shares is not None:
             return transports[family.shares]
         group = next(g for g in wider.for_rank(mesh.rank).groups if g.name == name)
@@ -302,6 +307,7 @@ def _create(
         store=dist.PrefixStore("user", store),
         prefix=prefix,
         transports=transports,
+        startup_s={"agree": agree_s, "create": time.perf_counter() - began},
         add=add,
         on_close=on_close,
     )

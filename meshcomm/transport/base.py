@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
 
@@ -44,10 +45,20 @@ class Transport(ABC):
     name: str
     size: int
     coord: int
+    device: torch.device
+    any_source: bool
+
+    @abstractmethod
+    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
+        """`all_reduce` and its wait as one call, for a contiguous tensor of a plain dtype."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
         """Reduce `x` in place."""
+
+    @abstractmethod
+    def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
+        """Reduce `x` in place on coord `dst`; what it holds elsewhere is not defined."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
@@ -58,12 +69,26 @@ class Transport(ABC):
         """`out` has shape (size, *x.shape): `out[c]` becomes the x of coord c."""
 
     @abstractmethod
+    def gather(self, out: Tensor | None, x: Tensor, dst: int, blocking: bool) -> Work:
+        """`out` as in `all_gather` on coord `dst`, None elsewhere."""
+
+    @abstractmethod
+    def scatter(self, out: Tensor, x: Tensor | None, src: int, blocking: bool) -> Work:
+        """`x` has shape (size, *out.shape) on coord `src`, is None elsewhere: `out` becomes `x[coord]`."""
+
+    @abstractmethod
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
         """`x` has shape (size, *out.shape): `out` becomes the reduced `x[coord]`."""
 
     @abstractmethod
     def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
         """Both have shape (size, ...): `out[c]` becomes `x[coord]` of coord c."""
+
+    @abstractmethod
+    def all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_lengths: list[int], x_lengths: list[int], blocking: bool
+    ) -> Work:
+        """Both flat: the next `x_lengths[c]` elements of x go to coord c, `out_lengths[c]` come from it."""
 
     @abstractmethod
     def barrier(self, blocking: bool) -> Work:
@@ -76,6 +101,14 @@ class Transport(ABC):
     @abstractmethod
     def recv(self, x: Tensor, src: int, tag: int) -> Work:
         """Overwrite `x` with what coord `src` sends."""
+
+    @abstractmethod
+    def recv_any(self, x: Tensor, tag: int) -> Work:
+        """Overwrite `x` with the first message that comes, where `any_source` says it is possible."""
+
+    @abstractmethod
+    def source_of(self, work: Work) -> int:
+        """The coord that the message of a finished `recv_any` came from."""
 
     @abstractmethod
     def exchange(

@@ -9,10 +9,18 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
+from torch.distributed import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from meshcomm.transport.base import Transport, Work
-from meshcomm.transport.torch_private import AllgatherOptions, AllToAllOptions, single_names
+from meshcomm.transport.torch_private import AllgatherOptions, AllToAllOptions, single_names, source_rank
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -20,6 +28,9 @@ _OPS: dict[str, Any] = {
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
 
 # What every backend moves as it is. Everything else travels as bytes, which is exact for any dtype.
@@ -50,7 +61,8 @@ class ProcessGroupTransport(Transport):
         self.name = backend
         self.size = group.size()
         self.coord = group.rank()
-        self._device = device
+        self.device = device
+        self.any_source = backend in ("gloo", "mpi")
         self._owned = owned
         self._batched = "nccl" in backend and device.type == "cuda"
         names = single_names()
@@ -63,11 +75,32 @@ class ProcessGroupTransport(Transport):
             [x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op)
         )
 
+    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
+        start, options = self.group.allreduce, _options(AllreduceOptions, True, op)
+
+        def call(x: Tensor) -> None:
+            work = start([x], options)
+            if work is not None:
+                work.wait()
+
+        return call
+
+    def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
+        return self.group.reduce([_added(x)], _options(ReduceOptions, blocking, op, root=dst))
+
     def broadcast(self, x: Tensor, src: int, blocking: bool) -> Work:
         return self.group.broadcast([_moved(x)], _options(BroadcastOptions, blocking, root=src))
 
     def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
         return self._all_gather_single(_moved(out), _moved(x), _options(AllgatherOptions, blocking))
+
+    def gather(self, out: Tensor | None, x: Tensor, dst: int, blocking: bool) -> Work:
+        outs = [] if out is None else [[_moved(part) for part in out]]
+        return self.group.gather(outs, [_moved(x)], _options(GatherOptions, blocking, root=dst))
+
+    def scatter(self, out: Tensor, x: Tensor | None, src: int, blocking: bool) -> Work:
+        parts = [] if x is None else [[_moved(part) for part in x]]
+        return self.group.scatter([_moved(out)], parts, _options(ScatterOptions, blocking, root=src))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:
         return self._reduce_scatter_single(
@@ -77,14 +110,31 @@ class ProcessGroupTransport(Transport):
     def all_to_all(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
         return self._all_to_all_single(_moved(out), _moved(x), [], [], _options(AllToAllOptions, blocking))
 
+    def all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_lengths: list[int], x_lengths: list[int], blocking: bool
+    ) -> Work:
+        options = _options(AllToAllOptions, blocking)
+        into, source = _moved(out), _moved(x)
+        # Lengths are counted in what is moved: bytes where the dtype travels as bytes.
+        unit = x.element_size() if source.dtype != x.dtype else 1
+        return self._all_to_all_single(
+            into, source, [n * unit for n in out_lengths], [n * unit for n in x_lengths], options
+        )
+
     def barrier(self, blocking: bool) -> Work:
-        return self.group.barrier(_options(BarrierOptions, blocking, device=self._device))
+        return self.group.barrier(_options(BarrierOptions, blocking, device=self.device))
 
     def send(self, x: Tensor, dst: int, tag: int) -> Work:
         return self.group.send([_moved(x)], dst, tag)
 
     def recv(self, x: Tensor, src: int, tag: int) -> Work:
         return self.group.recv([_moved(x)], src, tag)
+
+    def recv_any(self, x: Tensor, tag: int) -> Work:
+        return self.group.recv_anysource([_moved(x)], tag)
+
+    def source_of(self, work: Work) -> int:
+        return source_rank(work)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor, int, int]]
@@ -93,12 +143,12 @@ class ProcessGroupTransport(Transport):
             started = [self.recv(x, src, tag) for x, src, tag in recvs]
             return [*started, *(self.send(x, dst, tag) for x, dst, tag in sends)]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
-        self.group._start_coalescing(self._device)
+        self.group._start_coalescing(self.device)
         for x, src, tag in recvs:
             self.recv(x, src, tag)
         for x, dst, tag in sends:
             self.send(x, dst, tag)
-        return [self.group._end_coalescing(self._device)]
+        return [self.group._end_coalescing(self.device)]
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from meshcomm.transport.base import Done, Transport, Work
@@ -19,6 +20,38 @@ class SoloTransport(Transport):
     name = "solo"
     size = 1
     coord = 0
+    any_source = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
+        return _nothing
+
+    def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
+        return _DONE
+
+    def gather(self, out: Tensor | None, x: Tensor, dst: int, blocking: bool) -> Work:
+        assert out is not None
+        out[0].copy_(x)
+        return _DONE
+
+    def scatter(self, out: Tensor, x: Tensor | None, src: int, blocking: bool) -> Work:
+        assert x is not None
+        out.copy_(x[0])
+        return _DONE
+
+    def all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_lengths: list[int], x_lengths: list[int], blocking: bool
+    ) -> Work:
+        out.copy_(x)
+        return _DONE
+
+    def recv_any(self, x: Tensor, tag: int) -> Work:
+        raise AssertionError("the communicator refuses a message from a rank to itself")
+
+    def source_of(self, work: Work) -> int:
+        raise AssertionError("the communicator refuses a message from a rank to itself")
 
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
         return _DONE
@@ -54,3 +87,7 @@ class SoloTransport(Transport):
 
     def close(self) -> None:
         return None
+
+
+def _nothing(x: Tensor) -> None:
+    return None

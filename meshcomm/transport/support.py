@@ -8,13 +8,27 @@ import torch
 
 from meshcomm.errors import UnsupportedOp
 
-ReduceOp: TypeAlias = Literal["sum", "avg", "product", "min", "max"]
+ReduceOp: TypeAlias = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"]
 
-REDUCE_OPS: Final[tuple[str, ...]] = ("sum", "avg", "product", "min", "max")
+REDUCE_OPS: Final[tuple[str, ...]] = (
+    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum",
+)  # fmt: skip
+BITWISE: Final = frozenset(("band", "bor", "bxor"))
 
-_FLOAT8: Final[frozenset[torch.dtype]] = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith("float8_")
-)
+_WHOLE: Final = frozenset((torch.int8, torch.uint8, torch.int32, torch.int64))
+_FLOATS: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_COMPLEX: Final = frozenset((torch.complex64, torch.complex128))
+
+# Reduced in a wider dtype and put back, exact because the wider one holds every result's low bits.
+WIDENED: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+# dtypes that a backend reduces, as they are or widened; a backend that is not here is asked itself.
+REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
+    "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
+    "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
+}
+# Operations that a backend lacks for every dtype.
+LACKS: Final[dict[str, frozenset[str]]] = {"nccl": BITWISE}
 
 
 def check_reduce(backend: str, op: str, dtype: torch.dtype, where: str) -> None:
@@ -42,17 +56,36 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: str) -> None:
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Why `backend` cannot reduce `dtype` with `op`, and what to do instead; None where it can."""
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        return "a dtype that can hold an average", 'op="sum", then divide, or x.float()'
+    broken = dtype.is_floating_point or dtype.is_complex
+    if op in LACKS.get(backend, ()):
+        return f"an operation that {backend} has", 'a Gloo dim for it: options.DIM.backend = "gloo"'
+    if backend in REDUCED and dtype not in REDUCED[backend]:
+        return "a dtype that the backend can add", "x.to(torch.bfloat16)" if broken else "x.to(torch.int64)"
+    if op in ("avg", "premul_sum") and not broken:
+        return "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
+    if op in BITWISE and broken:
+        return "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
     if op in ("min", "max") and dtype.is_complex:
         return "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
     if op == "product" and dtype.is_complex:
         return "sum or avg for complex numbers", "multiply after all_gather"
     if dtype == torch.bool and op in ("sum", "product", "avg"):
-        return "min (and) or max (or) for bool", 'op="max" for "any", op="min" for "all"'
-    if dtype in _FLOAT8:
-        return "a dtype that the backend can add", "x.to(torch.bfloat16)"
+        return "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
     return None
+
+
+def support_table() -> list[dict[str, str]]:
+    """backend, dtype and the operations it has: one row per backend and dtype, for documentation."""
+    dtypes = sorted({dtype for known in REDUCED.values() for dtype in known}, key=name_of)
+    return [
+        {
+            "backend": backend,
+            "dtype": name_of(dtype),
+            "ops": " ".join(op for op in REDUCE_OPS if reduce_refusal(backend, op, dtype) is None),
+        }
+        for backend in REDUCED
+        for dtype in dtypes
+    ]
 
 
 def name_of(dtype: torch.dtype) -> str:

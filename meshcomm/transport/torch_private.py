@@ -25,10 +25,13 @@ __all__ = [
     "SoloGroup",
     "backend_of",
     "bound_device",
+    "copy_all",
     "create_group",
     "default_store",
     "live_groups",
+    "profiling",
     "single_names",
+    "source_rank",
     "split_color",
 ]
 
@@ -54,6 +57,22 @@ def single_names() -> SingleNames:
     if hasattr(dist.ProcessGroup, "all_gather_single"):
         return SingleNames("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     return SingleNames("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+
+
+# Whether torch.profiler is recording.
+profiling = torch.autograd._profiler_enabled
+
+
+def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each value into its tensor, in one call."""
+    if tensors:
+        torch._foreach_copy_(list(tensors), list(values))
+
+
+def source_rank(work: Any) -> int:
+    """The group rank that a receive from any source got its message from."""
+    rank: int = work._source_rank()
+    return rank
 
 
 def default_store() -> dist.Store:

@@ -1,0 +1,180 @@
+"""Messages between coords of one dim: sends, receives, sets of them, and the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.checks import check_in_place, check_peer
+from meshcomm.comm.handle import Handle, failure, wait_all
+from meshcomm.comm.shapes import buffer_for, into, materialised
+from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.transport import Transport, Work
+from meshcomm.transport.profile import labelled
+from meshcomm.transport.support import name_of
+
+Message: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
+
+_MOST_AXES = 14
+
+# A fixed order, the same on every rank of one torch version: a dtype travels as its index.
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+_DTYPES = [dtype for i, dtype in enumerate(_DTYPES) if dtype not in _DTYPES[:i]]
+
+
+@final
+class Messages:
+    """Point to point along `name`; a communicator has one. Peers are coords."""
+
+    __slots__ = ("_coord", "_name", "_size", "_transport", "_who")
+
+    def __init__(self, name: str, transport: Transport, who: str) -> None:
+        self._name = name
+        self._transport = transport
+        self._size = transport.size
+        self._coord = transport.coord
+        self._who = who
+
+    def isend(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> Handle[None]:
+        """Start sending `x` to coord `dst`. See `Mesh.isend`."""
+        check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
+        dense = materialised(x.detach())
+        works: list[Work] = []
+        header = _describe(dense, self._where("send")) if handshake else None
+
+        def start() -> None:
+            if header is not None:
+                works.append(self._transport.send(header, dst, tag))
+            works.append(self._transport.send(dense, dst, tag))
+
+        self._guard("send", start)
+
+        def sent(_: object = (dense, header)) -> None:  # holds the copies until the message has left
+            return None
+
+        return Handle(works, sent, lambda: self._where(f"send to {dst}"))
+
+    def irecv(self, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
+        """Start receiving into `out` from coord `src`. See `Mesh.irecv`."""
+        check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
+        check_in_place(out, lambda: self._where("recv"), "shift")
+        dense = buffer_for(out)
+        works: list[Work] = []
+        self._guard("recv", lambda: works.append(self._transport.recv(dense, src, tag)))
+        return Handle(
+            works, lambda: into(out, dense), lambda: self._where(f"recv from {src}"), source=lambda: src
+        )
+
+    def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
+        """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
+        if out is not None:
+            return self.irecv(out, src, tag).wait()
+        header = self.irecv(_blank(self._transport.device), src, tag).wait()
+        return self.irecv(_described(header), src, tag).wait()
+
+    def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
+        """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
+        if self._size == 1:
+            raise UnsupportedOp(
+                f"{self._where('recv_any')}: there is nobody to receive from",
+                given="a dim of size 1",
+                expected="a dim with another rank",
+                hint="guard the call by mesh.size(dims) > 1",
+            )
+        if not self._transport.any_source:
+            raise UnsupportedOp(
+                f"{self._where('recv_any')}: {self._transport.name} cannot receive from any source",
+                given=f"backend {self._transport.name}",
+                expected="a Gloo dim",
+                hint="name the source: mesh.recv(dims, out, src)",
+            )
+        first = _blank(self._transport.device) if out is None else out
+        check_in_place(first, lambda: self._where("recv_any"), "shift")
+        dense = buffer_for(first)
+        works: list[Work] = []
+        self._guard("recv_any", lambda: works.append(self._transport.recv_any(dense, tag)))
+        wait_all(works, lambda: self._where("recv_any"))
+        src = self._transport.source_of(works[0])
+        if out is not None:
+            return into(out, dense), src
+        return self.irecv(_described(dense), src, tag).wait(), src
+
+    def exchange(self, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()) -> list[Tensor]:
+        """Send and receive a set of messages at once. See `Mesh.exchange`."""
+        for _, dst, *_tag in sends:
+            check_peer(dst, self._coord, self._size, "dst", lambda: self._where("exchange"))
+        for out, src, *_tag in recvs:
+            check_peer(src, self._coord, self._size, "src", lambda: self._where("exchange"))
+            check_in_place(out, lambda: self._where("exchange"), "shift")
+        leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
+        coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
+        if leaving or coming:
+            works: list[Work] = []
+            self._guard("exchange", lambda: works.extend(self._transport.exchange(leaving, coming)))
+            wait_all(works, lambda: self._where("exchange"))
+        return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
+
+    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
+        """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
+        check_in_place(x, lambda: self._where("shift"), "shift")
+        target, source = self._coord + offset, self._coord - offset
+        if wrap:
+            target, source = target % self._size, source % self._size
+        if target == self._coord:
+            return x.detach().clone()
+        goes, comes = 0 <= target < self._size, 0 <= source < self._size
+        buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if handshake:
+            header = _describe(materialised(x.detach()), self._where("shift"))
+            blank = _blank(self._transport.device)
+            self.exchange([(header, target)] if goes else [], [(blank, source)] if comes else [])
+            buffer = _described(blank) if comes else buffer
+        received = self.exchange([(x, target)] if goes else [], [(buffer, source)] if comes else [])
+        return received[0] if received else None
+
+    def announce(self, x: Tensor | None, src: int) -> Tensor:
+        """Tell every rank shape and dtype of coord src's `x`: new memory like it, everywhere."""
+        header = _blank(self._transport.device)
+        if x is not None:
+            header = _describe(x, self._where("scatter"))
+        works: list[Work] = []
+        self._guard("scatter", lambda: works.append(self._transport.broadcast(header, src, True)))
+        wait_all([work for work in works if work is not None], lambda: self._where("scatter"))
+        return _described(header)
+
+    def _where(self, call: str) -> str:
+        return f'{call} along "{self._name}" on {self._who}'
+
+    def _guard(self, call: str, start: Callable[[], None]) -> None:
+        try:
+            with labelled(f"meshcomm::{call} {self._name}"):
+                start()
+        except RuntimeError as error:
+            raise failure(self._where(call), error) from error
+
+
+def _blank(device: torch.device) -> Tensor:
+    return torch.zeros(_MOST_AXES + 2, dtype=torch.int64, device=device)
+
+
+def _describe(x: Tensor, where: str) -> Tensor:
+    """dtype, number of axes, sizes: what a receiver needs to make room."""
+    if x.ndim > _MOST_AXES:
+        raise ShapeError(
+            f"{where}: a handshake cannot tell {x.ndim} axes",
+            given=f"x of shape {tuple(x.shape)}, {name_of(x.dtype)}",
+            expected=f"at most {_MOST_AXES} axes",
+            hint="x.flatten()",
+        )
+    header = _blank(x.device)
+    facts = [_DTYPES.index(x.dtype), x.ndim, *x.shape]
+    header[: len(facts)] = torch.tensor(facts, dtype=torch.int64)
+    return header
+
+
+def _described(header: Tensor) -> Tensor:
+    index, ndim, *sizes = header.tolist()
+    return torch.empty(sizes[:ndim], dtype=_DTYPES[index], device=header.device)

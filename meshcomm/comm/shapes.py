@@ -1,0 +1,59 @@
+"""Tensors as a group sees them: dense in memory, and cut or joined along one axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def materialised(x: Tensor) -> Tensor:
+    """`x` itself where its memory holds its values one after the other, else a copy that does."""
+    if x.dtype.is_complex:
+        x = x.resolve_conj()
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x.contiguous()
+
+
+def buffer_for(out: Tensor) -> Tensor:
+    """`out` itself where bytes can be received into it, else new memory of its shape."""
+    if out.is_contiguous() and not out.is_conj() and not out.is_neg():
+        return out
+    return out.new_empty(out.shape)
+
+
+def into(out: Tensor, buffer: Tensor) -> Tensor:
+    """`out` with the values of its buffer."""
+    return out if buffer is out else out.copy_(buffer)
+
+
+def split(x: Tensor, axis: int, size: int) -> Tensor:
+    """(..., size*s, ...) -> (size, ..., s, ...), dense; slice c of `axis` is element c."""
+    shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    return materialised(x.reshape(shape).movedim(axis, 0))
+
+
+def join(parts: Tensor, axis: int) -> Tensor:
+    """(size, ..., s, ...) -> (..., size*s, ...): the inverse of `split`; no copy for axis 0."""
+    shape = list(parts.shape[1:])
+    shape[axis] *= parts.shape[0]
+    return parts.movedim(0, axis).reshape(shape)
+
+
+def cut(x: Tensor, axis: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Dense slices of `axis` with these sizes."""
+    return [materialised(part) for part in x.split(list(sizes), axis)]
+
+
+def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a flat buffer with these shapes, one after the other."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in one flat buffer of new memory."""
+    return torch.cat([materialised(x).view(-1) for x in tensors])
