@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshcomm.comm import traced
 from meshcomm.comm.checks import check_divisible, normal_axis
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.directory import Directory
@@ -30,6 +31,8 @@ class Functional:
 
     Every method is called by every rank along `dims`, in the same program order; its backward
     communicates too, so backward passes must run in the same order on these ranks as well.
+    all_reduce, identity, all_gather, reduce_scatter, slice and all_to_all also work inside
+    torch.compile(fullgraph=True).
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -54,6 +57,8 @@ class Functional:
                 expected='op="sum" or op="avg"',
                 hint="x.detach()",
             )
+        if torch.compiler.is_compiling():
+            return traced.all_reduce(x, op, grad, comm.transport.group_name, comm.size)
         result: Tensor = _AllReduce.apply(comm, x, op, grad)
         return result
 
@@ -64,7 +69,10 @@ class Functional:
         column-parallel layer; Megatron-LM's copy_to_tensor_model_parallel_region.
         """
         _check_rule("identity", grad, ("sum",))
-        result: Tensor = _Identity.apply(self._at[dims], x)
+        comm = self._at[dims]
+        if torch.compiler.is_compiling():
+            return traced.identity(x, comm.transport.group_name)
+        result: Tensor = _Identity.apply(comm, x)
         return result
 
     def all_gather(self, dims: Dims, x: Tensor, axis: int = 0, *, grad: GatherGrad) -> Tensor:
@@ -76,7 +84,10 @@ class Functional:
                   that go on differently.
         """
         _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
-        result: Tensor = _AllGather.apply(self._at[dims], x, axis, grad)
+        comm = self._at[dims]
+        if torch.compiler.is_compiling():
+            return traced.all_gather(x, axis, grad, comm.transport.group_name, comm.size, comm.coord)
+        result: Tensor = _AllGather.apply(comm, x, axis, grad)
         return result
 
     def reduce_scatter(self, dims: Dims, x: Tensor, axis: int = 0, op: str = "sum") -> Tensor:
@@ -93,6 +104,8 @@ class Functional:
                 expected='op="sum" or op="avg"',
                 hint="x.detach()",
             )
+        if torch.compiler.is_compiling():
+            return traced.reduce_scatter(x, axis, op, comm.transport.group_name, comm.size)
         result: Tensor = _ReduceScatter.apply(comm, x, axis, op)
         return result
 
@@ -102,7 +115,10 @@ class Functional:
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), so that it is equal on all ranks again.
         """
-        result: Tensor = _Slice.apply(self._at[dims], x, axis)
+        comm = self._at[dims]
+        if torch.compiler.is_compiling():
+            return traced.slice_of(x, axis, comm.transport.group_name, comm.size, comm.coord)
+        result: Tensor = _Slice.apply(comm, x, axis)
         return result
 
     def all_to_all(self, dims: Dims, x: Tensor, split_axis: int, concat_axis: int) -> Tensor:
@@ -111,7 +127,10 @@ class Functional:
         Shape:    (.., n*a, .., b, ..) -> (.., a, .., n*b, ..).
         Gradient: the same exchange back.
         """
-        result: Tensor = _AllToAll.apply(self._at[dims], x, split_axis, concat_axis)
+        comm = self._at[dims]
+        if torch.compiler.is_compiling():
+            return traced.all_to_all(x, split_axis, concat_axis, comm.transport.group_name, comm.size)
+        result: Tensor = _AllToAll.apply(comm, x, split_axis, concat_axis)
         return result
 
     def shift(self, dims: Dims, x: Tensor, offset: int = 1) -> Tensor:

@@ -51,7 +51,7 @@ def cut(x: Tensor, axis: int, sizes: Sequence[int]) -> list[Tensor]:
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Views of a flat buffer with these shapes, one after the other."""
     parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

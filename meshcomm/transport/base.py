@@ -47,6 +47,7 @@ class Transport(ABC):
     coord: int
     device: torch.device
     any_source: bool
+    group_name: str
 
     @abstractmethod
     def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
@@ -66,7 +67,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
-        """`out` has shape (size, *x.shape): `out[c]` becomes the x of coord c."""
+        """`out` holds size times as many elements as x: the c-th part becomes the x of coord c."""
 
     @abstractmethod
     def gather(self, out: Tensor | None, x: Tensor, dst: int, blocking: bool) -> Work:

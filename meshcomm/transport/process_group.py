@@ -59,6 +59,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, owned: bool) -> None:
         self.group = group
         self.name = backend
+        self.group_name = str(group.group_name)
         self.size = group.size()
         self.coord = group.rank()
         self.device = device

@@ -21,6 +21,7 @@ class SoloTransport(Transport):
     size = 1
     coord = 0
     any_source = False
+    group_name = ""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +34,7 @@ class SoloTransport(Transport):
 
     def gather(self, out: Tensor | None, x: Tensor, dst: int, blocking: bool) -> Work:
         assert out is not None
-        out[0].copy_(x)
+        out.view(-1).copy_(x.view(-1))
         return _DONE
 
     def scatter(self, out: Tensor, x: Tensor | None, src: int, blocking: bool) -> Work:
@@ -60,7 +61,7 @@ class SoloTransport(Transport):
         return _DONE
 
     def all_gather(self, out: Tensor, x: Tensor, blocking: bool) -> Work:
-        out[0].copy_(x)
+        out.view(-1).copy_(x.view(-1))
         return _DONE
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, blocking: bool) -> Work:

@@ -29,6 +29,7 @@ __all__ = [
     "create_group",
     "default_store",
     "live_groups",
+    "operators",
     "profiling",
     "single_names",
     "source_rank",
@@ -67,6 +68,11 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     """Copy each value into its tensor, in one call."""
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
+
+
+def operators() -> Any:
+    """The functional collectives that torch.compile knows, by name."""
+    return torch.ops._c10d_functional
 
 
 def source_rank(work: Any) -> int:
