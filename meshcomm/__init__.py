@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshcomm.layout import Plan as Plan
     from meshcomm.mesh import Mesh as Mesh
     from meshcomm.mesh import init as init
+    from meshcomm.pattern.explain import explain_pattern as explain_pattern
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _PUBLIC = {
     "MeshConfig": "meshcomm.config",
     "MeshcommError": "meshcomm.errors",
     "Plan": "meshcomm.layout",
+    "explain_pattern": "meshcomm.pattern.explain",
     "init": "meshcomm.mesh",
     "load": "meshcomm.config",
     "plan": "meshcomm.config",
@@ -44,6 +46,7 @@ __all__ = [
     "MeshConfig",
     "MeshcommError",
     "Plan",
+    "explain_pattern",
     "init",
     "load",
     "plan",

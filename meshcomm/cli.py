@@ -101,6 +101,18 @@ def run(
     raise typer.Exit(jobs.run(config, script, context.args, overrides or (), world))
 
 
+@app.command()
+def bench(
+    world: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 4,
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of the large tensors.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
+) -> None:
+    """Measure calls and bandwidth beside raw torch.distributed, in one run on this machine."""
+    from meshcomm import jobs
+
+    raise typer.Exit(jobs.bench(megabytes, rounds, world))
+
+
 def show(what: RenderableType) -> None:
     """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
     import os

@@ -122,5 +122,11 @@ class StoreTimeout(StoreError):
     """A key was not set within the timeout."""
 
 
+class BarrierTimeout(CommunicationError):
+    """Some ranks did not come to a barrier in time; `missing` are their global ranks."""
+
+    missing: tuple[int, ...] = ()
+
+
 class TrainingError(MeshcommError):
     """A training run cannot go on; says at which step and why."""

@@ -55,6 +55,29 @@ def run(
     return _job(settings, world, ["run", str(config), str(script), *arguments], overrides, body)
 
 
+def bench(megabytes: int, rounds: int, world: int) -> int:
+    """Measure meshcomm beside raw torch.distributed; returns the exit code."""
+    settings = load({"mesh": {"dims": {"dp": world}, "device": "cpu", "timeout_s": 300.0}})
+    words = ["bench", "--megabytes", str(megabytes), "--rounds", str(rounds), "--world", str(world)]
+    if find_launch(os.environ).kind == "single":
+        from meshcomm.bench.overhead import overhead
+        from meshcomm.bench.table import console, rows_table
+
+        console().print(rows_table("calls, fake backend, one process", overhead(rounds)))
+    return _job(settings, None, words, (), lambda: _bench(settings, megabytes, rounds))
+
+
+def _bench(settings: Config, megabytes: int, rounds: int) -> None:
+    from meshcomm.bench.table import console, rows_table
+    from meshcomm.bench.transfer import large, many
+
+    torch.set_num_threads(1)
+    with init(settings) as mesh:
+        rows = [*many(mesh, "dp", rounds), *large(mesh, "dp", megabytes, rounds)]
+        if mesh.rank == 0:
+            console().print(rows_table(f"data, {mesh.size('dp')} processes, {mesh.device.type}", rows))
+
+
 def _job(
     settings: Config, world: int | None, words: list[str], overrides: Sequence[str], body: object
 ) -> int:

@@ -73,7 +73,9 @@ def every_op_and_dtype(mesh: Mesh) -> None:
                         lambda: mesh.reduce(dims, x, 0, op, factor=factor),
                         lambda: mesh.reduce_scatter(dims, x, 0, op, factor=factor),
                     ):
-                        with pytest.raises(meshcomm.MeshcommError, match=f"{op} of .* is not possible on gloo"):
+                        with pytest.raises(
+                            meshcomm.MeshcommError, match=f"{op} of .* is not possible on gloo"
+                        ):
                             call()
                     continue
                 data = np.stack([numbers(small(rank, (size * 2, 3), dtype)) for rank in mesh.ranks(dims)])

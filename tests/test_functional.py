@@ -107,11 +107,19 @@ def gradient_here(mesh: Mesh, dims: str, name: str, compiled: bool) -> tuple[Ten
 def check(compiled: bool) -> None:
     order = [2, 7, 1, 4, 0, 3, 6, 5]
     with meshcomm.init(
-        dims={"dp": 2, "one": 1, "tp": 4}, merge={"both": ("tp", "dp")}, rank_order=order, device="cpu", timeout_s=60
+        dims={"dp": 2, "one": 1, "tp": 4},
+        merge={"both": ("tp", "dp")},
+        rank_order=order,
+        device="cpu",
+        timeout_s=60,
     ) as mesh:
         for dims in ("dp", "tp", "both", "one"):
             for name in COMPILED if compiled else OPS:
-                if dims == "both" and name != "all_reduce sum" and name.startswith(("all_to_all", "reduce_scatter avg")):
+                if (
+                    dims == "both"
+                    and name != "all_reduce sum"
+                    and name.startswith(("all_to_all", "reduce_scatter avg"))
+                ):
                     continue  # 4 rows do not split over 8 ranks
                 got_y, got = gradient_here(mesh, dims, name, compiled)
                 _, together, alike = OPS[name]

@@ -21,6 +21,7 @@ ORDER = [
     "show",
     "transport",
     "comm",
+    "pattern",
     "mesh",
     "parallel",
     "train",

@@ -201,9 +201,7 @@ class Communicator:
             async_op,
         )
 
-    def gather(
-        self, x: Tensor, dst: int, axis: int = 0, async_op: bool = False, uneven: bool = False
-    ) -> Any:
+    def gather(self, x: Tensor, dst: int, axis: int = 0, async_op: bool = False, uneven: bool = False) -> Any:
         """`all_gather` on coord `dst`, None elsewhere. See `Mesh.gather`."""
         check_coord(dst, self.size, "dst", lambda: self._where("gather"))
         check_in_place(x, lambda: self._where("gather"), "all_gather")

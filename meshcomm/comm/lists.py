@@ -53,8 +53,7 @@ def _in_place(
 
     def finish() -> list[Tensor]:
         for handle, group in under_way:
-            views = unpack(handle.wait(), [x.shape for x in group])
-            copy_all(group, views)
+            copy_all(group, unpack(handle.wait(), group))
         return list(tensors)
 
     return _later(comm, call, [handle for handle, _ in under_way], finish, async_op)
@@ -110,7 +109,7 @@ def reduce_scatter(
 
     def finish() -> list[Tensor]:
         for handle, places in under_way:
-            pieces = unpack(handle.wait().view(-1), [parts[i].shape[1:] for i in places])
+            pieces = unpack(handle.wait().view(-1), [parts[i][0] for i in places])
             for i, piece in zip(places, pieces, strict=True):
                 results[i] = piece
         return [x for x in results if x is not None]

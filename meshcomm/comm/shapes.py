@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -48,12 +47,12 @@ def cut(x: Tensor, axis: int, sizes: Sequence[int]) -> list[Tensor]:
     return [materialised(part) for part in x.split(list(sizes), axis)]
 
 
-def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of a flat buffer with these shapes, one after the other."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat buffer with the shapes of `like`, one after the other."""
+    parts = flat.split([x.numel() for x in like])
+    return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """All values in one flat buffer of new memory."""
-    return torch.cat([materialised(x).view(-1) for x in tensors])
+    return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
@@ -13,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, Directory, Functional, Handle, hierarchical, lists
 from meshcomm.comm.messages import Message
+from meshcomm.comm.roll_call import roll_call
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.torch_mesh import TorchMeshes
+from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.plan import plan_view
 from meshcomm.transport import SoloTransport, Transport
 
@@ -56,6 +59,8 @@ class Mesh:
         self.rank = rank
         self.device = device
         self.store = store
+        self._store = store
+        self._barriers: dict[str, int] = {}
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
         self.closed = False
@@ -65,6 +70,7 @@ class Mesh:
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
+        self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
         if self.is_member:
             for family in plan.families:
                 self._at[family.name] = self._communicator(family.name, transports[family.name])
@@ -349,13 +355,60 @@ class Mesh:
         """
         return self._at[dims].all_to_all(x, split_axis, concat_axis, async_op, splits)
 
-    def barrier(self, dims: Dims | None = None, *, async_op: bool = False) -> Any:
-        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim."""
+    def barrier(
+        self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
+
+        timeout_s: meet at the store instead of at the backend; ranks that have not come in time
+                   are named by a BarrierTimeout on every rank that has. Works under NCCL too.
+        """
+        if timeout_s is not None:
+            return self._roll_call(dims, timeout_s, async_op)
         if dims is not None:
             return self._at[dims].barrier(async_op)
         for name in self.layout.dims:
             self._at[name].barrier()
         return None
+
+    def _roll_call(self, dims: Dims | None, timeout_s: float, async_op: bool) -> None:
+        self._usable()
+        if async_op:
+            raise UnsupportedOp(
+                f"barrier on {self.label}: async_op and timeout_s together",
+                given=f"timeout_s={timeout_s}, async_op=True",
+                expected="one of the two",
+                hint="mesh.barrier(dims, timeout_s=...) in a thread of its own",
+            )
+        along = tuple(self.layout.dims) if dims is None else dims
+        digits = self.layout.digits(along)
+        # The group is told apart by its first rank; the calls on it are counted.
+        ranks = self.ranks(along)
+        key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
+        self._barriers[key] = number = self._barriers.get(key, 0) + 1
+        roll_call(
+            dist.PrefixStore(f"barrier/{key}/{number}", self._store),
+            digits.coord(self.layout.position(self.rank)),
+            ranks,
+            timeout_s,
+            f"barrier along {along if isinstance(along, str) else ', '.join(along)} on {self.label}",
+        )
+
+    def warm_up(self) -> dict[str, float]:
+        """Use every group once, in plan order, so that no later call pays for connecting.
+
+        Called by: every rank of the mesh. On NCCL this also satisfies the rule that the first call
+        on a group involves all of its ranks.
+        Returns: seconds by name, of this rank.
+        """
+        self._usable()
+        seconds = {}
+        for family in self.plan.families:
+            if family.creates:
+                start = time.perf_counter()
+                self._at[family.name].barrier()
+                seconds[family.name] = time.perf_counter() - start
+        return seconds
 
     def _only_plain(self, call: str, **given: bool) -> None:
         for name, is_given in given.items():
@@ -366,6 +419,32 @@ class Mesh:
                     expected=f"{name} beside a single tensor",
                     hint="one call for each tensor",
                 )
+
+    def rearrange(
+        self,
+        x: Tensor,
+        pattern: str,
+        *,
+        partial: str | None = None,
+        grad: GatherRules | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """einops.rearrange with mesh dims: where a dim's name stands says where it lies in `x`.
+
+        On the right only, it is gathered; on the left only, this rank keeps its slice, or with
+        `partial` ("sum", "avg", "min", ...) the ranks' values are reduced and scattered; on both
+        sides at different places, it is an all-to-all. docs/guide/patterns.md has the rules.
+
+            mesh.rearrange(x, "b s h -> b s (tp h)")                      all_gather along tp
+            mesh.rearrange(x, "b s (tp h) -> b s h", partial="sum")       reduce_scatter along tp
+            mesh.rearrange(x, "b s (cp h) d -> b (cp s) h d")             all_to_all along cp
+
+        Called by:  every rank along the dims of the pattern, in the same program order.
+        Gradient:   where x needs one, a gather needs `grad`, "slice" or "reduce_scatter", as in
+                    `mesh.functional.all_gather`; everything else has one meaning.
+        Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
+        """
+        return self._rearranger.run(x, pattern, partial, grad, sizes)
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -453,6 +532,7 @@ class Mesh:
         for family in plan.families:
             self._at[family.name] = self._communicator(family.name, self._transports[family.name])
         self._torch.relayout(layout)
+        self._rearranger = Rearranger(layout, self._at, self.functional, self.label)
 
     def close(self) -> None:
         """Give every group back, last created first. Closing twice is harmless.

@@ -15,12 +15,16 @@ from meshcomm.mesh.launcher import Launch
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """This process among the others, before any group exists."""
+    """This process among the others, before any group exists.
+
+    pretended: the other ranks do not exist; torch's fake backend plays them.
+    """
 
     store: dist.Store
     rank: int
     world_size: int
     launch: Launch
+    pretended: bool = False
 
 
 def meet(

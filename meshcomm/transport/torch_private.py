@@ -25,6 +25,7 @@ __all__ = [
     "SoloGroup",
     "backend_of",
     "bound_device",
+    "coalescing",
     "copy_all",
     "create_group",
     "default_store",
@@ -68,6 +69,11 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     """Copy each value into its tensor, in one call."""
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
+
+
+def coalescing(group: dist.ProcessGroup) -> Any:
+    """torch's own way to make one call of many, for comparison."""
+    return dist._coalescing_manager(group=group)
 
 
 def operators() -> Any:

@@ -1,0 +1,70 @@
+"""What does a call cost before a byte moves? On torch's fake backend, in one process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshcomm
+from meshcomm.bench.timing import Row, compare, in_turn
+
+
+def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
+    """Times of one-element calls along a dim of 4 of 8 pretended ranks, beside torch's own.
+
+    Results on this backend are meaningless by design; only the calls are timed. The process must
+    not have initialised torch.distributed.
+    """
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        with meshcomm.init(dims={"pp": 2, "dp": 4}, device="cpu", backend="fake") as mesh:
+            x = torch.ones(1)
+            group = mesh.group("dp")
+            device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+            backend = group._get_backend(torch.device("cpu"))
+            found = in_turn(
+                {
+                    "mesh": lambda: mesh.all_reduce("dp", x),
+                    "group": lambda: dist.all_reduce(x, group=group),
+                    "backend": lambda: backend.allreduce([x]).wait(),
+                },
+                rounds,
+                calls,
+            )
+            lookup = in_turn(
+                {
+                    "mesh": lambda: mesh.all_reduce("dp", x),
+                    "device_mesh": lambda: dist.all_reduce(x, group=device_mesh["dp"].get_group()),
+                },
+                rounds,
+                max(1, calls // 20),
+            )
+            pattern = in_turn(
+                {
+                    "rearrange": lambda: mesh.rearrange(x, "h -> (dp h)"),
+                    "all_gather": lambda: mesh.all_gather("dp", x),
+                },
+                rounds,
+                max(1, calls // 5),
+            )
+            return [
+                compare(
+                    "all_reduce / dist.all_reduce(group)", found["mesh"], found["group"], target="at most 0.8"
+                ),
+                compare("all_reduce / the backend's own call", found["mesh"], found["backend"]),
+                compare(
+                    "all_reduce / dist.all_reduce(device_mesh[..])",
+                    lookup["mesh"],
+                    lookup["device_mesh"],
+                    target="at most 0.05",
+                ),
+                compare(
+                    "rearrange / mesh.all_gather",
+                    pattern["rearrange"],
+                    pattern["all_gather"],
+                    target="at most 5 us more",
+                ),
+            ]
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""Carry a recipe out on a tensor: local steps by torch, the others by communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm import Directory, Functional
+from meshcomm.comm.functional import GatherGrad
+from meshcomm.errors import AutogradError, PatternError, ShapeError
+from meshcomm.layout import Layout
+from meshcomm.pattern.plan import plan
+from meshcomm.pattern.recipe import AllGather, AllToAll, Permute, Recipe, ReduceScatter, Reshape
+from meshcomm.pattern.roles import Sizes
+
+GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
+
+_RULES = ("slice", "reduce_scatter")
+
+
+@final
+class Rearranger:
+    """`rearrange` for one rank of one mesh. Recipes are cached, the last 1024 of them.
+
+    Args:
+        layout:     the mesh's. A mesh that gets further dims needs a new Rearranger, as a name
+                    that was a tensor's axis may have become a dim.
+        at:         the communicators, by dim.
+        functional: their differentiable forms.
+        who:        this rank with its coords, for errors.
+    """
+
+    __slots__ = ("_at", "_functional", "_layout", "_recipe", "_who")
+
+    def __init__(self, layout: Layout, at: Directory, functional: Functional, who: str) -> None:
+        self._layout = layout
+        self._at = at
+        self._functional = functional
+        self._who = who
+        self._recipe = lru_cache(maxsize=1024)(self._plan)
+
+    def __call__(
+        self,
+        x: Tensor,
+        pattern: str,
+        /,
+        *,
+        partial: str | None = None,
+        grad: GatherRules | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """See `run`."""
+        return self.run(x, pattern, partial, grad, sizes)
+
+    def run(
+        self,
+        x: Tensor,
+        pattern: str,
+        partial: str | None,
+        grad: GatherRules | None,
+        sizes: Mapping[str, int],
+    ) -> Tensor:
+        """Rearrange the local tensor `x`, and communicate where the pattern names a mesh dim.
+
+        Called by: every rank along every dim that the pattern names, in the same program order.
+        Returns:   new memory where data moved between ranks, else a view of x where einops would
+                   give one; any strides.
+        Gradient:  where x needs one: of every dim that moves, is sliced, or is reduced by sum or
+                   avg; of a gathered dim by the rule `grad`, one for all or {dim: rule}.
+        Raises:    PatternError, ShapeError, AutogradError before anything is sent; UnsupportedOp,
+                   CommunicationError.
+        """
+        if not isinstance(x, Tensor):
+            raise ShapeError(
+                f"rearrange needs a torch.Tensor, got {type(x).__name__}",
+                given=f"{type(x).__name__} on {self._who}",
+                expected="a tensor, then a pattern",
+                hint="torch.as_tensor(x), or torch.stack(x) for a list of tensors",
+            )
+        try:
+            recipe = self._recipe(pattern, x.shape, partial, tuple(sizes.items()) if sizes else ())
+        except TypeError:
+            # Something that no cache can hold, such as a list: planning says what is wrong with it.
+            recipe = self._plan(pattern, x.shape, partial, tuple(sizes.items()))
+        if x.requires_grad and torch.is_grad_enabled():
+            return self._differentiable(recipe, x, grad)
+        if grad is not None:
+            self._check_rules(recipe, grad)
+        at = self._at
+        for step in recipe.steps:
+            if isinstance(step, AllGather):
+                x = at[step.dim].all_gather(x, step.axis)  # type: ignore[assignment]
+            elif isinstance(step, Reshape):
+                x = x.reshape(step.shape)  # type: ignore[arg-type]
+            elif isinstance(step, Permute):
+                x = x.permute(step.order)
+            elif isinstance(step, ReduceScatter):
+                x = at[step.dim].reduce_scatter(x, step.axis, step.op)  # type: ignore[assignment]
+            elif isinstance(step, AllToAll):
+                x = at[step.dim].all_to_all(x, step.split_axis, step.concat_axis)  # type: ignore[assignment]
+            else:
+                length = x.shape[step.axis] // step.size
+                x = x.narrow(step.axis, at[step.dim].coord * length, length)
+        return x
+
+    def _plan(self, pattern: object, shape: tuple[int, ...], partial: object, sizes: Sizes) -> Recipe:
+        try:
+            return plan(pattern, self._layout, tuple(shape), partial, sizes)
+        except PatternError as error:
+            error.given = f"{error.given}, {self._who}"
+            raise
+
+    def _differentiable(self, recipe: Recipe, x: Tensor, grad: GatherRules | None) -> Tensor:
+        rules = self._rules(recipe, x, grad)
+        if recipe.partial not in (None, "sum", "avg"):
+            raise AutogradError(
+                f'rearrange: partial="{recipe.partial}" has no gradient',
+                given=f'"{recipe.text}" on {self._who}\n{_needs_grad(x)}',
+                expected='partial="sum" or partial="avg", or a tensor without gradients',
+                hint="x.detach()",
+            )
+        f = self._functional
+        for step in recipe.steps:
+            if isinstance(step, AllGather):
+                x = f.all_gather(step.dim, x, step.axis, grad=rules[step.dim])
+            elif isinstance(step, Reshape):
+                x = x.reshape(step.shape)  # type: ignore[arg-type]
+            elif isinstance(step, Permute):
+                x = x.permute(step.order)
+            elif isinstance(step, ReduceScatter):
+                x = f.reduce_scatter(step.dim, x, step.axis, step.op)
+            elif isinstance(step, AllToAll):
+                x = f.all_to_all(step.dim, x, step.split_axis, step.concat_axis)
+            else:
+                x = f.slice(step.dim, x, step.axis)
+        return x
+
+    def _rules(self, recipe: Recipe, x: Tensor, grad: GatherRules | None) -> Mapping[str, GatherGrad]:
+        if grad is not None:
+            return self._check_rules(recipe, grad)
+        if recipe.gathered:
+            dims = " and ".join(f'"{dim}"' for dim in recipe.gathered)
+            raise AutogradError(
+                f"rearrange: the gradient through the all_gather along {dims} is not determined",
+                given=f'"{recipe.text}" on {self._who}\n{_needs_grad(x)}, no grad=',
+                expected='grad="slice" where all ranks along the dim go on alike and compute one and the '
+                'same loss,\ngrad="reduce_scatter" where they go on differently and their losses add up',
+                hint='grad="reduce_scatter" for what each rank uses on its own data or weights, '
+                'grad="slice" otherwise',
+            )
+        return {}
+
+    def _check_rules(self, recipe: Recipe, grad: GatherRules) -> Mapping[str, GatherGrad]:
+        """The rule of each gathered dim."""
+        if not recipe.gathered:
+            raise PatternError(
+                f"rearrange: grad={grad!r} has no effect: no mesh dim is on the right only",
+                given=f'"{recipe.text}" on {self._who}',
+                expected="a gathered dim; the gradients of all others are determined",
+                hint=f"remove grad={grad!r}",
+            )
+        rules = dict(grad) if isinstance(grad, Mapping) else dict.fromkeys(recipe.gathered, grad)
+        wrong = [rule for rule in rules.values() if rule not in _RULES]
+        if wrong or set(rules) != set(recipe.gathered):
+            example = ", ".join(f'"{dim}": "slice"' for dim in recipe.gathered)
+            raise AutogradError(
+                f"rearrange: no gradient rule {wrong[0]!r}"
+                if wrong
+                else "rearrange: grad must have one rule for each gathered dim",
+                given=f'grad={grad!r} for "{recipe.text}" on {self._who}',
+                expected='"slice" or "reduce_scatter" for ' + ", ".join(recipe.gathered),
+                hint=f'grad="slice", or grad={{{example}}}',
+            )
+        return rules
+
+
+def _needs_grad(x: Tensor) -> str:
+    return f"x of shape {tuple(x.shape)} with requires_grad=True"

@@ -1,0 +1,70 @@
+"""A barrier with a timeout names the ranks that did not come, on every rank that did."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import meshcomm
+from meshcomm.errors import BarrierTimeout
+from meshcomm.testing import Pool
+
+
+def missing_one() -> tuple[str, tuple[int, ...], float]:
+    with meshcomm.init(
+        dims={"dp": 4, "tp": 2}, rank_order=[7, 1, 2, 3, 4, 5, 6, 0], device="cpu", timeout_s=30
+    ) as mesh:
+        for dims in (None, "dp", ("tp", "dp"), "tp"):
+            mesh.barrier(dims, timeout_s=20)
+        mesh.barrier("dp", timeout_s=20)
+        took = mesh.warm_up()
+        assert list(took) == ["dp", "tp"]
+        began = time.monotonic()
+        text, missing = "", ()
+        if mesh.rank != 4:
+            try:
+                mesh.barrier("dp", timeout_s=1.0)
+            except BarrierTimeout as error:
+                text, missing = str(error), error.missing
+        waited = time.monotonic() - began
+        mesh.barrier(None)
+        if mesh.rank == 4:  # comes after the others gave up: it must not go on as if they had met
+            try:
+                mesh.barrier("dp", timeout_s=1.0)
+            except BarrierTimeout as error:
+                text = str(error)
+        return text, missing, waited
+
+
+def test_who_did_not_come(pool: Pool) -> None:
+    found = pool.run(missing_one)
+    # dp along tp=0 is 7 2 4 6, along tp=1 is 1 3 5 0.
+    for rank in (7, 2, 6):
+        text, missing, waited = found[rank]
+        assert missing == (4,)
+        assert "1 of 4 ranks did not come within 1 s" in text
+        assert "missing: rank 4; came: rank 7 2 6" in text
+        assert waited < 5
+    for rank in (0, 1, 3, 5):
+        assert found[rank][0] == ""
+    assert "all have come by now, but some gave up before" in found[4][0]
+
+
+def negated() -> list[float]:
+    """Lazily negated and conjugated memory, where a flag says what the values are."""
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        sums = []
+        for _ in range(2):
+            x = torch.tensor([1 + 2j]).conj().imag
+            assert x.is_neg()
+            assert x.is_contiguous()
+            sums.append(mesh.all_reduce("dp", x).item())
+            y = torch.tensor([1 + 2j]).conj()
+            sums.append(mesh.all_reduce("dp", y).imag.item())
+            sums.append(mesh.all_gather("dp", torch.tensor([1 + 2j]).conj()).sum().imag.item())
+        return sums
+
+
+def test_values_behind_a_flag(pool: Pool) -> None:
+    assert pool.run(negated, ranks=2) == [[-4.0, -4.0, -4.0] * 2] * 2
