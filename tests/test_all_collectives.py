@@ -195,6 +195,17 @@ def outs(mesh: Mesh) -> None:
         for out in (torch.empty(1, 4), torch.empty(1, 8)[:, ::2]):
             assert mesh.reduce_scatter(dims, x, out=out) is out
             same(out, np.split(np.sum(np.stack(data), 0), size)[mesh.coord(dims)], dims)
+        received = torch.empty(1, size * 4).T.contiguous().T
+        assert mesh.all_to_all(dims, x, 0, 1, out=received) is received
+        assert torch.equal(received, mesh.all_to_all(dims, x, 0, 1))
+        even = [1] * size
+        assert mesh.all_to_all(dims, x, 0, 1, splits=even, out=torch.empty(1, size * 4)).equal(received)
+        whole = torch.empty(size, size * 4)
+        for uneven in (False, True):
+            got = mesh.gather(dims, x, 0, axis=1, out=whole, uneven=uneven)
+            assert got is (whole if mesh.coord(dims) == 0 else None)
+            if got is not None:
+                same(got, np.concatenate(data, 1), dims)
         with pytest.raises(meshcomm.MeshcommError, match="out does not fit the result"):
             mesh.all_gather(dims, x, out=torch.empty(3))
 
@@ -210,7 +221,7 @@ def together(mesh: Mesh) -> None:
         kinds = (torch.float32, torch.int64, torch.bfloat16, torch.float32, torch.float32)
 
         def mine(rank: int) -> list[torch.Tensor]:
-            return [value(rank, s, d) for s, d in zip(shapes, kinds, strict=True)]  # noqa: B023
+            return [value(rank, s, d) for s, d in zip(shapes, kinds, strict=True)]
 
         everyone = [mine(rank) for rank in mesh.ranks(dims)]
         tensors = mine(mesh.rank)

@@ -154,7 +154,7 @@ def pairs() -> None:
 
             def program(x: Tensor) -> Tensor:
                 c = mesh.coord("tp")
-                return mesh.functional.identity("tp", x) @ w[:, 2 * c : 2 * c + 2]  # noqa: B023
+                return mesh.functional.identity("tp", x) @ w[:, 2 * c : 2 * c + 2]
 
             def sliced(x: Tensor) -> Tensor:
                 return mesh.functional.slice("tp", x, 1)
@@ -192,7 +192,7 @@ def numerically(mesh: Mesh) -> None:
         x = (torch.arange(8.0, dtype=torch.float64).view(2, 4) + mesh.rank).requires_grad_()
 
         def total(x: Tensor) -> Tensor:
-            return mesh.functional.all_reduce("tp", (program(x) ** 2).sum(), grad="identity")  # noqa: B023
+            return mesh.functional.all_reduce("tp", (program(x) ** 2).sum(), grad="identity")
 
         total(x).backward()
         for rank in range(mesh.size("tp")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +24,7 @@ def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
             x = torch.ones(1)
             group = mesh.group("dp")
             device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
-            backend = group._get_backend(torch.device("cpu"))
+            backend: Any = group._get_backend(torch.device("cpu"))
             found = in_turn(
                 {
                     "mesh": lambda: mesh.all_reduce("dp", x),

@@ -197,23 +197,35 @@ class Communicator:
         return self._run(
             "all_gather",
             lambda b: self.transport.all_gather(parts, source, b),
-            lambda: join(parts, axis) if out is None else out.copy_(join(parts, axis)),
+            lambda: _filled(out, join(parts, axis)),
             async_op,
         )
 
-    def gather(self, x: Tensor, dst: int, axis: int = 0, async_op: bool = False, uneven: bool = False) -> Any:
+    def gather(
+        self,
+        x: Tensor,
+        dst: int,
+        axis: int = 0,
+        async_op: bool = False,
+        uneven: bool = False,
+        out: Tensor | None = None,
+    ) -> Any:
         """`all_gather` on coord `dst`, None elsewhere. See `Mesh.gather`."""
         check_coord(dst, self.size, "dst", lambda: self._where("gather"))
         check_in_place(x, lambda: self._where("gather"), "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("gather"))
         if uneven:
-            return self._uneven_gather(source, axis, dst, async_op, None)
+            return self._uneven_gather(source, axis, dst, async_op, out if self.coord == dst else None)
+        if out is not None and self.coord == dst:
+            shape = list(source.shape)
+            shape[axis] *= self.size
+            self._result(out, shape, x.dtype, x, "gather")
         parts = source.new_empty((self.size, *source.shape)) if self.coord == dst else None
         return self._run(
             "gather",
             lambda b: self.transport.gather(parts, source, dst, b),
-            lambda: None if parts is None else join(parts, axis),
+            lambda: None if parts is None else _filled(out, join(parts, axis)),
             async_op,
         )
 
@@ -290,23 +302,34 @@ class Communicator:
         concat_axis: int = 0,
         async_op: bool = False,
         splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor | Handle[Tensor]:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
         check_in_place(x, lambda: self._where("all_to_all"), "all_to_all")
         concat = normal_axis(x, concat_axis, lambda: self._where("all_to_all"))
         if splits is not None:
-            return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op)
+            return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
-        out = torch.empty_like(parts)
+        if out is not None:
+            shape = list(parts.shape[1:])
+            shape[concat] *= self.size
+            self._result(out, shape, x.dtype, x, "all_to_all")
+        received = torch.empty_like(parts)
         return self._run(
             "all_to_all",
-            lambda b: self.transport.all_to_all(out, parts, b),
-            lambda: join(out, concat),
+            lambda b: self.transport.all_to_all(received, parts, b),
+            lambda: _filled(out, join(received, concat)),
             async_op,
         )
 
     def _uneven_all_to_all(
-        self, x: Tensor, split_axis: int, concat: int, splits: list[int], async_op: bool
+        self,
+        x: Tensor,
+        split_axis: int,
+        concat: int,
+        splits: list[int],
+        async_op: bool,
+        out: Tensor | None,
     ) -> Tensor | Handle[Tensor]:
         axis = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
         if len(splits) != self.size or sum(splits) != x.shape[axis] or min(splits) < 0:
@@ -336,9 +359,15 @@ class Communicator:
         flat = torch.cat([part.view(-1) for part in leaving])
         buffer = flat.new_empty(sum(lengths))
 
+        if out is not None:
+            shape = list(coming[0])
+            shape[concat] = sum(each[concat] for each in coming)
+            self._result(out, shape, x.dtype, x, "all_to_all")
+
         def finish() -> Tensor:
             pieces = buffer.split(lengths)
-            return torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
+            whole = torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
+            return _filled(out, whole)
 
         return self._run(
             "all_to_all",
@@ -404,6 +433,10 @@ class Communicator:
         if async_op:
             return Handle((work,), finish, lambda: self._where(call))
         return finish()
+
+
+def _filled(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
 def _rows(x: Tensor, axis: int) -> int:

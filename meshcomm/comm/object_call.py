@@ -49,14 +49,14 @@ class _Reason(NamedTuple):
 class ObjectCall:
     """One call along one communicator: what is agreed, and the bytes.
 
-    root: the coord that the call names: src, dst, or the peer. None where it names none.
+    root: the coord that the call names: src, dst, or the peer. -1 where it names none.
     """
 
     def __init__(
         self,
         comm: Communicator,
         call: str,
-        root: int | None,
+        root: int,
         pickle: bool,
         max_bytes: int,
         tag: int,
@@ -73,10 +73,9 @@ class ObjectCall:
         self._root = root
         self._pickle = pickle
         self._cap = max_bytes
-        self._tag = _TAG + tag
-        if root is not None and call in ("send", "recv"):
+        if call in ("send", "recv"):
             check_peer(root, self.coord, self.size, "dst" if call == "send" else "src", lambda: self._where)
-        elif root is not None:
+        elif call in _ROOTS:
             check_coord(root, self.size, _ROOTS[call], lambda: self._where)
         limits = (("max_bytes", max_bytes, HEADER_BYTES, 1 << 62), ("tag", tag, 0, _TAG - 1))
         for name, value, least, most in limits:
@@ -87,29 +86,25 @@ class ObjectCall:
                     expected=f"a whole number from {least} to {most}",
                     hint=f"leave {name} out",
                 )
+        self._tag = _TAG + tag
 
     # -- before the bytes -----------------------------------------------------------------------
 
     def prepare(self, make: Callable[[], Sequence[Any]]) -> list[Message] | None:
         """This rank's objects as messages; None where it has none, or none that can be sent."""
+        which = ""
+        messages = []
         try:
-            objs = make()
-            messages = []
-            for place, obj in enumerate(objs):
-                try:
-                    messages.append(encode(obj, self._pickle))
-                except ObjectError as error:
-                    prefix = f"for coord {place}: " if self._call == "scatter" else ""
-                    self._cause = error
-                    self.reason = _Reason(prefix + error.what, error.expected, error.hint)
-                    return None
+            for place, obj in enumerate(make()):
+                which = f"for coord {place}: " if self._call == "scatter" else ""
+                messages.append(encode(obj, self._pickle))
         except ObjectError as error:
             self._cause = error
-            self.reason = _Reason(error.what, error.expected, error.hint)
+            self.reason = _Reason(which + error.what, error.expected, error.hint)
             return None
         except Exception as error:  # the others must hear of it, whatever it is
             self._cause = error
-            self.reason = _Reason(f"{type(error).__name__}: {error}", "an object that can be read", None)
+            self.reason = _Reason(f"{which}{type(error).__name__}: {error}", "an object to read", None)
             return None
         return messages or None
 
@@ -121,7 +116,7 @@ class ObjectCall:
         return _Row(
             magic=_MAGIC,
             call=_CALLS.index("send" if self._call == "recv" else self._call),
-            root=self._root if self._root is not None and self._call in _ROOTS else -1,
+            root=self._root if self._call in _ROOTS else -1,
             failed=int(failed),
             size=size,
             target=sizes.index(size) if sizes and self._call == "scatter" else -1,

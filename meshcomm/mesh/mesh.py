@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, Directory, Functional, Handle, hierarchical, lists
 from meshcomm.comm.messages import Message
+from meshcomm.comm.objects import Objects
 from meshcomm.comm.roll_call import roll_call
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
+from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
 from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.plan import plan_view
@@ -58,7 +60,7 @@ class Mesh:
         self.layout: Layout = plan.layout
         self.rank = rank
         self.device = device
-        self.store = store
+        self.store = MeshStore(dist.PrefixStore("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
         self._barriers: dict[str, int] = {}
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
@@ -70,6 +72,7 @@ class Mesh:
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
+        self.objects = Objects(self._at, device)
         self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
         if self.is_member:
             for family in plan.families:
@@ -285,10 +288,18 @@ class Mesh:
         return lists.all_gather(self._at[dims], x, axis, async_op)
 
     def gather(
-        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: bool = False, uneven: bool = False
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int = 0,
+        *,
+        async_op: bool = False,
+        uneven: bool = False,
+        out: Tensor | None = None,
     ) -> Any:
-        """What `all_gather` returns, on coord `dst`; None on the others."""
-        return self._at[dims].gather(x, dst, axis, async_op, uneven)
+        """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
+        return self._at[dims].gather(x, dst, axis, async_op, uneven, out)
 
     def scatter(
         self,
@@ -342,6 +353,7 @@ class Mesh:
         *,
         async_op: bool = False,
         splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Any:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
@@ -353,7 +365,7 @@ class Mesh:
         Gradient:   none; see `mesh.functional.all_to_all`.
         Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
         """
-        return self._at[dims].all_to_all(x, split_axis, concat_axis, async_op, splits)
+        return self._at[dims].all_to_all(x, split_axis, concat_axis, async_op, splits, out)
 
     def barrier(
         self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
@@ -543,6 +555,7 @@ class Mesh:
             self.closed = True
             self._at.clear()
             self._torch.close()
+            self.store.close()
             self._on_close()
 
     def __enter__(self) -> Mesh:

@@ -308,7 +308,7 @@ def _create(
         plan,
         joined.rank,
         device=device,
-        store=dist.PrefixStore("user", store),
+        store=dist.PrefixStore("mesh", store),
         prefix=prefix,
         transports=transports,
         startup_s={"agree": agree_s, "create": time.perf_counter() - began},

@@ -1,0 +1,382 @@
+"""Objects along dims on Gloo, against what every rank is known to have sent."""
+
+from __future__ import annotations
+
+import pickle as pickling
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.comm.object_call import ObjectCall, carrier_of
+from meshcomm.comm.plain import encode
+from meshcomm.errors import LayoutError, MeshClosed, ObjectError
+from meshcomm.layout import Dims
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+
+DIMS = {"pp": 2, "dp": 2, "tp": 2}
+MERGE = {"model": ("pp", "tp"), "all": ("pp", "dp", "tp")}
+ORDER = [6, 3, 1, 4, 0, 7, 5, 2]
+NAMES: tuple[Dims, ...] = ("pp", "dp", "tp", "model", "all", ("pp", "tp"))
+
+
+def thing(rank: int) -> Any:
+    """What `rank` sends: another size and type on each."""
+    kinds: list[Any] = [
+        None,
+        {"rank": rank, "path": ["a", ("b", rank)]},
+        torch.arange(rank * 7, dtype=torch.bfloat16),
+        "text" * rank,
+        [rank] * 100 * rank,
+        {"w": torch.full((3, 2), rank).t(), "cfg": {"lr": 1e-3}},
+        {rank, -rank},
+        b"\0" * (rank * 5000),
+    ]
+    return kinds[rank % len(kinds)]
+
+
+def same(got: Any, want: Any) -> bool:
+    """Equal, compared by pickle's idea of what an object is."""
+    if isinstance(want, torch.Tensor):
+        return isinstance(got, torch.Tensor) and got.dtype == want.dtype and torch.equal(got, want)
+    if isinstance(want, dict):
+        return list(got) == list(want) and all(same(got[key], want[key]) for key in want)
+    return type(got) is type(want) and pickling.dumps(got) == pickling.dumps(want)
+
+
+def on_a_mesh(check: Callable[..., Any], *args: Any) -> Any:
+    with meshcomm.init(dims=DIMS, merge=MERGE, rank_order=ORDER, device="cpu", timeout_s=20) as mesh:
+        return check(mesh, *args)
+
+
+def everything(mesh: Mesh) -> None:
+    for dims in NAMES:
+        size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
+        mine = thing(mesh.rank)
+        gathered = mesh.objects.all_gather(dims, mine)
+        assert len(gathered) == size and all(map(same, gathered, map(thing, ranks)))
+        if isinstance(mine, torch.Tensor) and mine.numel():
+            assert gathered[coord].data_ptr() != mine.data_ptr()
+        for root in range(size):
+            assert same(mesh.objects.broadcast(dims, mine, src=root), thing(ranks[root]))
+            got = mesh.objects.gather(dims, mine, dst=root)
+            if coord == root:
+                assert got is not None and all(map(same, got, map(thing, ranks)))
+            else:
+                assert got is None
+            parts = [(root, thing(rank)) for rank in ranks] if coord == root else None
+            number, part = mesh.objects.scatter(dims, parts, src=root)
+            assert number == root and same(part, thing(mesh.rank))
+        if coord == 0:
+            mesh.objects.send(dims, {"hello": mine}, dst=size - 1, tag=3)
+            mesh.objects.send(dims, "again", dst=size - 1)
+        elif coord == size - 1:
+            assert same(mesh.objects.recv(dims, src=0, tag=3), {"hello": thing(ranks[0])})
+            assert mesh.objects.recv(dims, src=0) == "again"
+
+
+def test_every_call_along_every_dim_under_a_permuted_rank_order(pool: Pool) -> None:
+    pool.run(on_a_mesh, everything)
+
+
+def tags_apart(mesh: Mesh) -> None:
+    """A tensor under way with the same tag does not meet an object."""
+    if mesh.coord("tp") == 0:
+        handle = mesh.isend("tp", torch.full((4,), 7.0), dst=1)
+        mesh.objects.send("tp", "object", dst=1)
+        handle.wait()
+    else:
+        assert mesh.objects.recv("tp", src=0) == "object"
+        assert mesh.recv("tp", torch.empty(4), src=0).tolist() == [7.0] * 4
+
+
+def test_objects_and_tensors_with_one_tag_do_not_meet(pool: Pool) -> None:
+    pool.run(on_a_mesh, tags_apart)
+
+
+def refused(mesh: Mesh, act: Callable[[], Any], expect: type[Exception] = ObjectError) -> str:
+    """The text of what `act` raises; afterwards the group still works, so nobody was left behind."""
+    try:
+        act()
+    except expect as error:
+        text = str(error).replace(mesh.label, "RANK")
+    else:
+        raise AssertionError("nothing was raised")
+    assert mesh.objects.all_gather("all", mesh.rank) == mesh.ranks("all")
+    return text
+
+
+PLAIN = (
+    "plain data and tensors: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, "
+    "frozenset, torch.Tensor, torch.Size, torch.dtype, NumPy arrays and scalars"
+)
+CALLBACK = f"""what coord 2 has cannot be sent
+  given:    coord 2: obj["model"][1] is a function
+  expected: {PLAIN}
+  try:      send what it holds as plain data, or pickle=True on every rank of the call"""
+TWO = """all_gather of an object along "model" on RANK: what coords 1 2 have cannot be sent
+  given:    coord 1: obj is a function
+            coord 2: TypeError: no size for you"""
+
+
+class Odd(list[Any]):
+    """Not a plain list, and raises when it is asked anything."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("no size for you")
+
+
+def unsendable(mesh: Mesh) -> list[str]:
+    coord = mesh.coord("model")
+    bad = {"model": [0, thing if coord == 2 else 1]}
+    texts = [
+        refused(mesh, lambda: mesh.objects.all_gather("model", bad)),
+        refused(mesh, lambda: mesh.objects.gather("model", bad, dst=0)),
+        refused(mesh, lambda: mesh.objects.broadcast("model", bad, src=2)),
+    ]
+    parts = [0, [thing], 2, 3] if coord == 2 else None
+    texts.append(refused(mesh, lambda: mesh.objects.scatter("model", parts, src=2)))
+    for wrong in ([1, 2, 3], {"a": 1}):
+        objs = wrong if coord == 3 else None
+        texts.append(refused(mesh, lambda objs=objs: mesh.objects.scatter("model", objs, src=3)))
+    return texts
+
+
+def test_an_object_that_cannot_be_sent_raises_on_every_rank(pool: Pool) -> None:
+    for got in pool.run(on_a_mesh, unsendable):
+        everywhere, gather, broadcast, scatter, short, no_list = got
+        assert everywhere == f'all_gather of an object along "model" on RANK: {CALLBACK}'
+        assert gather == f'gather of an object along "model" on RANK: {CALLBACK}'
+        assert broadcast == f'broadcast of an object along "model" on RANK: {CALLBACK}'
+        assert "given:    coord 2: for coord 1: obj[0] is a function\n" in scatter
+        assert short == (
+            'scatter of an object along "model" on RANK: what coord 3 has cannot be sent\n'
+            "  given:    coord 3: objs has 3 elements\n"
+            "  expected: 4, one for each coord\n"
+            "  try:      None for a coord that gets nothing"
+        )
+        assert "given:    coord 3: objs is of type dict\n" in no_list
+
+
+def pickle_fails(mesh: Mesh) -> str:
+    coord = mesh.coord("model")
+    x: Any = {0: 0, 1: lambda: 0, 2: Odd(), 3: 0}[coord]
+    return refused(mesh, lambda: mesh.objects.all_gather("model", x, pickle=True))
+
+
+def test_a_pickle_that_fails_raises_on_every_rank(pool: Pool) -> None:
+    for text in pool.run(on_a_mesh, pickle_fails):
+        assert "what coords 1 2 have cannot be sent" in text
+        assert "coord 2: obj cannot be pickled: TypeError: no size for you" in text
+
+
+def capped(mesh: Mesh) -> list[str]:
+    coord = mesh.coord("model")
+    big = torch.zeros(5000 if coord == 1 else 10, dtype=torch.uint8)
+    cap = 4000 if coord == 3 else 6000  # the smallest holds
+    texts = [
+        refused(mesh, lambda: mesh.objects.all_gather("model", big, max_bytes=cap)),
+        refused(mesh, lambda: mesh.objects.gather("model", big, dst=2, max_bytes=cap)),
+        refused(mesh, lambda: mesh.objects.broadcast("model", big, src=1, max_bytes=cap)),
+        refused(mesh, lambda: mesh.objects.scatter("model", [0, 1, 2, big], src=1, max_bytes=cap)),
+    ]
+    if mesh.coord("tp") == 0:
+        texts.append(refused(mesh, lambda: mesh.objects.send("tp", bytes(5000), 1, max_bytes=6000)))
+    else:
+        texts.append(refused(mesh, lambda: mesh.objects.recv("tp", 0, max_bytes=4000)))
+    assert mesh.objects.all_gather("model", bytes(3000), max_bytes=4000) == [bytes(3000)] * 4
+    return texts
+
+
+def test_an_object_over_the_cap_raises_on_every_rank_before_its_bytes_move(pool: Pool) -> None:
+    size = encode(torch.zeros(5000, dtype=torch.uint8)).nbytes
+    behind = (
+        "what coord 1 has is over the size cap\n"
+        f"  given:    coord 1{{}}: {size:,} bytes\n"
+        "  expected: at most 4,000 bytes each, the max_bytes of coord 3\n"
+        "  try:      a larger max_bytes on every rank; or send large tensors as tensors"
+    )
+    for texts in pool.run(on_a_mesh, capped):
+        for call, text in zip(("all_gather", "gather", "broadcast", "scatter"), texts[:4], strict=True):
+            more = ", for coord 3" if call == "scatter" else ""
+            assert text == f'{call} of an object along "model" on RANK: {behind.format(more)}'
+        assert 'of an object along "tp" on RANK: what coord 0 has is over the size cap' in texts[4]
+        assert "at most 4,000 bytes each, the max_bytes of coord 1\n" in texts[4]
+
+
+def disagreements(mesh: Mesh) -> list[str]:
+    coord = mesh.coord("model")
+    texts = [
+        refused(mesh, lambda: mesh.objects.all_gather("model", 1, pickle=coord == 2)),
+        refused(mesh, lambda: mesh.objects.broadcast("model", 1, src=coord // 2)),
+    ]
+    act: Callable[[], Any] = lambda: mesh.objects.all_gather("model", 1)  # noqa: E731
+    if coord == 1:
+        act = lambda: mesh.objects.gather("model", 1, dst=0)  # noqa: E731
+    texts.append(refused(mesh, act))
+    if mesh.coord("dp") == 0:
+        texts.append(refused(mesh, lambda: mesh.objects.send("dp", 1, 1, pickle=True)))
+    else:
+        texts.append(refused(mesh, lambda: mesh.objects.recv("dp", 0)))
+    if mesh.coord("dp") == 0:
+        texts.append(refused(mesh, lambda: mesh.objects.send("dp", [thing], 1)))
+    else:
+        texts.append(refused(mesh, lambda: mesh.objects.recv("dp", 0)))
+    return texts
+
+
+def test_ranks_that_disagree_hear_of_it(pool: Pool) -> None:
+    for pickles, roots, calls, message, unsent in pool.run(on_a_mesh, disagreements):
+        assert pickles == (
+            'all_gather of an object along "model" on RANK: the ranks disagree on pickle\n'
+            "  given:    coord 2: pickle=True; coords 0 1 3: pickle=False\n"
+            "  expected: the same on every rank; a pickle can run any code on its receivers\n"
+            "  try:      pickle=True on every rank where every sender is trusted, or on none"
+        )
+        assert "given:    coords 0 1: broadcast, src=0; coords 2 3: broadcast, src=1\n" in roots
+        assert "the ranks made different calls" in calls
+        assert "given:    coords 0 2 3: all_gather; coord 1: gather, dst=0\n" in calls
+        assert "given:    coord 0: pickle=True; coord 1: pickle=False\n" in message
+        assert "given:    coord 0: obj[0] is a function\n" in unsent
+
+
+def wrong_arguments(mesh: Mesh) -> None:
+    own = mesh.coord("tp")
+    for act, what in (
+        (lambda: mesh.objects.broadcast("tp", 1, src=2), "src=2 is not a coord"),
+        (lambda: mesh.objects.broadcast("tp", 1, src=-1), "src=-1 is not a coord"),
+        (lambda: mesh.objects.gather("tp", 1, dst=True), "dst=True is not a coord"),
+        (lambda: mesh.objects.send("tp", 1, dst=own), "is this rank itself"),
+        (lambda: mesh.objects.recv("tp", src=7), "src=7 is not a coord"),
+        (lambda: mesh.objects.recv("tp", src=1 - own, tag=-1), "tag=-1"),
+        (lambda: mesh.objects.all_gather("tp", 1, max_bytes=0), "max_bytes=0"),
+        (lambda: mesh.objects.all_gather("tpp", 1), "tpp"),
+    ):
+        with pytest.raises(LayoutError, match=what):
+            act()
+
+
+def test_wrong_arguments_are_refused_before_anything_moves(pool: Pool) -> None:
+    pool.run(on_a_mesh, wrong_arguments)
+
+
+class Attack:
+    """Its pickle makes a file when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.path),)
+
+
+def attacked(mesh: Mesh, folder: str, lie: bool) -> str:
+    """Coord 0 along tp sends a pickle; with `lie` it says that it does not."""
+    attacker = mesh.coord("tp") == 0
+    mark = Path(folder, f"read by {mesh.rank}")
+    if attacker and lie:
+        # What an attacker would change in its own copy: a pickle, announced as plain data.
+        honest = ObjectCall.prepare
+        try:
+            ObjectCall.prepare = lambda self, make: [encode(obj, True) for obj in make()]
+            mesh.objects.broadcast("tp", "what the attacker gets back", src=0)
+        except ObjectError:
+            pass
+        finally:
+            ObjectCall.prepare = honest
+        return ""
+    try:
+        mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=attacker)
+    except ObjectError as error:
+        return error.what
+    raise AssertionError("nothing was raised")
+
+
+def trusted(mesh: Mesh, folder: str) -> None:
+    mesh.objects.broadcast("tp", Attack(str(Path(folder, str(mesh.coords)))), src=0, pickle=True)
+
+
+def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(on_a_mesh, attacked, str(tmp_path), False):
+        assert "the ranks disagree on pickle" in text
+    for text in pool.run(on_a_mesh, attacked, str(tmp_path), True):
+        assert text in ("", "what arrived is a pickle, and nothing of it was run")
+    assert not list(tmp_path.iterdir())
+    pool.run(on_a_mesh, trusted, str(tmp_path))
+    assert list(tmp_path.iterdir())  # where it is asked for, it is read
+
+
+def one_large(mesh: Mesh) -> tuple[int, int]:
+    """How often bytes were broadcast, for sizes far apart and for sizes that are alike."""
+    counts = [0]
+    usual = ObjectCall.broadcast
+
+    def counted(self: ObjectCall, x: torch.Tensor, src: int) -> torch.Tensor:
+        counts[-1] += 1
+        return usual(self, x, src)
+
+    ObjectCall.broadcast = counted
+    try:
+        x = torch.full((300_000,), 3.5) if mesh.coord("all") == 5 else mesh.coord("all")
+        got = mesh.objects.all_gather("all", x)
+        assert [each if isinstance(each, int) else len(each) for each in got] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            300_000,
+            6,
+            7,
+        ]
+        assert (got[5] == 3.5).all()
+        counts.append(0)
+        alike = mesh.objects.all_gather("all", torch.full((20_000,), mesh.rank))
+        assert [int(each[-1]) for each in alike] == mesh.ranks("all")
+    finally:
+        ObjectCall.broadcast = usual
+    return counts[0], counts[1]
+
+
+def test_small_objects_are_not_padded_to_a_large_one(pool: Pool) -> None:
+    assert pool.run(on_a_mesh, one_large) == [(8, 0)] * 8
+
+
+def alone(_: None = None) -> None:
+    mesh = meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu", timeout_s=20)
+    with mesh:
+        x = {"w": torch.ones(2)}
+        got = mesh.objects.broadcast("dp", x, src=0)
+        assert torch.equal(got["w"], x["w"]) and got["w"].data_ptr() != x["w"].data_ptr()
+        assert mesh.objects.all_gather(("dp", "tp"), 5) == [5]
+        assert mesh.objects.gather("tp", "a", dst=0) == ["a"]
+        assert mesh.objects.scatter("tp", ["b"], src=0) == "b"
+        # What fails on many ranks fails on one, with the same words.
+        with pytest.raises(
+            ObjectError, match=r'what coord 0 has cannot be sent\n  given:    coord 0: obj\["f"\]'
+        ):
+            mesh.objects.broadcast("dp", {"f": len}, src=0)
+        with pytest.raises(ObjectError, match="objs has 2 elements"):
+            mesh.objects.scatter("dp", [1, 2], src=0)
+        with pytest.raises(ObjectError, match="is over the size cap"):
+            mesh.objects.broadcast("dp", bytes(200), src=0, max_bytes=100)
+        with pytest.raises(LayoutError, match="is this rank itself"):
+            mesh.objects.send("dp", 1, dst=0)
+    with pytest.raises(MeshClosed):
+        mesh.objects.all_gather("dp", 1)
+
+
+def test_a_dim_of_size_one(pool: Pool) -> None:
+    pool.run(alone, ranks=1)
+
+
+def test_bytes_travel_in_host_memory_where_the_backend_can() -> None:
+    cuda = torch.device("cuda", 1)
+    for backend in ("gloo", "cpu:gloo,cuda:nccl", "solo", "mpi"):
+        assert carrier_of(backend, cuda) == torch.device("cpu")
+    for backend in ("nccl", "cuda:nccl"):
+        assert carrier_of(backend, cuda) == cuda
