@@ -122,6 +122,15 @@ class StoreTimeout(StoreError):
     """A key was not set within the timeout."""
 
 
+class CallMismatchError(MeshcommError):
+    """Ranks of a group were about to make different calls; nothing was sent.
+
+    `odd_ranks` are the global ranks that differ from the majority.
+    """
+
+    odd_ranks: tuple[int, ...] = ()
+
+
 class BarrierTimeout(CommunicationError):
     """Some ranks did not come to a barrier in time; `missing` are their global ranks."""
 

@@ -12,10 +12,11 @@ from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, n
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.shapes import buffer_for, cut, into, join, materialised, split
+from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import ShapeError
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled, profiling
-from meshcomm.transport.support import WIDENED, check_reduce
+from meshcomm.transport.support import WIDENED, check_reduce, name_of
 
 T = TypeVar("T")
 
@@ -28,15 +29,18 @@ class Communicator:
         name: the dim or dims, as errors show them.
         transport: the group.
         who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
+        calls: compares the first calls on this group between its ranks.
 
     Methods take what the Mesh methods of the same name take, after the dims, and keep the same
     promises; with `async_op` they return a Handle of what they otherwise return.
     """
 
-    __slots__ = ("_ready", "coord", "messages", "name", "size", "transport", "who")
+    __slots__ = ("_calls", "_ready", "coord", "messages", "name", "size", "transport", "who")
 
-    def __init__(self, name: str, transport: Transport, who: str) -> None:
+    def __init__(self, name: str, transport: Transport, who: str, calls: CallCheck | None = None) -> None:
         self.name = name
+        # None once there is nothing left to compare: what is off costs nothing.
+        self._calls = calls
         self.transport = transport
         self.size = transport.size
         self.coord = transport.coord
@@ -71,8 +75,16 @@ class Communicator:
         self, x: Tensor, op: str, async_op: bool, factor: float | None
     ) -> Tensor | Handle[Tensor]:
         check_in_place(x, lambda: self._where("all_reduce"), "all_reduce")
+        check_reduce(self.transport.name, op, x.dtype, self._where("all_reduce"))
+        self._compare("all_reduce", x, op=op, factor=factor)
         carried, plain_op = self._carried(x, op, factor, "all_reduce")
-        if carried is x and op == plain_op and not x.dtype.is_complex and x.dtype != torch.bool:
+        if (
+            self._calls is None
+            and carried is x
+            and op == plain_op
+            and not x.dtype.is_complex
+            and x.dtype != torch.bool
+        ):
             self._ready[op, x.dtype] = self.transport.blocking_all_reduce(op)
         return self._run(
             "all_reduce",
@@ -87,6 +99,8 @@ class Communicator:
         """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
         check_coord(dst, self.size, "dst", lambda: self._where("reduce"))
         check_in_place(x, lambda: self._where("reduce"), "all_reduce")
+        check_reduce(self.transport.name, op, x.dtype, self._where("reduce"))
+        self._compare("reduce", x, op=op, factor=factor, dst=dst)
         carried, plain_op = self._carried(x, op, factor, "reduce")
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
         carried = carried.clone() if carried is x else carried
@@ -108,7 +122,9 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
         check_in_place(x, lambda: self._where("reduce_scatter"), "reduce_scatter")
+        check_reduce(self.transport.name, op, x.dtype, self._where("reduce_scatter"))
         parts = self._parts(x, axis, "reduce_scatter")
+        self._compare("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )
@@ -158,6 +174,7 @@ class Communicator:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
         check_coord(src, self.size, "src", lambda: self._where("broadcast"))
         check_in_place(x, lambda: self._where("broadcast"), "broadcast")
+        self._compare("broadcast", x, src=src)
         dense = materialised(x)
         return self._run(
             "broadcast",
@@ -178,6 +195,7 @@ class Communicator:
         check_in_place(x, lambda: self._where("all_gather"), "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("all_gather"))
+        self._compare("all_gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven)
         if uneven:
             return self._uneven_gather(source, axis, None, async_op, out)
         shape = list(source.shape)
@@ -215,6 +233,9 @@ class Communicator:
         check_in_place(x, lambda: self._where("gather"), "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("gather"))
+        self._compare(
+            "gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst
+        )
         if uneven:
             return self._uneven_gather(source, axis, dst, async_op, out if self.coord == dst else None)
         if out is not None and self.coord == dst:
@@ -281,6 +302,7 @@ class Communicator:
                 )
             check_in_place(x, lambda: self._where("scatter"), "slice")
             parts = self._parts(x, axis, "scatter")
+        self._compare("scatter", src=src, out=out is not None)
         if out is None:
             like = self.messages.announce(None if parts is None else parts[0], src)
             result = buffer = like
@@ -307,6 +329,11 @@ class Communicator:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
         check_in_place(x, lambda: self._where("all_to_all"), "all_to_all")
         concat = normal_axis(x, concat_axis, lambda: self._where("all_to_all"))
+        own = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
+        if splits is None:
+            check_divisible(x, own, self.size, lambda: self._where("all_to_all"), lambda: self.who)
+        like = x if splits is None else _without(x, own)
+        self._compare("all_to_all", like, split_axis=own, concat_axis=concat, splits=splits is not None)
         if splits is not None:
             return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
@@ -378,12 +405,27 @@ class Communicator:
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has come."""
+        self._compare("barrier")
         return self._run("barrier", lambda b: self.transport.barrier(b), lambda: None, async_op)
 
     # -- shared ---------------------------------------------------------------------------------
 
     def _where(self, call: str) -> str:
         return f'{call} along "{self.name}" on {self.who}'
+
+    def _compare(self, call: str, x: Tensor | None = None, **facts: object) -> None:
+        """Tell the other ranks what is about to be called, while calls are still compared."""
+        if self._calls is None:
+            return
+        if not self._calls.active:
+            self._calls = None
+            return
+        if x is not None:
+            facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
+        try:
+            self._calls.compare(self.name, call, facts)
+        except RuntimeError as error:
+            raise failure(self._where(call), error) from error
 
     def _parts(self, x: Tensor, axis: int, call: str) -> Tensor:
         """`x` as (size, ...), the slices of `axis` in front, contiguous."""
@@ -433,6 +475,11 @@ class Communicator:
         if async_op:
             return Handle((work,), finish, lambda: self._where(call))
         return finish()
+
+
+def _without(x: Tensor, axis: int) -> Tensor:
+    """`x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
+    return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
 
 
 def _filled(out: Tensor | None, result: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Handle(Generic[T]):
         self._source = source
         self._error: MeshcommError | None = None
         self._result: T | None = None
-        self._line = _caller()
+        self._line = caller()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the call is over and return its result; again: return it at once.
@@ -159,7 +159,7 @@ def failure(where: str, error: BaseException) -> CommunicationError:
     )
 
 
-def _caller() -> str:
+def caller() -> str:
     """file:line of the innermost frame outside this package."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -85,6 +85,11 @@ class MeshConfig(Model):
         default=600.0,
         gt=0,
         description="Seconds until an operation that does not end is an error. Default 600.",
+    )
+    validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = Field(
+        default=64,
+        description="How many of the first calls on each group its ranks compare before data moves; 0: none, "
+        '"always": all. Default 64.',
     )
     options: FrozenTable[DimOptions] = Field(
         default_factory=Table,

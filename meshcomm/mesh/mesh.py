@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm import Communicator, Directory, Functional, Handle, hierarchical, lists
-from meshcomm.comm.messages import Message
+from meshcomm.comm import Communicator, Directory, Functional
+from meshcomm.comm.along import AlongDims
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.roll_call import roll_call
+from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
@@ -28,11 +29,9 @@ from meshcomm.transport import SoloTransport, Transport
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Algorithm: TypeAlias = Literal["flat", "hierarchical"]
-
 
 @final
-class Mesh:
+class Mesh(AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -53,6 +52,7 @@ class Mesh:
         prefix: str,
         transports: dict[str, Transport],
         startup_s: Mapping[str, float],
+        validate_calls: int | None,
         add: Callable[[Mesh, Plan, str], Transport],
         on_close: Callable[[], None],
     ) -> None:
@@ -69,6 +69,9 @@ class Mesh:
         self._add = add
         self._on_close = on_close
         self._transports = transports
+        self._validate_calls = validate_calls
+        # By group, not by name: names that share a group share the count of what is compared on it.
+        self._calls: dict[int, CallCheck] = {}
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
@@ -151,221 +154,7 @@ class Mesh:
             self.layout.digits(name)
         return self._torch.over(chosen)
 
-    # -- collectives ----------------------------------------------------------------------------
-
-    @overload
-    def all_reduce(
-        self,
-        dims: Dims,
-        x: Tensor,
-        op: str = ...,
-        *,
-        async_op: Literal[False] = ...,
-        factor: float | None = ...,
-        algorithm: Algorithm = ...,
-    ) -> Tensor: ...
-    @overload
-    def all_reduce(
-        self,
-        dims: Dims,
-        x: Tensor,
-        op: str = ...,
-        *,
-        async_op: Literal[True],
-        factor: float | None = ...,
-        algorithm: Algorithm = ...,
-    ) -> Handle[Tensor]: ...
-    @overload
-    def all_reduce(
-        self,
-        dims: Dims,
-        x: Sequence[Tensor],
-        op: str = ...,
-        *,
-        async_op: bool = ...,
-        factor: float | None = ...,
-        algorithm: Algorithm = ...,
-    ) -> Any: ...
-
-    def all_reduce(
-        self,
-        dims: Dims,
-        x: Tensor | Sequence[Tensor],
-        op: str = "sum",
-        *,
-        async_op: bool = False,
-        factor: float | None = None,
-        algorithm: Algorithm = "flat",
-    ) -> Any:
-        """Reduce `x` over `dims`, in place, and return it.
-
-        Shape:      any, equal on all ranks; any memory layout. A list of tensors, of any shapes and
-                    dtypes, travels as one message per dtype.
-        Called by:  every rank along `dims`, in the same program order.
-        op:         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum" (each
-                    rank's x times its `factor`, then the sum). What a backend lacks is refused.
-        async_op:   return a Handle at once; its wait() returns x.
-        algorithm:  "flat": one call on the group of `dims`. "hierarchical", for a tuple of dims:
-                    inside the last dim, across the others on the slice, and back; needs no group
-                    over all of them. Equal up to rounding.
-        Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
-        Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
-        """
-        if algorithm == "flat":
-            if isinstance(x, Tensor):
-                return self._at[dims].all_reduce(x, op, async_op, factor)
-            return lists.all_reduce(self._at[dims], x, op, async_op, factor)
-        return self._hierarchical(dims, x, op, async_op, factor, algorithm)
-
-    def _hierarchical(
-        self,
-        dims: Dims,
-        x: Tensor | Sequence[Tensor],
-        op: str,
-        async_op: bool,
-        factor: float | None,
-        algorithm: str,
-    ) -> Tensor:
-        expanded = self.layout.expand(dims)
-        if algorithm != "hierarchical" or async_op or not isinstance(x, Tensor) or len(expanded) < 2:
-            raise UnsupportedOp(
-                f"all_reduce on {self.label}: this call has no algorithm {algorithm!r}",
-                given=f"dims {dims!r}, algorithm={algorithm!r}, async_op={async_op}, x a {type(x).__name__}",
-                expected='"hierarchical" for one tensor over two or more dims, without async_op; else "flat"',
-                hint='algorithm="flat"',
-            )
-        self.layout.digits(expanded)
-        return hierarchical.all_reduce([self._at[name] for name in expanded], x, op, factor)
-
-    def reduce(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        op: str = "sum",
-        *,
-        async_op: bool = False,
-        factor: float | None = None,
-    ) -> Any:
-        """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
-
-        Shape, op, calling: as for `all_reduce`. Returns new memory.
-        """
-        return self._at[dims].reduce(x, dst, op, async_op, factor)
-
-    def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
-        """Overwrite `x` with the x of coord `src`, and return it. Lists travel together.
-
-        Shape, calling, gradient: as for `all_reduce`; any dtype.
-        """
-        if isinstance(x, Tensor):
-            return self._at[dims].broadcast(x, src, async_op)
-        return lists.broadcast(self._at[dims], x, src, async_op)
-
-    def all_gather(
-        self,
-        dims: Dims,
-        x: Tensor | Sequence[Tensor],
-        axis: int = 0,
-        *,
-        async_op: bool = False,
-        out: Tensor | None = None,
-        uneven: bool = False,
-    ) -> Any:
-        """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
-
-        Shape:      (b, s, d) -> (b, n*s, d) for axis=1, n the size of `dims`; equal on all ranks.
-                    A 0-dim x counts as shape (1,). uneven=True: the sizes of `axis` may differ from
-                    rank to rank, 0 included; they are exchanged first.
-        Called by:  every rank along `dims`, in the same program order.
-        Returns:    new memory or `out`, or a Handle whose wait() returns it; for a list, a list.
-        Gradient:   none; see `mesh.functional.all_gather`.
-        Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
-        """
-        if isinstance(x, Tensor):
-            return self._at[dims].all_gather(x, axis, async_op, out, uneven)
-        self._only_plain("all_gather", out=out is not None, uneven=uneven)
-        return lists.all_gather(self._at[dims], x, axis, async_op)
-
-    def gather(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        axis: int = 0,
-        *,
-        async_op: bool = False,
-        uneven: bool = False,
-        out: Tensor | None = None,
-    ) -> Any:
-        """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
-        return self._at[dims].gather(x, dst, axis, async_op, uneven, out)
-
-    def scatter(
-        self,
-        dims: Dims,
-        x: Tensor | None,
-        src: int,
-        axis: int = 0,
-        *,
-        async_op: bool = False,
-        out: Tensor | None = None,
-    ) -> Any:
-        """Slice c of tensor axis `axis` of coord src's x, on coord c.
-
-        Shape:      (b, n*s, d) on src -> (b, s, d) for axis=1.
-        x:          a tensor on src, ignored elsewhere (None will do).
-        out:        on every rank or on none. Without it the shape is told to the ranks first.
-        Returns:    new memory or `out`.
-        """
-        return self._at[dims].scatter(x, src, axis, async_op, out)
-
-    def reduce_scatter(
-        self,
-        dims: Dims,
-        x: Tensor | Sequence[Tensor],
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        async_op: bool = False,
-        out: Tensor | None = None,
-        factor: float | None = None,
-    ) -> Any:
-        """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
-
-        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`. Lists travel together.
-        Called by:  every rank along `dims`, in the same program order.
-        Returns:    slice number `mesh.coord(dims)`, in new memory or `out`; `x` is unchanged.
-        Gradient:   none; see `mesh.functional.reduce_scatter`.
-        Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
-        """
-        if isinstance(x, Tensor):
-            return self._at[dims].reduce_scatter(x, axis, op, async_op, out, factor)
-        self._only_plain("reduce_scatter", out=out is not None)
-        return lists.reduce_scatter(self._at[dims], x, axis, op, async_op, factor)
-
-    def all_to_all(
-        self,
-        dims: Dims,
-        x: Tensor,
-        split_axis: int = 0,
-        concat_axis: int = 0,
-        *,
-        async_op: bool = False,
-        splits: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Any:
-        """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
-
-        Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
-        splits:     how much of `split_axis` goes to each coord, where that is not equal; how much
-                    comes from each is exchanged first.
-        Called by:  every rank along `dims`, in the same program order.
-        Returns:    new memory; `x` is unchanged.
-        Gradient:   none; see `mesh.functional.all_to_all`.
-        Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
-        """
-        return self._at[dims].all_to_all(x, split_axis, concat_axis, async_op, splits, out)
+    # -- all ranks at once ---------------------------------------------------------------------
 
     def barrier(
         self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
@@ -422,16 +211,6 @@ class Mesh:
                 seconds[family.name] = time.perf_counter() - start
         return seconds
 
-    def _only_plain(self, call: str, **given: bool) -> None:
-        for name, is_given in given.items():
-            if is_given:
-                raise UnsupportedOp(
-                    f"{call} of a list on {self.label}: {name} has no effect",
-                    given=f"a list of tensors and {name}",
-                    expected=f"{name} beside a single tensor",
-                    hint="one call for each tensor",
-                )
-
     def rearrange(
         self,
         x: Tensor,
@@ -457,60 +236,6 @@ class Mesh:
         Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
         """
         return self._rearranger.run(x, pattern, partial, grad, sizes)
-
-    # -- messages -------------------------------------------------------------------------------
-
-    def send(self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False) -> None:
-        """Send `x` to coord `dst` along `dims`; returns when `x` may be changed.
-
-        handshake: send shape and dtype first, for a receiver that gives no buffer.
-        tag:       only messages with equal tags meet (Gloo; NCCL matches by order).
-        """
-        self._at[dims].messages.isend(x, dst, tag, handshake).wait()
-
-    def recv(self, dims: Dims, out: Tensor | None = None, *, src: int, tag: int = 0) -> Tensor:
-        """Receive from coord `src` along `dims` into `out`, and return it.
-
-        out: of the sender's shape and dtype; None: the message has a handshake, the result is new.
-        """
-        return self._at[dims].messages.recv(out, src, tag)
-
-    def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from whichever coord sends first; returns the tensor and that coord. Gloo only."""
-        return self._at[dims].messages.recv_any(out, tag)
-
-    def isend(
-        self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False
-    ) -> Handle[None]:
-        """Start a send; `x` must not change before the handle's wait() returns."""
-        return self._at[dims].messages.isend(x, dst, tag, handshake)
-
-    def irecv(self, dims: Dims, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
-        """Start a receive; the handle's wait() returns `out`, which must not be used before."""
-        return self._at[dims].messages.irecv(out, src, tag)
-
-    def exchange(
-        self, dims: Dims, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()
-    ) -> list[Tensor]:
-        """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
-
-        All are started before any is waited for, so no order of them can deadlock. Between two
-        ranks, messages of one tag meet in the order in which they are listed; a tag may follow the
-        coord: (x, dst, tag).
-        Returns: the received tensors, in the order of `recvs`.
-        """
-        return self._at[dims].messages.exchange(sends, recvs)
-
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True, handshake: bool = False
-    ) -> Tensor | None:
-        """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
-
-        wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
-        are those of MPI_Cart_shift followed by MPI_Sendrecv.
-        Shape:   equal on all ranks, or any with handshake=True; new memory.
-        """
-        return self._at[dims].messages.shift(x, offset, wrap, handshake)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -554,6 +279,7 @@ class Mesh:
         if not self.closed:
             self.closed = True
             self._at.clear()
+            self._calls.clear()
             self._torch.close()
             self.store.close()
             self._on_close()
@@ -595,7 +321,11 @@ class Mesh:
     # -- inside ---------------------------------------------------------------------------------
 
     def _communicator(self, name: str, transport: Transport) -> Communicator:
-        return Communicator(name, transport, self.label)
+        calls = self._calls.get(id(transport))
+        if calls is None and transport.size > 1:
+            ranks = self.ranks(name)
+            calls = self._calls[id(transport)] = CallCheck(transport, ranks, self.label, self._validate_calls)
+        return Communicator(name, transport, self.label, calls)
 
     def _transport_of(self, name: str) -> Transport:
         self._usable()

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ def init(
     device: str | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
+    validate_calls: int | Literal["always"] | None = None,
     overrides: Sequence[str] = (),
     store: dist.Store | None = None,
     rank: int | None = None,
@@ -61,8 +62,8 @@ def init(
     Args:
         config: a config file, a Config or MeshConfig, or a torch DeviceMesh whose groups are
             used. None: the keyword arguments, or the config of `meshcomm run`.
-        dims, merge, views, options, rank_order, ranks, device, backend, timeout_s: the keys of
-            `[mesh]`; they stand in place of a config.
+        dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls:
+            the keys of `[mesh]`; they stand in place of a config.
         overrides: as `--set`, for a config.
         store, rank, world_size: meet through this store instead of the launcher's.
 
@@ -83,6 +84,7 @@ def init(
         "device": device,
         "backend": backend,
         "timeout_s": timeout_s,
+        "validate_calls": validate_calls,
     }
     given = {name: value for name, value in keys.items() if value is not None}
     launch = find_launch(os.environ)
@@ -216,7 +218,12 @@ def _open(source: Source | None, settings: Config, joined: Meeting, failure: Mes
                 failure = error
         facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
         if plan is not None and failure is None:
-            facts = {**plan.facts(), "world": joined.world_size, "versions": _versions()}
+            facts = {
+                **plan.facts(),
+                "world": joined.world_size,
+                "validate_calls": settings.mesh.validate_calls,
+                "versions": _versions(),
+            }
         common = dist.PrefixStore("agree", store)
         began = time.perf_counter()
         try:
@@ -311,6 +318,7 @@ def _create(
         store=dist.PrefixStore("mesh", store),
         prefix=prefix,
         transports=transports,
+        validate_calls=None if settings.mesh.validate_calls == "always" else settings.mesh.validate_calls,
         startup_s={"agree": agree_s, "create": time.perf_counter() - began},
         add=add,
         on_close=on_close,

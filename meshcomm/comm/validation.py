@@ -1,0 +1,110 @@
+"""Do all ranks of a group make the same call? Compared before the data of the first calls moves."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+
+from meshcomm.comm.handle import caller
+from meshcomm.errors import CallMismatchError
+from meshcomm.layout.sizes import fold
+from meshcomm.transport import Transport
+
+_BYTES: Final = 512
+_SITE: Final = 200
+
+
+@final
+class CallCheck:
+    """Compares the first calls on one group between its ranks. One for each group, whatever its names.
+
+    Ranks that call different operations on a group, or the same with another shape, dtype, reduce
+    operation or root, get wrong numbers or hang on most backends. Here each rank first tells the
+    others what it is about to do, in one small all_gather.
+
+    limit: how many calls are compared; None for all of them. Every rank has the same.
+    """
+
+    __slots__ = ("_left", "_number", "_ranks", "_transport", "_who")
+
+    def __init__(self, transport: Transport, ranks: Sequence[int], who: str, limit: int | None) -> None:
+        self._transport = transport
+        self._ranks = list(ranks)
+        self._who = who
+        self._left = limit
+        self._number = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether the next call will be compared."""
+        return (self._left is None or self._left > 0) and self._transport.size > 1
+
+    def compare(self, name: str, call: str, facts: dict[str, Any]) -> None:
+        """Return when all ranks are about to make the same call on the dim `name`.
+
+        Raises CallMismatchError on every rank of the group, before any data has moved.
+        """
+        if not self.active:
+            return
+        if self._left is not None:
+            self._left -= 1
+        self._number += 1
+        mine = json.dumps([call, facts, caller()[-_SITE:]], default=str).encode()
+        if len(mine) > _BYTES:
+            # A shape of very many axes; what is cut off is cut off the site.
+            mine = json.dumps([call, {k: str(v)[:60] for k, v in facts.items()}, "?"]).encode()[:_BYTES]
+        told = torch.zeros(_BYTES, dtype=torch.uint8)
+        told[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        told = told.to(self._transport.device)
+        everyone = told.new_empty(self._transport.size * _BYTES)
+        work = self._transport.all_gather(everyone, told, True)
+        if work is not None:
+            work.wait()
+        rows = everyone.cpu().view(-1, _BYTES)
+        own = rows[self._transport.coord]
+        texts = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        if all(torch.equal(row, own) for row in rows):
+            return
+        calls = [json.loads(text) for text in texts]
+        signs = [json.dumps(each[:2]) for each in calls]
+        if len(set(signs)) > 1:
+            raise self._mismatch(name, calls, signs)
+
+    def _mismatch(self, name: str, calls: list[Any], signs: list[str]) -> CallMismatchError:
+        # Most ranks first; of equally many, the one with the lowest coord.
+        common = Counter(signs).most_common(1)[0][0]
+        odd = [coord for coord, sign in enumerate(signs) if sign != common]
+        usual = calls[signs.index(common)]
+        lines = []
+        for sign in dict.fromkeys(signs[coord] for coord in odd):
+            coords = [coord for coord in odd if signs[coord] == sign]
+            lines.append(f"{self._those(coords)}: {_told(calls[coords[0]])}")
+        rest = [coord for coord in range(len(signs)) if coord not in odd]
+        error = CallMismatchError(
+            f'ranks differ in call {self._number} along "{name}": {self._those(odd)} '
+            f"{'is' if len(odd) == 1 else 'are'} odd; nothing was sent",
+            given="\n".join(lines),
+            expected=f"as {self._those(rest)}: {_told(usual)}",
+            hint="make the ranks of a group call the same in the same order; "
+            "look for a branch that depends on the rank",
+        )
+        error.odd_ranks = tuple(self._ranks[coord] for coord in odd)
+        return error
+
+    def _those(self, coords: list[int]) -> str:
+        ranks = [self._ranks[coord] for coord in coords]
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"
+
+
+def _told(call: list[Any]) -> str:
+    name, facts, site = call
+    listed = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items() if value is not None)
+    return f"{name}({listed}) at {site}"
+
+
+def _plain(value: Any) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)
