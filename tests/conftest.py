@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from meshcomm.testing import Pool
+
+# torch's store looks up the name of every address that connects. A name server that does not answer
+# must not cost each test five seconds; read when the first name is looked up, so set before that.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 

@@ -20,9 +20,6 @@ from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
 from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
 from meshcomm.testing import Pool
 
-# As in the pool, and before the first store of this process: a TCPStore looks up who connects.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 GUIDE = Path(__file__).parents[1] / "docs" / "guide" / "store.md"
 

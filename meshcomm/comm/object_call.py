@@ -16,6 +16,7 @@ from meshcomm.comm.plain import HEADER_BYTES, VERSION, Message, decode, encode
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout.sizes import fold
 from meshcomm.transport import Work
+from meshcomm.transport.profile import labelled
 
 # Above every tag that tensors are given, so that an object and a tensor never meet.
 _TAG: Final = 1 << 30
@@ -69,6 +70,7 @@ class ObjectCall:
         self._cause: Exception | None = None
         self._transport = comm.transport
         self._where = f'{call} of an object along "{comm.name}" on {comm.who}'
+        self._label = f"meshcomm::{call} of an object {comm.name}"
         self._call = call
         self._root = root
         self._pickle = pickle
@@ -284,9 +286,10 @@ class ObjectCall:
 
     def _run(self, start: Callable[[], Sequence[Work | None]]) -> None:
         try:
-            for work in start():
-                if work is not None:  # a backend that has already waited may return nothing
-                    work.wait()
+            with labelled(self._label):
+                for work in start():
+                    if work is not None:  # a backend that has already waited may return nothing
+                        work.wait()
         except RuntimeError as error:
             raise failure(self._where, error) from error
 

@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+# The type of a group's name, where torch has one of its own.
+_NAME: Any = getattr(c10d, "GroupName", str)
+
 # What the options of a backend are called differs between versions of torch.
 _OPTIONS_KEY = next(
     name
@@ -132,7 +135,7 @@ def create_group(
             list(ranks),
             dist.Backend(backend),
             store,
-            group_name=c10d.GroupName(name),
+            group_name=_NAME(name),
             timeout=timeout,
             device_id=bound if split and "nccl" in backend else None,
             group_desc=label,
@@ -164,16 +167,17 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, name: str, rank: int) -> None:
         super().__init__(0, 1)
         self._name = name
-        self._set_group_name(c10d.GroupName(name))
+        self._set_group_name(_NAME(name))
         self._set_group_desc(name)
-        c10d._register_pg_in_world(
-            self,
-            backend_name="solo",
-            store=dist.HashStore(),
-            group_name=c10d.GroupName(name),
-            backend_config="solo",
-            rank_mapping={rank: 0},
-        )
+        # What torch looks groups up in: by handle, by name, by rank, by tag.
+        world, tag = c10d._world, f"ptd:{name}"
+        world.pg_map[self] = ("solo", dist.HashStore())
+        world.pg_names[self] = _NAME(name)
+        world.pg_backend_config[self] = "solo"
+        world.pg_group_ranks[self] = {rank: 0}
+        world.tags_to_pg.setdefault(tag, []).append(self)
+        world.pg_to_tag[self] = tag
+        c10d._register_process_group(_NAME(name), self)
 
     def close(self) -> None:
         """Take the group out of torch's registry."""
