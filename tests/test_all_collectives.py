@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
@@ -385,6 +386,11 @@ def wrong(mesh: Mesh) -> list[str]:
         lambda: mesh.all_reduce("dp", torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: mesh.all_reduce("dp", torch.ones(2), "band"),
         lambda: mesh.all_reduce(("dp", "tp"), x),
+        lambda: mesh.all_reduce("dp", DTensor.from_local(x, mesh["dp"], [Replicate()])),
+        lambda: mesh.send("dp", x.to_sparse(), dst=1),
+        lambda: mesh.all_gather("dp", x.to("meta")),
+        lambda: mesh.broadcast("dp", [x, 3.0], src=0),
+        lambda: mesh.all_reduce("dp", 3.0),
     ):
         try:
             call()
@@ -411,4 +417,9 @@ def test_each_mistake_is_refused_before_a_byte_moves(pool: Pool) -> None:
         f'UnsupportedOp: all_reduce along "dp" {at}: sum of float8_e4m3fn is not possible on gloo',
         f'UnsupportedOp: all_reduce along "dp" {at}: band of float32 is not possible on gloo',
         'UnknownDim: no group was declared over ("dp", "tp")',
+        f'ShapeError: all_reduce along "dp" {at} was given a DTensor',
+        f'ShapeError: send along "dp" {at} cannot carry this tensor',
+        f'ShapeError: all_gather along "dp" {at} cannot carry this tensor',
+        f'ShapeError: broadcast of a list along "dp" {at} was given a float',
+        f'ShapeError: all_reduce along "dp" {at} was given a float',
     ]

@@ -6,8 +6,38 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError
+
+
+def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str]) -> None:
+    """A dense, local tensor on a device that the group serves.
+
+    Calls of torch would take others and fail late, or give the parts of a DTensor a meaning of
+    their own.
+    """
+    if isinstance(x, DTensor):
+        raise ShapeError(
+            f"{where()} was given a DTensor",
+            given=f"a DTensor of shape {tuple(x.shape)}, placements {x.placements}",
+            expected="the tensor of this rank",
+            hint="x.to_local(), or x.redistribute(...), which is DTensor's own communication",
+        )
+    if not isinstance(x, Tensor):
+        raise ShapeError(
+            f"{where()} was given a {type(x).__name__}",
+            given=type(x).__name__,
+            expected="a tensor",
+            hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
+        )
+    if x.layout != torch.strided or x.device.type not in kinds:
+        raise ShapeError(
+            f"{where()} cannot carry this tensor",
+            given=f"a tensor of shape {tuple(x.shape)}, {x.layout}, on {x.device}",
+            expected=f"a dense tensor on {' or '.join(kinds)}",
+            hint="x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)",
+        )
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, normal_axis
+from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_tensor, normal_axis
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.shapes import buffer_for, cut, into, join, materialised, split
@@ -59,6 +59,7 @@ class Communicator:
         ready = self._ready.get((op, x.dtype))
         if (
             ready is not None
+            and type(x) is Tensor
             and not async_op
             and not x.requires_grad
             and x.is_contiguous()
@@ -74,7 +75,7 @@ class Communicator:
     def _all_reduce(
         self, x: Tensor, op: str, async_op: bool, factor: float | None
     ) -> Tensor | Handle[Tensor]:
-        check_in_place(x, lambda: self._where("all_reduce"), "all_reduce")
+        self._door(x, "all_reduce", "all_reduce")
         check_reduce(self.transport.name, op, x.dtype, self._where("all_reduce"))
         self._compare("all_reduce", x, op=op, factor=factor)
         carried, plain_op = self._carried(x, op, factor, "all_reduce")
@@ -98,7 +99,7 @@ class Communicator:
     ) -> Tensor | Handle[Tensor | None] | None:
         """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
         check_coord(dst, self.size, "dst", lambda: self._where("reduce"))
-        check_in_place(x, lambda: self._where("reduce"), "all_reduce")
+        self._door(x, "reduce", "all_reduce")
         check_reduce(self.transport.name, op, x.dtype, self._where("reduce"))
         self._compare("reduce", x, op=op, factor=factor, dst=dst)
         carried, plain_op = self._carried(x, op, factor, "reduce")
@@ -121,7 +122,7 @@ class Communicator:
         factor: float | None = None,
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
-        check_in_place(x, lambda: self._where("reduce_scatter"), "reduce_scatter")
+        self._door(x, "reduce_scatter", "reduce_scatter")
         check_reduce(self.transport.name, op, x.dtype, self._where("reduce_scatter"))
         parts = self._parts(x, axis, "reduce_scatter")
         self._compare("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
@@ -173,7 +174,7 @@ class Communicator:
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Tensor | Handle[Tensor]:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
         check_coord(src, self.size, "src", lambda: self._where("broadcast"))
-        check_in_place(x, lambda: self._where("broadcast"), "broadcast")
+        self._door(x, "broadcast", "broadcast")
         self._compare("broadcast", x, src=src)
         dense = materialised(x)
         return self._run(
@@ -192,7 +193,7 @@ class Communicator:
         uneven: bool = False,
     ) -> Tensor | Handle[Tensor]:
         """Every rank's x, one after the other along `axis`. See `Mesh.all_gather`."""
-        check_in_place(x, lambda: self._where("all_gather"), "all_gather")
+        self._door(x, "all_gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("all_gather"))
         self._compare("all_gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven)
@@ -230,7 +231,7 @@ class Communicator:
     ) -> Any:
         """`all_gather` on coord `dst`, None elsewhere. See `Mesh.gather`."""
         check_coord(dst, self.size, "dst", lambda: self._where("gather"))
-        check_in_place(x, lambda: self._where("gather"), "all_gather")
+        self._door(x, "gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("gather"))
         self._compare(
@@ -300,7 +301,7 @@ class Communicator:
                     expected="a tensor on src; None on the others",
                     hint="x if mesh.coord(dims) == src else None",
                 )
-            check_in_place(x, lambda: self._where("scatter"), "slice")
+            self._door(x, "scatter", "slice")
             parts = self._parts(x, axis, "scatter")
         self._compare("scatter", src=src, out=out is not None)
         if out is None:
@@ -327,7 +328,7 @@ class Communicator:
         out: Tensor | None = None,
     ) -> Tensor | Handle[Tensor]:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
-        check_in_place(x, lambda: self._where("all_to_all"), "all_to_all")
+        self._door(x, "all_to_all", "all_to_all")
         concat = normal_axis(x, concat_axis, lambda: self._where("all_to_all"))
         own = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
         if splits is None:
@@ -410,6 +411,10 @@ class Communicator:
 
     # -- shared ---------------------------------------------------------------------------------
 
+    def _door(self, x: Tensor, call: str, functional: str) -> None:
+        check_tensor(x, self.transport.kinds, lambda: self._where(call))
+        check_in_place(x, lambda: self._where(call), functional)
+
     def _where(self, call: str) -> str:
         return f'{call} along "{self.name}" on {self.who}'
 
@@ -454,7 +459,7 @@ class Communicator:
                 expected=f"shape {tuple(shape)}, {dtype}, {like.device}",
                 hint=f"out=x.new_empty({tuple(shape)}), or no out",
             )
-        check_in_place(out, lambda: self._where(call), call)
+        self._door(out, call, call)
         return out
 
     def _run(

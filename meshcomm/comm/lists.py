@@ -9,10 +9,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, normal_axis
+from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_tensor, normal_axis
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import join, materialised, pack, split, unpack
+from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import copy_all
 
 # One message holds at most this much; the packed copy is all the memory that a list costs.
@@ -43,8 +44,10 @@ def _in_place(
     async_op: bool,
     send: Callable[[Tensor], Any],
 ) -> list[Tensor] | Handle[list[Tensor]]:
+    _check_list(comm, tensors, call)
     for x in tensors:
-        if x.requires_grad:
+        if type(x) is not Tensor or x.requires_grad:
+            check_tensor(x, comm.transport.kinds, lambda: _where(comm, call))
             check_in_place(x, lambda: _where(comm, call), call)
     under_way: list[tuple[Handle[Tensor], list[Tensor]]] = []
     for group in _messages(tensors):
@@ -63,8 +66,10 @@ def all_gather(
     comm: Communicator, tensors: Sequence[Tensor], axis: int, async_op: bool
 ) -> list[Tensor] | Handle[list[Tensor]]:
     """Each tensor gathered along `axis`; see `Mesh.all_gather`."""
+    _check_list(comm, tensors, "all_gather")
     sources, axes = [], []
     for x in tensors:
+        check_tensor(x, comm.transport.kinds, lambda: _where(comm, "all_gather"))
         check_in_place(x, lambda: _where(comm, "all_gather"), "all_gather")
         sources.append(materialised(x.unsqueeze(0) if x.ndim == 0 else x))
         axes.append(normal_axis(sources[-1], axis, lambda: _where(comm, "all_gather")))
@@ -94,8 +99,10 @@ def reduce_scatter(
     factor: float | None,
 ) -> list[Tensor] | Handle[list[Tensor]]:
     """Each tensor reduced and sliced along `axis`; see `Mesh.reduce_scatter`."""
+    _check_list(comm, tensors, "reduce_scatter")
     parts = []
     for x in tensors:
+        check_tensor(x, comm.transport.kinds, lambda: _where(comm, "reduce_scatter"))
         check_in_place(x, lambda: _where(comm, "reduce_scatter"), "reduce_scatter")
         own = normal_axis(x, axis, lambda: _where(comm, "reduce_scatter"))
         check_divisible(x, own, comm.size, lambda: _where(comm, "reduce_scatter"), lambda: comm.who)
@@ -115,6 +122,16 @@ def reduce_scatter(
         return [x for x in results if x is not None]
 
     return _later(comm, "reduce_scatter", [handle for handle, _ in under_way], finish, async_op)
+
+
+def _check_list(comm: Communicator, tensors: object, call: str) -> None:
+    if not isinstance(tensors, (list, tuple)):
+        raise ShapeError(
+            f'{call} along "{comm.name}" on {comm.who} was given a {type(tensors).__name__}',
+            given=type(tensors).__name__,
+            expected="a tensor, or a list of tensors",
+            hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
+        )
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_in_place, check_peer
+from meshcomm.comm.checks import check_in_place, check_peer, check_tensor
 from meshcomm.comm.handle import Handle, failure, wait_all
 from meshcomm.comm.shapes import buffer_for, into, materialised
 from meshcomm.errors import ShapeError, UnsupportedOp
@@ -41,6 +41,7 @@ class Messages:
     def isend(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> Handle[None]:
         """Start sending `x` to coord `dst`. See `Mesh.isend`."""
         check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
+        check_tensor(x, self._transport.kinds, lambda: self._where("send"))
         dense = materialised(x.detach())
         works: list[Work] = []
         header = _describe(dense, self._where("send")) if handshake else None
@@ -60,7 +61,7 @@ class Messages:
     def irecv(self, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
         """Start receiving into `out` from coord `src`. See `Mesh.irecv`."""
         check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
-        check_in_place(out, lambda: self._where("recv"), "shift")
+        self._door(out, "recv")
         dense = buffer_for(out)
         works: list[Work] = []
         self._guard("recv", lambda: works.append(self._transport.recv(dense, src, tag)))
@@ -92,7 +93,7 @@ class Messages:
                 hint="name the source: mesh.recv(dims, out, src)",
             )
         first = _blank(self._transport.device) if out is None else out
-        check_in_place(first, lambda: self._where("recv_any"), "shift")
+        self._door(first, "recv_any")
         dense = buffer_for(first)
         works: list[Work] = []
         self._guard("recv_any", lambda: works.append(self._transport.recv_any(dense, tag)))
@@ -104,11 +105,12 @@ class Messages:
 
     def exchange(self, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()) -> list[Tensor]:
         """Send and receive a set of messages at once. See `Mesh.exchange`."""
-        for _, dst, *_tag in sends:
+        for x, dst, *_tag in sends:
+            check_tensor(x, self._transport.kinds, lambda: self._where("exchange"))
             check_peer(dst, self._coord, self._size, "dst", lambda: self._where("exchange"))
         for out, src, *_tag in recvs:
             check_peer(src, self._coord, self._size, "src", lambda: self._where("exchange"))
-            check_in_place(out, lambda: self._where("exchange"), "shift")
+            self._door(out, "exchange")
         leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
         coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
         if leaving or coming:
@@ -119,7 +121,7 @@ class Messages:
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
-        check_in_place(x, lambda: self._where("shift"), "shift")
+        self._door(x, "shift")
         target, source = self._coord + offset, self._coord - offset
         if wrap:
             target, source = target % self._size, source % self._size
@@ -144,6 +146,10 @@ class Messages:
         self._guard("scatter", lambda: works.append(self._transport.broadcast(header, src, True)))
         wait_all([work for work in works if work is not None], lambda: self._where("scatter"))
         return _described(header)
+
+    def _door(self, x: Tensor, call: str) -> None:
+        check_tensor(x, self._transport.kinds, lambda: self._where(call))
+        check_in_place(x, lambda: self._where(call), "shift")
 
     def _where(self, call: str) -> str:
         return f'{call} along "{self._name}" on {self._who}'

@@ -47,6 +47,11 @@ class Transport(ABC):
     coord: int
     device: torch.device
     any_source: bool
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The device types of tensors that the group carries."""
+        return (self.device.type,)
     group_name: str
 
     @abstractmethod

@@ -71,6 +71,11 @@ class ProcessGroupTransport(Transport):
         self._reduce_scatter_single: Callable[..., Work] = getattr(group, names.reduce_scatter)
         self._all_to_all_single: Callable[..., Work] = getattr(group, names.all_to_all)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Gloo carries host memory, whatever the mesh's device is."""
+        return tuple(dict.fromkeys((self.device.type, "cpu"))) if self.name == "gloo" else (self.device.type,)
+
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
         return self.group.allreduce(
             [x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op)
