@@ -131,6 +131,17 @@ class CallMismatchError(MeshcommError):
     odd_ranks: tuple[int, ...] = ()
 
 
+class CollectiveTimeout(CommunicationError):
+    """A call did not end in its group's time; `missing` are the global ranks that had not come to it."""
+
+    missing: tuple[int, ...] = ()
+    cause_text: str = ""
+
+
+class PeerLost(CollectiveTimeout):
+    """A rank of the group has ended or is stopped; `missing` names those that do not answer or come."""
+
+
 class BarrierTimeout(CommunicationError):
     """Some ranks did not come to a barrier in time; `missing` are their global ranks."""
 

@@ -173,4 +173,4 @@ def a_peer_that_leaves() -> str:
 
 
 def test_a_peer_that_does_not_come_ends_in_the_groups_timeout(pool: Pool) -> None:
-    assert pool.run(a_peer_that_leaves, ranks=2) == ['all_reduce along "dp" on rank 0 (dp=0) failed', ""]
+    assert pool.run(a_peer_that_leaves, ranks=2) == ['all_reduce along "dp" on rank 0 (dp=0) lost a peer', ""]

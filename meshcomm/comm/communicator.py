@@ -11,9 +11,10 @@ from torch import Tensor
 from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_tensor, normal_axis
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
+from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import buffer_for, cut, into, join, materialised, split
 from meshcomm.comm.validation import CallCheck
-from meshcomm.errors import ShapeError
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import WIDENED, check_reduce, name_of
@@ -30,22 +31,31 @@ class Communicator:
         transport: the group.
         who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
         calls: compares the first calls on this group between its ranks.
+        recorder: remembers the calls on this group, and knows whom to ask when one fails.
 
     Methods take what the Mesh methods of the same name take, after the dims, and keep the same
     promises; with `async_op` they return a Handle of what they otherwise return.
     """
 
-    __slots__ = ("_calls", "_ready", "coord", "messages", "name", "size", "transport", "who")
+    __slots__ = ("_calls", "_ready", "coord", "messages", "name", "recorder", "size", "transport", "who")
 
-    def __init__(self, name: str, transport: Transport, who: str, calls: CallCheck | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        who: str,
+        calls: CallCheck | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.name = name
+        self.recorder = recorder or Recorder(name, [], lambda _, where, error: failure(where, error))
         # None once there is nothing left to compare: what is off costs nothing.
         self._calls = calls
         self.transport = transport
         self.size = transport.size
         self.coord = transport.coord
         self.who = who
-        self.messages = Messages(name, transport, who)
+        self.messages = Messages(name, transport, who, self.recorder)
         # (op, dtype) that have passed the checks and need no preparation -> the transport's call.
         self._ready: dict[tuple[str, torch.dtype], Callable[[Tensor], None]] = {}
 
@@ -65,10 +75,13 @@ class Communicator:
             and x.is_contiguous()
             and not profiling()
         ):
+            recorder = self.recorder
+            recorder.start(self.name, "all_reduce", x.shape, 3)
             try:
                 ready(x)
             except RuntimeError as error:
-                raise failure(self._where("all_reduce"), error) from error
+                raise self._failed("all_reduce", error) from error
+            recorder.inside = False
             return x
         return self._all_reduce(x, op, async_op, factor)
 
@@ -77,7 +90,7 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         self._door(x, "all_reduce", "all_reduce")
         check_reduce(self.transport.name, op, x.dtype, self._where("all_reduce"))
-        self._compare("all_reduce", x, op=op, factor=factor)
+        self._begin("all_reduce", x, op=op, factor=factor)
         carried, plain_op = self._carried(x, op, factor, "all_reduce")
         if (
             self._calls is None
@@ -101,7 +114,7 @@ class Communicator:
         check_coord(dst, self.size, "dst", lambda: self._where("reduce"))
         self._door(x, "reduce", "all_reduce")
         check_reduce(self.transport.name, op, x.dtype, self._where("reduce"))
-        self._compare("reduce", x, op=op, factor=factor, dst=dst)
+        self._begin("reduce", x, op=op, factor=factor, dst=dst)
         carried, plain_op = self._carried(x, op, factor, "reduce")
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
         carried = carried.clone() if carried is x else carried
@@ -125,7 +138,7 @@ class Communicator:
         self._door(x, "reduce_scatter", "reduce_scatter")
         check_reduce(self.transport.name, op, x.dtype, self._where("reduce_scatter"))
         parts = self._parts(x, axis, "reduce_scatter")
-        self._compare("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
+        self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )
@@ -175,7 +188,7 @@ class Communicator:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
         check_coord(src, self.size, "src", lambda: self._where("broadcast"))
         self._door(x, "broadcast", "broadcast")
-        self._compare("broadcast", x, src=src)
+        self._begin("broadcast", x, src=src)
         dense = materialised(x)
         return self._run(
             "broadcast",
@@ -196,7 +209,7 @@ class Communicator:
         self._door(x, "all_gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("all_gather"))
-        self._compare("all_gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven)
+        self._begin("all_gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven)
         if uneven:
             return self._uneven_gather(source, axis, None, async_op, out)
         shape = list(source.shape)
@@ -234,9 +247,7 @@ class Communicator:
         self._door(x, "gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self._where("gather"))
-        self._compare(
-            "gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst
-        )
+        self._begin("gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst)
         if uneven:
             return self._uneven_gather(source, axis, dst, async_op, out if self.coord == dst else None)
         if out is not None and self.coord == dst:
@@ -303,7 +314,7 @@ class Communicator:
                 )
             self._door(x, "scatter", "slice")
             parts = self._parts(x, axis, "scatter")
-        self._compare("scatter", src=src, out=out is not None)
+        self._begin("scatter", src=src, out=out is not None)
         if out is None:
             like = self.messages.announce(None if parts is None else parts[0], src)
             result = buffer = like
@@ -334,7 +345,7 @@ class Communicator:
         if splits is None:
             check_divisible(x, own, self.size, lambda: self._where("all_to_all"), lambda: self.who)
         like = x if splits is None else _without(x, own)
-        self._compare("all_to_all", like, split_axis=own, concat_axis=concat, splits=splits is not None)
+        self._begin("all_to_all", like, split_axis=own, concat_axis=concat, splits=splits is not None)
         if splits is not None:
             return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
@@ -406,7 +417,7 @@ class Communicator:
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has come."""
-        self._compare("barrier")
+        self._begin("barrier")
         return self._run("barrier", lambda b: self.transport.barrier(b), lambda: None, async_op)
 
     # -- shared ---------------------------------------------------------------------------------
@@ -418,8 +429,15 @@ class Communicator:
     def _where(self, call: str) -> str:
         return f'{call} along "{self.name}" on {self.who}'
 
-    def _compare(self, call: str, x: Tensor | None = None, **facts: object) -> None:
-        """Tell the other ranks what is about to be called, while calls are still compared."""
+    def _failed(self, call: str, error: BaseException) -> CommunicationError:
+        """The error for a call that the backend gave up on."""
+        found = self.recorder.inquire(self.recorder, self._where(call), error)
+        self.recorder.inside = False
+        return found
+
+    def _begin(self, call: str, x: Tensor | None = None, **facts: object) -> None:
+        """Remember the call, and tell the other ranks of it while calls are still compared."""
+        self.recorder.start(self.name, call, None if x is None else x.shape, 3)
         if self._calls is None:
             return
         if not self._calls.active:
@@ -429,8 +447,11 @@ class Communicator:
             facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
         try:
             self._calls.compare(self.name, call, facts)
+        except MeshcommError:
+            self.recorder.inside = False
+            raise
         except RuntimeError as error:
-            raise failure(self._where(call), error) from error
+            raise self._failed(call, error) from error
 
     def _parts(self, x: Tensor, axis: int, call: str) -> Tensor:
         """`x` as (size, ...), the slices of `axis` in front, contiguous."""
@@ -443,6 +464,7 @@ class Communicator:
         own = torch.tensor([mine], dtype=torch.int64, device=like.device)
         found = own.new_empty(self.size)
         self._run("all_gather", lambda b: self.transport.all_gather(found, own, b), lambda: None, False)
+        self.recorder.inside = True  # the data itself is still to come
         sizes: list[int] = found.tolist()
         return sizes
 
@@ -476,9 +498,12 @@ class Communicator:
                 if not async_op and work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise failure(self._where(call), error) from error
+            raise self._failed(call, error) from error
+        self.recorder.inside = False
         if async_op:
-            return Handle((work,), finish, lambda: self._where(call))
+            return Handle(
+                (work,), finish, lambda: self._where(call), fail=lambda error: self._failed(call, error)
+            )
         return finish()
 
 

@@ -31,7 +31,17 @@ class Handle(Generic[T]):
     reported once, as an UnwaitedHandle warning with the line that made the call.
     """
 
-    __slots__ = ("__weakref__", "_error", "_finish", "_line", "_result", "_source", "_where", "_works")
+    __slots__ = (
+        "__weakref__",
+        "_error",
+        "_fail",
+        "_finish",
+        "_line",
+        "_result",
+        "_source",
+        "_where",
+        "_works",
+    )
 
     def __init__(
         self,
@@ -39,7 +49,9 @@ class Handle(Generic[T]):
         finish: Callable[[], T],
         where: Callable[[], str],
         source: Callable[[], int] | None = None,
+        fail: Callable[[BaseException], CommunicationError] | None = None,
     ) -> None:
+        self._fail = fail
         self._works: Sequence[Work] | None = works
         self._finish: Callable[[], T] | None = finish
         self._where = where
@@ -59,7 +71,7 @@ class Handle(Generic[T]):
         if self._works is not None:
             works, self._works = self._works, None
             try:
-                wait_all(works, self._where, timeout_s)
+                wait_all(works, self._where, timeout_s, self._fail)
             except MeshcommError as error:
                 self._error = error
                 raise
@@ -133,10 +145,15 @@ class Handle(Generic[T]):
             )
 
 
-def wait_all(works: Sequence[Work], where: Callable[[], str], timeout_s: float | None = None) -> None:
+def wait_all(
+    works: Sequence[Work],
+    where: Callable[[], str],
+    timeout_s: float | None = None,
+    fail: Callable[[BaseException], CommunicationError] | None = None,
+) -> None:
     """Wait for every one of `works`; a backend's failure becomes a CommunicationError.
 
-    `where` is only called for the message of an error.
+    `where` is only called for the message of an error; `fail` makes it, where there is one.
     """
     try:
         for work in works:
@@ -145,7 +162,16 @@ def wait_all(works: Sequence[Work], where: Callable[[], str], timeout_s: float |
             else:
                 work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise failure(where(), error) from error
+        raise (failure(where(), error) if fail is None else fail(error)) from error
+
+
+def broken(error: BaseException) -> bool:
+    """Whether the backend says that a connection ended, not that time ran out."""
+    text = str(error).lower()
+    return any(
+        word in text
+        for word in ("connection closed", "connection reset", "connection refused", "broken pipe")
+    )
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:

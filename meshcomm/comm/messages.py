@@ -10,8 +10,9 @@ from torch import Tensor
 
 from meshcomm.comm.checks import check_in_place, check_peer, check_tensor
 from meshcomm.comm.handle import Handle, failure, wait_all
+from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import buffer_for, into, materialised
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled
 from meshcomm.transport.support import name_of
@@ -29,14 +30,15 @@ _DTYPES = [dtype for i, dtype in enumerate(_DTYPES) if dtype not in _DTYPES[:i]]
 class Messages:
     """Point to point along `name`; a communicator has one. Peers are coords."""
 
-    __slots__ = ("_coord", "_name", "_size", "_transport", "_who")
+    __slots__ = ("_coord", "_name", "_recorder", "_size", "_transport", "_who")
 
-    def __init__(self, name: str, transport: Transport, who: str) -> None:
+    def __init__(self, name: str, transport: Transport, who: str, recorder: Recorder) -> None:
         self._name = name
         self._transport = transport
         self._size = transport.size
         self._coord = transport.coord
         self._who = who
+        self._recorder = recorder
 
     def isend(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> Handle[None]:
         """Start sending `x` to coord `dst`. See `Mesh.isend`."""
@@ -159,7 +161,11 @@ class Messages:
             with labelled(f"meshcomm::{call} {self._name}"):
                 start()
         except RuntimeError as error:
-            raise failure(self._where(call), error) from error
+            raise self._failed(call, error) from error
+
+    def _failed(self, call: str, error: BaseException) -> CommunicationError:
+        # Messages are not counted among the group's calls: the ranks may send different numbers.
+        return failure(self._where(call), error)
 
 
 def _blank(device: torch.device) -> Tensor:

@@ -91,6 +91,11 @@ class MeshConfig(Model):
         description="How many of the first calls on each group its ranks compare before data moves; 0: none, "
         '"always": all. Default 64.',
     )
+    reports: str = Field(
+        default="meshcomm-reports",
+        description="Folder into which ranks write what they were doing when a call failed, relative to where the "
+        'job runs. Default "meshcomm-reports"; "": none.',
+    )
     options: FrozenTable[DimOptions] = Field(
         default_factory=Table,
         description="Name of a dim, merged dim or view's dim -> its own options. Default: none.",

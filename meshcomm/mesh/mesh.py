@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.comm import Communicator, Directory, Functional
 from meshcomm.comm.along import AlongDims
 from meshcomm.comm.objects import Objects
+from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.roll_call import roll_call
 from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
@@ -22,6 +23,7 @@ from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
+from meshcomm.mesh.watch import Watch
 from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.plan import plan_view
 from meshcomm.transport import SoloTransport, Transport
@@ -53,6 +55,7 @@ class Mesh(AlongDims):
         transports: dict[str, Transport],
         startup_s: Mapping[str, float],
         validate_calls: int | None,
+        reports: str,
         add: Callable[[Mesh, Plan, str], Transport],
         on_close: Callable[[], None],
     ) -> None:
@@ -72,6 +75,16 @@ class Mesh(AlongDims):
         self._validate_calls = validate_calls
         # By group, not by name: names that share a group share the count of what is compared on it.
         self._calls: dict[int, CallCheck] = {}
+        self._recorders: dict[int, Recorder] = {}
+        self._watch: Watch | None = None
+        if self.is_member and plan.for_rank(rank).groups:
+            self._watch = Watch(
+                dist.PrefixStore("watch", store),
+                rank,
+                self.coords,
+                plan.layout.world_size,
+                reports,
+            )
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
@@ -280,6 +293,9 @@ class Mesh(AlongDims):
             self.closed = True
             self._at.clear()
             self._calls.clear()
+            self._recorders.clear()
+            if self._watch is not None:
+                self._watch.close()
             self._torch.close()
             self.store.close()
             self._on_close()
@@ -321,11 +337,15 @@ class Mesh(AlongDims):
     # -- inside ---------------------------------------------------------------------------------
 
     def _communicator(self, name: str, transport: Transport) -> Communicator:
-        calls = self._calls.get(id(transport))
-        if calls is None and transport.size > 1:
-            ranks = self.ranks(name)
-            calls = self._calls[id(transport)] = CallCheck(transport, ranks, self.label, self._validate_calls)
-        return Communicator(name, transport, self.label, calls)
+        if transport.size == 1 or self._watch is None:
+            return Communicator(name, transport, self.label)
+        key = id(transport)
+        if key not in self._calls:
+            group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
+            ranks = list(group.ranks)
+            self._calls[key] = CallCheck(transport, ranks, self.label, self._validate_calls)
+            self._recorders[key] = self._watch.record(group.label, ranks)
+        return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
     def _transport_of(self, name: str) -> Transport:
         self._usable()

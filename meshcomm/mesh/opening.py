@@ -319,6 +319,7 @@ def _create(
         prefix=prefix,
         transports=transports,
         validate_calls=None if settings.mesh.validate_calls == "always" else settings.mesh.validate_calls,
+        reports=settings.mesh.reports,
         startup_s={"agree": agree_s, "create": time.perf_counter() - began},
         add=add,
         on_close=on_close,

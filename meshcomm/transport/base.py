@@ -52,6 +52,7 @@ class Transport(ABC):
     def kinds(self) -> tuple[str, ...]:
         """The device types of tensors that the group carries."""
         return (self.device.type,)
+
     group_name: str
 
     @abstractmethod

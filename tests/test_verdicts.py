@@ -1,0 +1,193 @@
+"""A call that cannot end says who has not come, and what that rank does instead; reports say it together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.comm.verdict import verdict
+from meshcomm.errors import CollectiveTimeout, PeerLost
+from meshcomm.jobs import report
+from meshcomm.testing import Pool
+
+TIMEOUT = 2.0
+
+
+def outcome(program: Any, reports: str, **more: Any) -> tuple[str, str, tuple[int, ...], float]:
+    config = {
+        "mesh": {
+            "dims": {"pp": 2, "dp": 2, "tp": 2},
+            "device": "cpu",
+            "timeout_s": TIMEOUT,
+            "reports": reports,
+            **more,
+        }
+    }
+    with meshcomm.init(config) as mesh:
+        mesh.warm_up()
+        began = time.monotonic()
+        try:
+            program(mesh)
+        except CollectiveTimeout as error:
+            return type(error).__name__, str(error), error.missing, time.monotonic() - began
+        return "none", "", (), time.monotonic() - began
+
+
+def skipped(mesh: Any) -> None:
+    if mesh.rank == 6:
+        time.sleep(TIMEOUT + 3)  # it skips the call and does something else
+        return
+    mesh.all_reduce("tp", torch.ones(4))
+
+
+def run_skipped(folder: str, validate: int) -> tuple[str, str, tuple[int, ...], float]:
+    return outcome(skipped, folder, validate_calls=validate)
+
+
+@pytest.mark.parametrize("validate", [0, 64])
+def test_a_skipped_call_names_who_has_not_come(pool: Pool, tmp_path: Path, validate: int) -> None:
+    found = pool.run(run_skipped, str(tmp_path), validate)
+    for rank in range(8):
+        kind, text, missing, took = found[rank]
+        if rank != 7:
+            assert kind == "none"
+            continue
+        assert kind == "CollectiveTimeout"
+        assert missing == (6,)
+        lines = text.splitlines()
+        assert lines[0] == 'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time'
+        assert lines[1].startswith("  given:    call 2 on tp[pp=1 dp=1], ranks [6, 7], at ")
+        assert f"{__file__}:" in lines[1]
+        assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in lines[2]
+        assert " in skipped, after barrier, call 1" in lines[2]
+        assert took < TIMEOUT + 2
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["rank6.json", "rank7.json"]
+    assert "rank 6 (pp=1 dp=1 tp=0) is at " in report(tmp_path).splitlines()[1]
+    assert 'rank 7 waits for it in all_reduce along "tp", call 2' in report(tmp_path).splitlines()[1]
+
+
+def crossed(mesh: Any) -> None:
+    x = torch.ones(4)
+    first, second = ("dp", "tp") if mesh.rank in (1, 2) else ("tp", "dp")
+    mesh.all_reduce(first, x)
+    mesh.all_reduce(second, x)
+
+
+def run_crossed(folder: str) -> tuple[str, str, tuple[int, ...], float]:
+    return outcome(crossed, folder, validate_calls=0)
+
+
+def test_a_circular_wait_across_dims_is_found(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_crossed, str(tmp_path))
+    # 0 waits along tp for 1, which waits along dp for 3, which waits along tp for 2, along dp for 0.
+    assert [kind for kind, *_ in found] == ["CollectiveTimeout"] * 4 + ["none"] * 4
+    assert [missing for _, _, missing, _ in found[:4]] == [(1,), (3,), (0,), (2,)]
+    assert 'rank 1 (pp=0 dp=0 tp=1) has not come: it is in all_reduce along "dp", call 2, at ' in found[0][1]
+    lines = report(tmp_path).splitlines()
+    assert lines[1] == "circular wait:"
+    circle = [(line.split()[1], line.split()[-1]) for line in lines[2:6]]
+    assert circle == [("0", "1"), ("1", "3"), ("3", "2"), ("2", "0")]
+
+
+def test_the_circle_itself() -> None:
+    def status(rank: int, label: str, ranks: list[int], other: str, others: list[int]) -> dict[str, Any]:
+        last = {
+            "number": 2,
+            "dim": label[:2],
+            "call": "all_reduce",
+            "shape": [4],
+            "site": f"train.py:{rank}",
+            "inside": True,
+        }
+        return {
+            "rank": rank,
+            "coords": {"r": rank},
+            "main": "train.py:1 in step",
+            "failed": None,
+            "groups": [
+                {"label": label, "ranks": ranks, "started": 2, "last": last},
+                {
+                    "label": other,
+                    "ranks": others,
+                    "started": 1,
+                    "last": {**last, "number": 1, "inside": False},
+                },
+            ],
+        }
+
+    statuses = {
+        0: status(0, "dp[0]", [0, 1], "tp[0]", [0, 2]),
+        1: status(1, "tp[1]", [1, 2], "dp[0]", [0, 1]),
+        2: status(2, "tp[0]", [0, 2], "tp[1]", [1, 2]),
+    }
+    assert verdict(statuses) == [
+        "circular wait:",
+        '  rank 0 (r=0) in all_reduce along "dp" at train.py:0 waits for rank 1',
+        '  rank 1 (r=1) in all_reduce along "tp" at train.py:1 waits for rank 2',
+        '  rank 2 (r=2) in all_reduce along "tp" at train.py:2 waits for rank 0',
+    ]
+    assert verdict({0: {**statuses[0], "groups": []}}) == [
+        "no rank was found waiting for another: the reports hold no verdict"
+    ]
+
+
+def killed(mesh: Any) -> None:
+    mesh.all_reduce("dp", torch.ones(1))
+    if mesh.rank == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(1000):
+        mesh.all_reduce("dp", torch.ones(1))
+
+
+def run_killed(folder: str) -> tuple[str, str, tuple[int, ...], float]:
+    return outcome(killed, folder, timeout_s=20.0)
+
+
+def test_a_dead_peer_is_named(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_killed, str(tmp_path), allow=True)
+    assert isinstance(found[5], ChildProcessError)
+    kind, text, missing, took = found[7]
+    assert kind == PeerLost.__name__
+    assert missing == (5,)
+    assert "rank 5 does not answer: it has ended, or is stopped" in text
+    assert took < 10
+    assert (
+        report(tmp_path)
+        .splitlines()[1]
+        .startswith("rank 5 does not answer: it has ended, or is stopped; rank 7 waits")
+    )
+
+
+def late(mesh: Any) -> None:
+    handle = mesh.all_reduce("dp", torch.ones(1), async_op=True) if mesh.rank != 1 else None
+    if handle is not None:
+        handle.wait()
+    else:
+        time.sleep(TIMEOUT + 3)
+
+
+def run_late(folder: str) -> tuple[str, str, tuple[int, ...], float]:
+    return outcome(late, folder, validate_calls=0)
+
+
+def test_an_asynchronous_call_fails_by_name_too(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_late, str(tmp_path))
+    kind, text, missing, _ = found[3]
+    assert (kind, missing) == ("CollectiveTimeout", (1,))
+    assert 'all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time' in text
+
+
+def test_a_folder_without_reports(tmp_path: Path) -> None:
+    with pytest.raises(meshcomm.MeshcommError, match="there are no reports in"):
+        report(tmp_path)
+    (tmp_path / "rank0.json").write_text("{")
+    with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
+        report(tmp_path)
