@@ -78,11 +78,21 @@ def plan(
 
 
 @app.command()
-def train(config: ConfigFile, world: World = None, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    world: World = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="After a rank fails, start all again, at most so often; see checkpoint_every."
+        ),
+    ] = 0,
+    overrides: Overrides = None,
+) -> None:
     """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
     from meshcomm import jobs
 
-    raise typer.Exit(jobs.train(config, overrides or (), world))
+    raise typer.Exit(jobs.train(config, overrides or (), world, max_restarts))
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -111,6 +121,34 @@ def bench(
     from meshcomm import jobs
 
     raise typer.Exit(jobs.bench(megabytes, rounds, world))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The job's file: more can be checked with it.")
+    ] = None,
+    world: World = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check this host, installation and environment. Under torchrun: all ranks, in one table.
+
+    Exit code 1 where something would make the job fail.
+    """
+    from meshcomm import jobs
+
+    raise typer.Exit(jobs.doctor(config, overrides or (), world, json))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where ranks left their reports.")],
+) -> None:
+    """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
+    from meshcomm import jobs
+
+    typer.echo(jobs.report(folder))
 
 
 def show(what: RenderableType) -> None:

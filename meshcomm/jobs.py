@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
+from meshcomm.comm.verdict import doing, name_of_rank, verdict
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, LaunchError, MeshcommError
 from meshcomm.mesh.launch import launch
@@ -17,9 +20,15 @@ from meshcomm.mesh.launcher import Launch, find_launch
 from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE, init
 from meshcomm.mesh.rank import as_rank
 
+# How long the ranks wait for each other where no config says.
+_DOCTOR_TIMEOUT_S: Final = 60.0
 
-def train(config: Path, overrides: Sequence[str], world: int | None) -> int:
-    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here."""
+
+def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
+    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
+
+    max_restarts: how often all ranks are started again after one of them has failed.
+    """
     settings = load(config, overrides)
     if settings.train is None:
         raise ConfigError(
@@ -28,7 +37,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None) -> int:
             expected="all four sections",
             hint="configs/quickstart.toml has them all",
         )
-    return _job(settings, world, ["train", str(config)], overrides, lambda: _train(settings))
+    return _job(settings, world, ["train", str(config)], overrides, lambda: _train(settings), max_restarts)
 
 
 def run(
@@ -78,18 +87,110 @@ def _bench(settings: Config, megabytes: int, rounds: int) -> None:
             console().print(rows_table(f"data, {mesh.size('dp')} processes, {mesh.device.type}", rows))
 
 
+def doctor(config: Path | None, overrides: Sequence[str], world: int | None, json: bool) -> int:
+    """Print what is well and what is not; returns 1 where something is an error, else 0.
+
+    Inside a launcher every rank takes part and rank 0 prints.
+    """
+    from meshcomm.doctor import examine, examine_together
+    from meshcomm.doctor.finding import Finding, exit_code
+
+    if config is None and overrides:
+        raise ConfigError(
+            "--set has no effect without a CONFIG",
+            given=" ".join(f"--set {override}" for override in overrides),
+            expected="a CONFIG whose settings they change",
+            hint="meshcomm doctor CONFIG --set ...",
+        )
+    settings = None if config is None else load(config, overrides)
+    try:
+        here = find_launch(os.environ)
+    except LaunchError:
+        # It will be among the findings.
+        here = find_launch({})
+    if here.kind == "single":
+        facts = examine(settings, world)
+        _print_facts(facts, json)
+        return exit_code(map(Finding.read, facts["findings"]))
+    _no_other_world(here, world)
+    codes: list[int] = []
+
+    def body() -> None:
+        timeout_s = _DOCTOR_TIMEOUT_S if settings is None else settings.mesh.timeout_s
+        found, code = examine_together(settings, here, timeout_s)
+        if found is not None:
+            _print_facts(found, json)
+        codes.append(code)
+
+    as_rank(body, here, lambda: f"rank {here.rank}")
+    return codes[0]
+
+
+def _print_facts(facts: dict[str, Any], json: bool) -> None:
+    if json:
+        from json import dumps
+
+        print(dumps(facts, indent=2))
+        return
+    from meshcomm.bench.table import console
+    from meshcomm.doctor.view import view
+
+    console().print(view(facts))
+
+
+def report(folder: Path) -> str:
+    """The verdict of the reports in a folder, as text."""
+    files = sorted(folder.glob("rank*.json"), key=lambda path: int("0" + path.stem[4:]))
+    if not files:
+        raise LaunchError(
+            f"there are no reports in {folder}",
+            given=f"{folder}" if folder.is_dir() else f"{folder}, which is no folder",
+            expected="rank0.json, rank1.json, ... as ranks leave them when a call fails",
+            hint="mesh.reports in the config says where they go; default meshcomm-reports",
+        )
+    statuses = {}
+    for file in files:
+        try:
+            status = json.loads(file.read_text())
+            statuses[int(status["rank"])] = status
+        except (ValueError, KeyError, TypeError) as error:
+            raise LaunchError(
+                f"{file} is not a report",
+                given=str(error),
+                expected="a file that a rank wrote",
+                hint=f"remove {file}",
+            ) from None
+    lines = [f"{len(statuses)} report(s) in {folder}", *verdict(statuses)]
+    for rank, status in statuses.items():
+        if status["failed"] is not None:
+            failed = status["failed"]
+            lines.append(
+                f'{name_of_rank(rank, status)}: {failed["call"]} along "{failed["dim"]}", call {failed["number"]} on '
+                f"{failed['label']}, at {failed['site']}: {' '.join(failed['error'])}"
+            )
+        else:
+            lines.append(f"{name_of_rank(rank, status)} {doing(status)}")
+    return "\n".join(lines)
+
+
 def _job(
-    settings: Config, world: int | None, words: list[str], overrides: Sequence[str], body: object
+    settings: Config,
+    world: int | None,
+    words: list[str],
+    overrides: Sequence[str],
+    body: object,
+    max_restarts: int = 0,
 ) -> int:
     assert callable(body)
     here = find_launch(os.environ)
     if here.kind != "single":
-        if world is not None and world != here.world_size:
+        _no_other_world(here, world)
+        if max_restarts:
             raise LaunchError(
-                f"--world {world} inside a job of {here.world_size} processes",
-                given=f"--world {world}, launcher {here.kind} with {here.world_size}",
-                expected="no --world: the launcher decides",
-                hint="leave --world out",
+                f"--max-restarts {max_restarts} inside a job that {here.kind} started",
+                given=f"--max-restarts {max_restarts}, launcher {here.kind} with {here.world_size} processes",
+                expected="no --max-restarts: the launcher restarts, or does not",
+                hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
         as_rank(body, here, lambda: _label(settings, here))
         return 0
@@ -97,7 +198,17 @@ def _job(
     settings.resolved(size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options go before the words: all that follows a script's name is the script's.
-    return launch(["-m", "meshcomm", words[0], *sets, *words[1:]], size)
+    return launch(["-m", "meshcomm", words[0], *sets, *words[1:]], size, max_restarts)
+
+
+def _no_other_world(here: Launch, world: int | None) -> None:
+    if world is not None and world != here.world_size:
+        raise LaunchError(
+            f"--world {world} inside a job of {here.world_size} processes",
+            given=f"--world {world}, launcher {here.kind} with {here.world_size}",
+            expected="no --world: the launcher decides",
+            hint="leave --world out",
+        )
 
 
 def _world(settings: Config, world: int | None) -> int:
@@ -125,16 +236,17 @@ def _label(settings: Config, here: Launch) -> str:
 def _train(settings: Config) -> None:
     from rich.console import Console
 
-    from meshcomm.train import Silent
+    from meshcomm.train import Silent, find_attempt
     from meshcomm.train import run as run_training
     from meshcomm.train.screen import TrainingReporter
 
+    attempt = find_attempt(os.environ)
     with init(settings) as mesh:
         if not mesh.is_member:
             return
         if mesh.rank == 0:
             console = Console()
             console.print(mesh)
-            run_training(mesh, settings, TrainingReporter(console))
+            run_training(mesh, settings, TrainingReporter(console), attempt)
         else:
-            run_training(mesh, settings, Silent())
+            run_training(mesh, settings, Silent(), attempt)

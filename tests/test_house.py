@@ -23,6 +23,7 @@ ORDER = [
     "comm",
     "pattern",
     "mesh",
+    "doctor",
     "parallel",
     "train",
     "bench",

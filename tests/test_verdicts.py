@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -183,6 +182,40 @@ def test_an_asynchronous_call_fails_by_name_too(pool: Pool, tmp_path: Path) -> N
     kind, text, missing, _ = found[3]
     assert (kind, missing) == ("CollectiveTimeout", (1,))
     assert 'all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time' in text
+
+
+def functional(mesh: Any) -> list[str]:
+    x = torch.ones(2, requires_grad=True)
+    sites = []
+    for _ in range(3):
+        y = mesh.functional.all_reduce("dp", x, grad="sum")
+        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        y.sum().backward()
+        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        mesh.all_reduce("dp", torch.ones(2))
+        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
+        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+    return sites
+
+
+def run_functional(validate: int) -> list[str]:
+    with meshcomm.init(
+        dims={"pp": 1, "dp": 2, "tp": 2}, device="cpu", timeout_s=20, validate_calls=validate
+    ) as mesh:
+        return functional(mesh)
+
+
+@pytest.mark.parametrize("validate", [0, 64])
+def test_the_recorded_line_is_the_users(pool: Pool, validate: int) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    wanted = ["functional.all_reduce", "backward()", 'mesh.all_reduce("dp"', "hierarchical"] * 3
+    sites = pool.run(run_functional, validate, ranks=4)[0]
+    assert len(sites) == len(wanted)
+    for site, text in zip(sites, wanted, strict=True):
+        file, line = site.rsplit(":", 1)
+        assert file == __file__
+        assert text in lines[int(line) - 1]
 
 
 def test_a_folder_without_reports(tmp_path: Path) -> None:

@@ -171,13 +171,13 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
         ctx.comm, ctx.op, ctx.grad = comm, op, grad
-        return _value(comm.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op))
+        return _value(comm.checked_all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if ctx.grad == "sum":
-            dy = ctx.comm.all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.op)
+            dy = ctx.comm.checked_all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.op)
         elif ctx.op == "avg":
             dy = dy / ctx.comm.size
         return None, dy, None, None
@@ -192,7 +192,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return None, ctx.comm.all_reduce(dy.clone(memory_format=torch.contiguous_format))
+        return None, ctx.comm.checked_all_reduce(dy.clone(memory_format=torch.contiguous_format))
 
 
 class _AllGather(torch.autograd.Function):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
 from torch.futures import Future
 
+from meshcomm.comm.recorder import caller
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.transport import Work
 
 T = TypeVar("T")
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class UnwaitedHandle(ResourceWarning):
@@ -183,11 +180,3 @@ def failure(where: str, error: BaseException) -> CommunicationError:
         expected="every rank of the group to make the same call and stay alive until it ends",
         hint="look for the first error of the other ranks; this one may only follow from it",
     )
-
-
-def caller() -> str:
-    """file:line of the innermost frame outside this package."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

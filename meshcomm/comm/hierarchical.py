@@ -23,7 +23,7 @@ def all_reduce(comms: Sequence[Communicator], x: Tensor, op: str, factor: float 
     if len(comms) == 1 or x.numel() == 0:
         # An empty tensor still makes every rank meet, so that a skipped call is noticed.
         for comm in comms:
-            _settled(comm.all_reduce(x, op, False, factor))
+            _settled(comm.checked_all_reduce(x, op, False, factor))
         return x
     check_in_place(x, lambda: f'all_reduce along "{inner.name}" on {inner.who}', "all_reduce")
     flat = materialised(x).view(-1)

@@ -8,9 +8,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final, final
 
+import torch
+
 from meshcomm.errors import CommunicationError
 
-_PACKAGE: Final = str(Path(__file__).parents[1])
+# Frames that are not the user's: this package, and torch between it and the user (autograd).
+_OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _KEPT: Final = 256
 
 Entry = tuple[str, str, object, CodeType, int]
@@ -43,7 +46,7 @@ class Recorder:
     def start(self, name: str, call: str, shape: object, depth: int) -> None:
         """A call on the dim `name` begins; `depth` frames up is the innermost that may be the user's."""
         frame: Any = sys._getframe(depth)
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
             frame = frame.f_back
         self.started = number = self.started + 1
         self.inside = True
@@ -64,6 +67,14 @@ class Recorder:
             "site": f"{code.co_filename}:{_line(code, instruction)}",
             "inside": self.inside,
         }
+
+
+def caller() -> str:
+    """file:line of the innermost frame that is the user's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _line(code: CodeType, instruction: int) -> int:

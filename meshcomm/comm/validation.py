@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
-from meshcomm.comm.handle import caller
+from meshcomm.comm.recorder import caller
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
 from meshcomm.transport import Transport

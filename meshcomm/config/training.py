@@ -188,6 +188,20 @@ class TrainConfig(Model):
     log_every: int = Field(
         default=1, ge=1, description="Steps from one line of metrics to the next. Default 1."
     )
+    checkpoint_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps from one checkpoint to the next; one more follows the last step. 0: none. Default 0.",
+    )
+    keep: int = Field(
+        default=2,
+        ge=1,
+        description="With checkpoint_every: how many of the last checkpoints stay. Default 2.",
+    )
+    resume: bool = Field(
+        default=False,
+        description="Go on from the last complete checkpoint in out, if there is one. Default false.",
+    )
 
     def problems(self, broken: Broken) -> Iterator[Problem]:
         """See Model.problems."""
@@ -198,4 +212,12 @@ class TrainConfig(Model):
                 given=f"warmup_steps = {self.warmup_steps}, steps = {self.steps}",
                 expected=f"0 to {self.steps}",
                 hint=either([f"train.warmup_steps = {self.steps}", f"train.steps = {self.warmup_steps}"]),
+            )
+        if self.given("keep") and not self.checkpoint_every and not broken.touches("checkpoint_every"):
+            yield Problem(
+                "keep",
+                "no effect: no checkpoints are saved",
+                given=f"keep = {self.keep}, checkpoint_every = 0",
+                expected="checkpoint_every of 1 or more",
+                hint=either(["train.checkpoint_every = 100", "remove train.keep"]),
             )

@@ -21,12 +21,13 @@ from meshcomm.errors import LaunchError
 INTERRUPTED = 130
 
 
-def launch(arguments: Sequence[str], world_size: int) -> int:
+def launch(arguments: Sequence[str], world_size: int, max_restarts: int = 0) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
     The code is 0 when all ranks ended well, that of the first rank that failed (128 + signal where
     a signal ended it), or 130 after Ctrl-C. No rank outlives the call. The ranks write to this
-    process's own stdout and stderr; a rank that a signal ended is named on stderr.
+    process's own stdout and stderr; a rank that a signal ended is named on stderr. Where one fails,
+    all are ended and started again, up to `max_restarts` times; the code is that of the last time.
     """
     if world_size > 4096:
         raise LaunchError(
@@ -49,7 +50,7 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=max_restarts,
         **{name: value for name, value in optional.items() if name in known},
     )
     try:

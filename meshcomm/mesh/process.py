@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from meshcomm.config import Config, ProcessConfig
 from meshcomm.errors import LaunchError
+from meshcomm.mesh.exposure import exposed_file, exposed_store, is_loopback, serve_on_loopback, warn
 from meshcomm.mesh.launcher import Launch
 
 
@@ -39,6 +41,7 @@ def meet(
     """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
 
     Raises LaunchError where nothing says who this process is, or nobody is met within the timeout.
+    Rank 0 warns with ExposedRendezvous where others could come too: see `exposure`.
     """
     rank = _given(rank, process.rank, launch.rank)
     world_size = _given(world_size, process.world_size, launch.world_size)
@@ -62,6 +65,8 @@ def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
     if process.init == "file":
+        if rank == 0:
+            warn(exposed_file(str(process.path)))
         return dist.FileStore(str(process.path), world_size)
     if process.init == "tcp":
         url = f"tcp://{process.address}"
@@ -79,8 +84,14 @@ def _find_store(
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
+    host, port = _split(f"{launch.address}:{launch.port}" if url == "env://" else url.removeprefix("tcp://"))
+    # Under torchrun its agent hosts the store, and no rank does.
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
+        # What is made here is found by the next line, by its port.
+        server = serve_on_loopback(host, port, timeout) if hosts else None
         store, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
+        del server
     except (dist.DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"rank {rank} of {world_size} could not meet the others at "
@@ -89,8 +100,18 @@ def _find_store(
             expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
             hint="look whether rank 0 is running, and whether the port is free on its host",
         ) from error
+    if rank == 0 and launch.local_size == world_size and (hosts or not is_loopback(host)):
+        setting = (
+            f'process.address = "127.0.0.1:{port}"' if process.init == "tcp" else "MASTER_ADDR=127.0.0.1"
+        )
+        warn(exposed_store(host, port, setting, world_size))
     found: dist.Store = store
     return found
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:

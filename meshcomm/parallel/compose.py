@@ -113,6 +113,29 @@ class Trainer:
         self.optimizer.step()
         return self._mean(loss)
 
+    def state(self) -> dict[str, Tensor]:
+        """All that a step changes: this rank's weights and the optimiser's state, by global names.
+
+        Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
+        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the
+        mesh. Memory is shared: writing into the tensors is how a state is put back. The learning
+        rate is not among them, as every step is told its own.
+        """
+        if not self.optimizer.state:
+            # The optimiser makes its state in its first step; with gradients and a rate of zero
+            # that step changes nothing else.
+            self.gradients.start()
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+            self.optimizer.step()
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
+        found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"optimizer.{name}.{key}"] = value
+        return found
+
     def parameters_of_all_stages(self) -> int:
         """Number of elements of the whole model's parameters. Every rank calls this."""
         count = sum(parameter.numel() for parameter in self.module.parameters())

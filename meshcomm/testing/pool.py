@@ -79,11 +79,10 @@ class Pool:
         Raises:   RankFailure; a rank that does not return in time is ended, and its stacks are
                   in the text.
         """
-        import torch.distributed as dist
+        from meshcomm.mesh.exposure import serve_on_loopback
 
-        store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
+        assert store is not None
         workers = self._take(ranks)
         for rank, worker in enumerate(workers):
             variables = {

@@ -1,6 +1,20 @@
 """A transformer on bytes of real text, trained in parallel as a config says."""
 
+from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
 from meshcomm.train.loop import learning_rate, run, trainer_for
-from meshcomm.train.report import Reporter, Silent, Start, Step, Summary
+from meshcomm.train.report import Reporter, Resumed, Silent, Start, Step, Summary
 
-__all__ = ["Reporter", "Silent", "Start", "Step", "Summary", "learning_rate", "run", "trainer_for"]
+__all__ = [
+    "Attempt",
+    "Checkpoints",
+    "Reporter",
+    "Resumed",
+    "Silent",
+    "Start",
+    "Step",
+    "Summary",
+    "find_attempt",
+    "learning_rate",
+    "run",
+    "trainer_for",
+]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from meshcomm.config import Config
 from meshcomm.errors import MeshcommError, TrainingError
@@ -17,6 +16,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Sections, sections
 from meshcomm.train.data import Corpus, load
+from meshcomm.train.exchange import is_first, rows_of_every_rank
 from meshcomm.train.metrics import check_folder
 
 _BYTES = 16
@@ -55,7 +55,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
         failure = error
     host = hashlib.sha256(platform.node().encode()).digest()[:_BYTES]
     mine = torch.frombuffer(bytearray(b"".join([host, *digests])), dtype=torch.uint8)
-    table = _of_every_rank(mesh, mine.to(mesh.device)).cpu().unflatten(1, (-1, _BYTES))
+    table = rows_of_every_rank(mesh, mine.to(mesh.device)).cpu().unflatten(1, (-1, _BYTES))
     if failure is not None:
         raise failure
     columns = [[bytes(cell.tolist()) for cell in column] for column in table.unbind(1)]
@@ -63,23 +63,10 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     return Facts(known, corpus, columns[0].count(host))
 
 
-def is_first(mesh: Mesh) -> bool:
-    """Whether this rank, the lowest of the mesh, writes what a run leaves behind."""
-    return mesh.rank == int(mesh.layout.ranks.min())
-
-
 def _settings(section: object) -> bytes:
     assert hasattr(section, "model_dump_json")
     text: str = section.model_dump_json(exclude={"files", "out"})
     return hashlib.sha256(text.encode()).digest()[:_BYTES]
-
-
-def _of_every_rank(mesh: Mesh, row: Tensor) -> Tensor:
-    """(n) bytes of each rank -> (ranks, n), in the order of the layout's grid: one gather per dim."""
-    table = row.unsqueeze(0)
-    for dim in reversed(list(mesh.layout.dims)):
-        table = mesh.all_gather(dim, table, axis=0)
-    return table
 
 
 def _compare(ranks: list[int], columns: list[list[bytes]]) -> None:

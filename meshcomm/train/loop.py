@@ -6,10 +6,11 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
@@ -17,21 +18,27 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
-from meshcomm.train.agree import agree, is_first
+from meshcomm.train.agree import agree
+from meshcomm.train.checkpoint import Attempt, Beginning, Checkpoints
 from meshcomm.train.data import Batches, Corpus
+from meshcomm.train.exchange import is_first, together
+from meshcomm.train.lock import Lock, compare, lock_of
 from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.model import Transformer, initialise
-from meshcomm.train.report import Reporter, Start, Step, Summary
+from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
+
+_LOSSES = "run.losses"
 
 
-def run(mesh: Mesh, config: Config, reporter: Reporter) -> Summary:
-    """Train as `config` says.
+def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None = None) -> Summary:
+    """Train as `config` says, from the start or from the last complete checkpoint in `train.out`.
 
+    attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
     Called by: every rank of an open mesh, with equal configs.
     Returns:   the same losses on every rank. Rank 0 has written metrics.jsonl into `train.out`.
-    Raises:    ConfigError or LayoutError where config and mesh do not fit; TrainingError where
-               ranks have different settings or data, a parameter gets no gradient, or the loss is
-               not finite.
+    Raises:    ConfigError or LayoutError where config and mesh, or config and checkpoint do not
+               fit; TrainingError where ranks have different settings or data, a parameter gets no
+               gradient, the loss is not finite, or a checkpoint cannot be written or read.
     """
     before = torch.get_num_threads()
     try:
@@ -39,7 +46,18 @@ def run(mesh: Mesh, config: Config, reporter: Reporter) -> Summary:
         if mesh.device.type == "cpu":
             # More threads than cores slow each other down; ranks on one host share its cores.
             torch.set_num_threads(max(1, _cores() // facts.ranks_here))
-        return _steps(trainer_for(mesh, config), facts.corpus, reporter)
+        checkpoints = Checkpoints(mesh, facts.sections.train)
+        beginning = checkpoints.begin(attempt or Attempt())
+
+        def lock(step: int, seconds: float) -> Lock:
+            return lock_of(mesh, config, facts.corpus.digest, step, seconds)
+
+        resumed, before_s = _resumed(mesh, beginning, checkpoints, lock, facts.sections.train.steps)
+        trainer = trainer_for(mesh, config)
+        losses: list[float] = []
+        if resumed is not None and resumed.step:
+            losses = _load(trainer, checkpoints, resumed)
+        return _steps(trainer, facts.corpus, reporter, checkpoints, lock, resumed, losses, before_s)
     finally:
         torch.set_num_threads(before)
 
@@ -64,7 +82,52 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     return train.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def _steps(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> Summary:
+def _resumed(
+    mesh: Mesh,
+    beginning: Beginning,
+    checkpoints: Checkpoints,
+    lock: Callable[[int, float], Lock],
+    steps: int,
+) -> tuple[Resumed | None, float]:
+    """What a run goes on from, checked against its configuration, and the seconds spent before."""
+    path = beginning.path
+    if not beginning.continues:
+        return None, 0.0
+    if path is None:
+        return Resumed(0, checkpoints.folder, (), beginning.restarts), 0.0
+
+    def look() -> tuple[Lock, tuple[str, ...]]:
+        saved = Lock.read(path)
+        return saved, compare(saved, lock(saved.step, saved.seconds), path, steps)
+
+    saved, differences = together(mesh, f"resume from {path}", look)
+    return Resumed(saved.step, path, differences, beginning.restarts), saved.seconds
+
+
+def _state(trainer: Trainer, losses: list[float]) -> dict[str, Tensor]:
+    """All that a run must find again, beside what follows from the step and the configuration."""
+    return {**trainer.state(), _LOSSES: torch.tensor(losses, dtype=torch.float64)}
+
+
+def _load(trainer: Trainer, checkpoints: Checkpoints, resumed: Resumed) -> list[float]:
+    """Put the checkpoint's state into `trainer`; return the losses of the steps before."""
+    state = _state(trainer, [0.0] * resumed.step)
+    checkpoints.load(resumed.folder, state)
+    found: list[float] = state[_LOSSES].tolist()
+    return found
+
+
+def _steps(
+    trainer: Trainer,
+    corpus: Corpus,
+    reporter: Reporter,
+    checkpoints: Checkpoints,
+    lock: Callable[[int, float], Lock],
+    resumed: Resumed | None,
+    losses: list[float],
+    before_s: float,
+) -> Summary:
+    """The steps that follow those of `losses`, on which `before_s` seconds were spent."""
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
     batches = Batches(
@@ -83,22 +146,27 @@ def _steps(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> Summary:
         text_bytes=len(corpus.text),
         text_files=len(corpus.files),
         threads=torch.get_num_threads(),
+        resumed=resumed,
     )
-    losses: list[float] = []
     out = Path(train.out)
-    seconds = 0.0
+    seconds = before_s
+    every = train.checkpoint_every
 
     def summary() -> Summary:
         done = len(losses)
         return Summary(done, tuple(losses), done * start.tokens_per_step, seconds, out / "metrics.jsonl")
 
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(MetricsFile(out)) if is_first(mesh) else None
+        metrics = None
+        if is_first(mesh):
+            # What another run left was put aside when this one began.
+            metrics = stack.enter_context(MetricsFile(out, after=0 if resumed is None else resumed.step))
         reporter.start(start)
-        began = logged = time.perf_counter()
-        logged_step = 0
+        logged = time.perf_counter()
+        began = logged - before_s
+        logged_step = len(losses)
         try:
-            for step in range(1, train.steps + 1):
+            for step in range(len(losses) + 1, train.steps + 1):
                 lr = learning_rate(train, step)
                 loss = trainer.step(*batches(step), lr)
                 if not math.isfinite(loss):
@@ -125,6 +193,10 @@ def _steps(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> Summary:
                     if metrics is not None:
                         metrics.write(line)
                     reporter.step(line)
+                if every and (step % every == 0 or step == train.steps):
+                    if metrics is not None:
+                        metrics.sync()
+                    checkpoints.save(lock(step, seconds), _state(trainer, losses))
         except BaseException:
             reporter.interrupted(summary())
             raise

@@ -31,28 +31,51 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
+    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
+
+    Or the next number that is free of both, the highest being the latest. Nothing is deleted.
+    """
+    names = {
+        "metrics.jsonl": "metrics.{}.jsonl",
+        **({"checkpoints": "checkpoints.{}"} if with_checkpoints else {}),
+    }
+    number = 1
+    while (folder / f"metrics.{number}.jsonl").exists() or (folder / f"checkpoints.{number}").exists():
+        number += 1
+    for name, aside in names.items():
+        if (folder / name).exists():
+            (folder / name).rename(folder / aside.format(number))
+
+
 @final
 class MetricsFile:
     """Writes `folder`/metrics.jsonl.
 
-    A file that an earlier run left there is put aside as metrics.1.jsonl, or the next number that
-    is free, the highest being the latest.
+    Args:
+        folder: made where it is not there.
+        after: None for a new run; a file that an earlier one left is put aside, see `put_aside`.
+            The step whose checkpoint a run goes on from: the lines up to it stay, the rest is
+            cut off, and new lines follow.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int | None = None) -> None:
         check_folder(folder)
         self.path = folder / "metrics.jsonl"
-        if self.path.exists():
-            number = 1
-            while (aside := folder / f"metrics.{number}.jsonl").exists():
-                number += 1
-            self.path.rename(aside)
-        self._file = self.path.open("x", encoding="utf-8")
+        if after is None:
+            put_aside(folder)
+        elif self.path.exists():
+            os.truncate(self.path, _end_of(self.path, after))
+        self._file = self.path.open("x" if after is None else "a", encoding="utf-8")
 
     def write(self, step: Step) -> None:
         """Append one line: step, loss, lr, tokens, tokens_per_s, seconds."""
         self._file.write(json.dumps(asdict(step)) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Have every line on the disk: what a checkpoint goes on from must not be lost."""
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self
@@ -61,3 +84,17 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Bytes of the lines up to that of `step`. A line that was cut short ends them."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+    return end

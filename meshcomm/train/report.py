@@ -8,6 +8,20 @@ from typing import Protocol, final
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """A run that goes on where an earlier one stopped."""
+
+    step: int
+    """The last step that is done; 0 where there was no checkpoint yet."""
+    folder: Path
+    """The checkpoint, or where there was none: the folder that was searched."""
+    differences: tuple[str, ...]
+    """What is configured differently now, a line each: `mesh.dims: {...} -> {...}`."""
+    restarts: int = 0
+    """Of the launcher, where it resumes because of one."""
+
+
+@dataclass(frozen=True)
 class Start:
     """Known before the first step."""
 
@@ -20,6 +34,8 @@ class Start:
     text_files: int
     threads: int
     """CPU threads of one rank."""
+    resumed: Resumed | None = None
+    """None: it starts from the beginning, and was not asked to resume."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from meshcomm.train.report import Start, Step, Summary
+from meshcomm.train.report import Resumed, Start, Step, Summary
 
 _ROWS = 10
 _COLUMNS = 60
@@ -43,6 +43,10 @@ class TrainingReporter:
             highlight=False,
             soft_wrap=True,
         )
+        done = 0
+        if start.resumed is not None:
+            done = start.resumed.step
+            self._console.print(*resumed_lines(start.resumed), sep="\n", highlight=False, soft_wrap=True)
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),
@@ -54,7 +58,9 @@ class TrainingReporter:
                 TextColumn("left"),
                 console=self._console,
             )
-            self._task = self._progress.add_task("train", total=start.steps, loss="-", speed="-")
+            self._task = self._progress.add_task(
+                "train", total=start.steps, completed=done, loss="-", speed="-"
+            )
             self._progress.start()
 
     def step(self, step: Step) -> None:
@@ -102,6 +108,22 @@ class TrainingReporter:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def resumed_lines(resumed: Resumed) -> list[str]:
+    """Where a run goes on from, and what is different from then, as text.
+
+    >>> from pathlib import Path
+    >>> print(*resumed_lines(Resumed(40, Path("x"), ("mesh.dims: { dp = 4 } -> { dp = 2 }",), 1)), sep="\\n")
+    restart 1: resumed after step 40 from x; different from then:
+      mesh.dims: { dp = 4 } -> { dp = 2 }
+    """
+    why = f"restart {resumed.restarts}: " if resumed.restarts else ""
+    if not resumed.step:
+        return [f"{why}no checkpoint in {resumed.folder}, so the first step is next"]
+    more = "; different from then:" if resumed.differences else ""
+    first = f"{why}resumed after step {resumed.step} from {resumed.folder}{more}"
+    return [first, *(f"  {line}" for line in resumed.differences)]
 
 
 def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:

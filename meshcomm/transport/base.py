@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -56,8 +56,11 @@ class Transport(ABC):
     group_name: str
 
     @abstractmethod
-    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
-        """`all_reduce` and its wait as one call, for a contiguous tensor of a plain dtype."""
+    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        """What a blocking `all_reduce` of a contiguous tensor of a plain dtype comes down to.
+
+        A function and its second argument; the first is [x]. For callers that make it very often.
+        """
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:

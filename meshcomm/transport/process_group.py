@@ -81,15 +81,8 @@ class ProcessGroupTransport(Transport):
             [x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op)
         )
 
-    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
-        start, options = self.group.allreduce, _options(AllreduceOptions, True, op)
-
-        def call(x: Tensor) -> None:
-            work = start([x], options)
-            if work is not None:
-                work.wait()
-
-        return call
+    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        return self.group.allreduce, _options(AllreduceOptions, True, op)
 
     def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
         return self.group.reduce([_added(x)], _options(ReduceOptions, blocking, op, root=dst))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class SoloTransport(Transport):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def blocking_all_reduce(self, op: str) -> Callable[[Tensor], None]:
-        return _nothing
+    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        return _nothing, None
 
     def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
         return _DONE
@@ -90,5 +90,5 @@ class SoloTransport(Transport):
         return None
 
 
-def _nothing(x: Tensor) -> None:
+def _nothing(tensors: list[Tensor], options: Any) -> None:
     return None

@@ -1,0 +1,213 @@
+"""Inside a job: who is on which host and address? Asked of all ranks through the store, told by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from meshcomm.config import Config, NetworkConfig, ProcessConfig
+from meshcomm.doctor import network
+from meshcomm.doctor.examine import examine, with_network
+from meshcomm.doctor.finding import Facts, Finding, exit_code
+from meshcomm.doctor.versions import versions
+from meshcomm.errors import MeshcommError
+from meshcomm.layout.sizes import fold
+from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
+from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.process import choose_device, meet
+
+_AGREED = ("meshcomm", "torch", "python")
+
+
+def examine_together(settings: Config | None, launch: Launch, timeout_s: float) -> tuple[Facts | None, int]:
+    """`examine` on every host of a job, and what each rank says of itself.
+
+    Called by: every rank. The first rank of each host examines it; rank 0 gathers.
+    Returns: on rank 0 the facts of its own host, the findings of all, and `ranks`, one entry per
+        rank: rank, local_rank, coords, host, interface, address, device, versions. None elsewhere.
+        And the exit code, equal on all ranks.
+    Raises: LaunchError where the ranks do not meet; MeshcommError on the others where rank 0 does
+        not answer within `timeout_s`.
+    """
+    examined = examine(settings) if launch.local_rank == 0 else None
+    row = _row(settings, launch)
+    row["findings"] = examined["findings"] if examined is not None else []
+    process = settings.process if settings is not None else ProcessConfig()
+    with warnings.catch_warnings():
+        # Told below, as a finding.
+        warnings.simplefilter("ignore", ExposedRendezvous)
+        joined = meet(process, launch, timeout_s)
+    # Each rank counts its own examinations: the count is the same on all, restarts included.
+    count = joined.store.add(f"meshcomm/doctor/{joined.rank}", 1)
+    store: Any = dist.PrefixStore(f"meshcomm/doctor{count}", joined.store)
+    wait = timedelta(seconds=timeout_s)
+    store.set_timeout(wait)
+    store.set(f"row/{joined.rank}", json.dumps(row))
+    if joined.rank != 0:
+        code = int(store.get("code"))
+        store.set(f"left/{joined.rank}", "")
+        return None, code
+    rows, findings = _gather(store, joined.world_size, wait)
+    assert examined is not None
+    findings += judge(rows)
+    if process.init == "env" and launch.address is not None and launch.port is not None:
+        findings += _reachable(launch, len({row["host"] for row in rows}) == 1)
+    code = exit_code(findings)
+    store.set("code", str(code))
+    # The store may live in this process: leave last.
+    came = [f"left/{row['rank']}" for row in rows if row["rank"] != 0]
+    if came:
+        store.wait(came, wait)
+    facts = {
+        **examined,
+        "ranks": [{key: value for key, value in row.items() if key != "findings"} for row in rows],
+        "findings": [finding.facts() for finding in findings],
+    }
+    return facts, code
+
+
+def _row(settings: Config | None, launch: Launch) -> Facts:
+    present = network.interfaces()
+    name = socket.gethostname()
+    asked = settings.network if settings is not None else NetworkConfig()
+    env = with_network(os.environ, asked, launch.one_host)
+    interface, address = network.chosen(present, env, launch.one_host, name)
+    coords: Mapping[str, int] | None = None
+    device = "unknown"
+    if settings is not None:
+        # What is wrong here is a finding of `examine` on this host's first rank.
+        try:
+            device = str(choose_device(settings.mesh.device, launch))
+            layout = settings.plan(launch.world_size).layout
+            coords = dict(layout.coords(launch.rank)) if launch.rank in layout else None
+        except MeshcommError:
+            coords = None
+    return {
+        "rank": launch.rank,
+        "local_rank": launch.local_rank,
+        "coords": coords,
+        "host": name,
+        "interface": interface,
+        "address": address,
+        "device": device,
+        "versions": {key: versions()[key] for key in _AGREED},
+        "hint": network.interface_hint(present),
+    }
+
+
+def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], list[Finding]]:
+    keys = [f"row/{rank}" for rank in range(world_size)]
+    findings: list[Finding] = []
+    try:
+        store.wait(keys, wait)
+        here = list(range(world_size))
+    except RuntimeError:
+        here = [rank for rank in range(world_size) if store.check([keys[rank]])]
+        gone = [rank for rank in range(world_size) if rank not in here]
+        findings.append(
+            Finding(
+                "error",
+                f"{_ranks(gone)} of {world_size} never came",
+                given=f"{_ranks(here)} within {wait.total_seconds():g} s",
+                expected=f"all of ranks 0 to {world_size - 1}",
+                hint="look at how the missing ranks were started and at their first error",
+            )
+        )
+    rows = [json.loads(store.get(keys[rank])) for rank in here]
+    for row in rows:
+        for facts in row["findings"]:
+            found = Finding.read(facts)
+            if row["rank"] != 0:
+                if found.level == "ok":
+                    continue
+                found = Finding(
+                    found.level, f"{row['host']}: {found.what}", found.given, found.expected, found.hint
+                )
+            findings.append(found)
+    return rows, findings
+
+
+def judge(rows: Sequence[Facts]) -> list[Finding]:
+    """Whether these ranks can talk with each other: addresses, devices and versions."""
+    findings: list[Finding] = []
+    hosts: dict[str, list[Facts]] = {}
+    for row in rows:
+        hosts.setdefault(row["host"], []).append(row)
+    lost = [row for row in rows if is_loopback(row["address"])]
+    if len(hosts) > 1 and lost:
+        findings.append(
+            Finding(
+                "error",
+                f"{_ranks([row['rank'] for row in lost])} would be reached at the loopback, from other hosts",
+                given="\n".join(
+                    f"{host}: {_ranks([row['rank'] for row in on])} at "
+                    + " ".join(dict.fromkeys(row["address"] for row in on))
+                    for host, on in hosts.items()
+                ),
+                expected=f"addresses that all {len(hosts)} hosts reach",
+                hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
+                + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+            )
+        )
+    else:
+        many = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+        findings.append(
+            Finding("ok", "every rank has an address for the others", given=f"{len(rows)} on {many}")
+        )
+    findings += _shared_devices(rows)
+    for name in _AGREED:
+        seen: dict[str, list[int]] = {}
+        for row in rows:
+            seen.setdefault(row["versions"][name], []).append(row["rank"])
+        if len(seen) > 1:
+            findings.append(
+                Finding(
+                    "error",
+                    f"ranks have different versions of {name}",
+                    given="; ".join(f"{_ranks(ranks)}: {version}" for version, ranks in seen.items()),
+                    expected="one version on all ranks",
+                    hint="the same environment on every host",
+                )
+            )
+    return findings
+
+
+def _shared_devices(rows: Sequence[Facts]) -> list[Finding]:
+    owners: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row["device"].startswith("cuda"):
+            owners.setdefault((row["host"], row["device"]), []).append(row["rank"])
+    return [
+        Finding(
+            "error",
+            f"{_ranks(ranks)} are on one device, {device} of {host}",
+            given=f"{device}: {_ranks(ranks)}",
+            expected="one device for each rank: NCCL refuses two ranks on one device",
+            hint="fewer ranks per host, or let the launcher set LOCAL_RANK",
+        )
+        for (host, device), ranks in owners.items()
+        if len(ranks) > 1
+    ]
+
+
+def _reachable(launch: Launch, one_host: bool) -> list[Finding]:
+    assert launch.address is not None and launch.port is not None
+    if not one_host:
+        return []
+    exposed = exposed_store(launch.address, launch.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
+    if exposed is None:
+        return [
+            Finding("ok", "only this host reaches the job's store", given=f"{launch.address}:{launch.port}")
+        ]
+    return [Finding.of(exposed, "warn")]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(list(ranks))}"

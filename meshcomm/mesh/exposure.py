@@ -1,0 +1,170 @@
+"""Who else could reach the place where the processes meet? On one host: nobody, or a warning.
+
+Tried on torch 2.13: a TCPStore server listens on every address of its host, also when it was told
+127.0.0.1, and it asks nobody who they are: whoever reaches the port can read, change and delete keys.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from meshcomm.errors import LaunchError
+
+_OPEN: Final = (
+    "an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
+    "who reaches it can read and change all that the ranks tell each other"
+)
+_LISTENS: Final = "0A"
+
+
+class ExposedRendezvous(UserWarning):
+    """The place where the processes meet can be reached by others."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, as it is written, can only mean this host.
+
+    A host's own name does not count, though it may resolve to 127.0.1.1 here: elsewhere it does not.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "[::1]", "::ffff:127.0.0.1")]
+    [True, True, True, True, True]
+    >>> [is_loopback(host) for host in ("10.0.0.7", "node7", "0.0.0.0", "::")]
+    [False, False, False, False]
+    """
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare.lower() in ("localhost", "localhost."):
+        return True
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
+    """A store server that listens on the loopback address `host` and on nothing else.
+
+    Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a
+        server of its own process by the port; keep the result until then.
+    Returns: None where `host` is no loopback address, or the port is taken: then torch says so.
+
+    Connections to 127.0.0.1 also spare the server a question to the name server: on torch's own,
+    they come from ::ffff:127.0.0.1, which no hosts file knows.
+    """
+    if not is_loopback(host):
+        return None
+    try:
+        listener = _listener(host, port)
+    except OSError:
+        return None
+    # The server owns the socket from here on.
+    return dist.TCPStore(
+        host.strip("[]"),
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listening(port: int) -> list[str] | None:
+    """The addresses of this host on which someone listens at `port`; None where the system does not say."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found: list[str] = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == _LISTENS and int(number, 16) == port:
+                found.append(_address(address))
+    return found
+
+
+def _address(digits: str) -> str:
+    """The address that the kernel shows as 32-bit words in its own byte order.
+
+    >>> _address("0100007F") if sys.byteorder == "little" else "127.0.0.1"
+    '127.0.0.1'
+    >>> _address("0" * 32)
+    '::'
+    """
+    words = bytes.fromhex(digits)
+    if sys.byteorder == "little":
+        words = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    return str(ipaddress.ip_address(words))
+
+
+def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
+    """What is wrong with a job of this host alone whose store is at `host`; None where nothing is.
+
+    setting: what to write to change it, as in `MASTER_ADDR=127.0.0.1`.
+    """
+    outside = [address for address in listening(port) or () if not is_loopback(address)]
+    if is_loopback(host) and not outside:
+        return None
+    ranks = f"all {world_size} ranks are" if world_size > 1 else "its one rank is"
+    where = f"; it listens on {' and '.join(outside)}" if outside else ""
+    return LaunchError(
+        f"others can reach the job's store at {host}:{port}, though {ranks} on this host",
+        given=f"{host}:{port}{where}",
+        expected=_OPEN,
+        hint=setting
+        if not is_loopback(host)
+        else f"a firewall for port {port}: what started this job listens on every address",
+    )
+
+
+def exposed_file(path: str) -> LaunchError | None:
+    """What is wrong with the folder of a rendezvous file; None where nothing is, or nothing is known."""
+    folder = Path(path).absolute().parent
+    try:
+        mode = os.stat(folder).st_mode
+    except OSError:
+        return None
+    if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
+        return None
+    return LaunchError(
+        f"everybody can replace the rendezvous file {path}",
+        given=f"the folder {folder} with mode {stat.S_IMODE(mode):04o}",
+        expected="a folder that others cannot write, or a sticky one as /tmp is",
+        hint=f"chmod o-w {folder}, or another process.path",
+    )
+
+
+def warn(problem: LaunchError | None) -> None:
+    """Say it as an ExposedRendezvous warning; nothing for None."""
+    if problem is not None:
+        warnings.warn(str(problem), ExposedRendezvous, stacklevel=3)

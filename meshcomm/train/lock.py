@@ -1,0 +1,141 @@
+"""What was trained when a checkpoint was made: its lock file, and how a run that resumes differs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import einops
+import numpy as np
+import torch
+
+from meshcomm import __version__
+from meshcomm.config import Config
+from meshcomm.config.wording import toml
+from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.mesh import Mesh
+
+NAME = "lock.json"
+_FORMAT = 1
+
+# Another value of one of these is another training, not the same one continued.
+_FIXED = ("model.", "data.sequence", "data.sha256", "train.global_batch", "train.seed", "train.dtype")
+# Where the run is kept and whether it resumes says nothing about what is trained.
+_LEFT_OUT = {"train": {"out", "resume"}}
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The facts of one checkpoint, as plain data. No environment, hosts, addresses or users."""
+
+    step: int
+    seconds: float
+    """Spent on the steps so far, as in metrics.jsonl."""
+    fingerprint: str
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write lock.json into `folder`. Raises OSError."""
+        facts = {"format": _FORMAT, **self.__dict__}
+        (folder / NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Lock:
+        """The lock of the checkpoint `folder`. Raises TrainingError where it cannot be read."""
+        path = folder / NAME
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            if facts.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            return cls(**facts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrainingError(
+                "a checkpoint's lock file cannot be read",
+                given=f"{path}: {error}",
+                expected=f"format {_FORMAT}, as this version of meshcomm writes it, readable on every host",
+                hint=f"remove {folder}, so that the checkpoint before it is used",
+            ) from error
+
+
+def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float) -> Lock:
+    """The lock of `step`.
+
+    config: with every section checked against the mesh. digest: SHA-256 of the training text.
+    """
+    sections = ("mesh", "parallel", "model", "data", "train")
+    settings = {
+        name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in sections
+    }
+    settings["mesh"]["dims"] = dict(mesh.layout.dims)
+    settings["data"]["sha256"] = digest.hex()
+    return Lock(
+        step=step,
+        seconds=seconds,
+        fingerprint=mesh.plan.fingerprint,
+        plan=mesh.plan.facts(),
+        config=settings,
+        versions={
+            "meshcomm": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "einops": einops.__version__,
+            "python": platform.python_version(),
+        },
+    )
+
+
+def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]:
+    """What is different now from when the checkpoint `folder` was made, one setting per line.
+
+    Raises ConfigError, with both values of each, where what differs makes it another training, or
+    where the checkpoint lies behind the last of `steps`.
+    """
+    differences: dict[str, tuple[Any, Any]] = {}
+    for part, before, after in (
+        ("", saved.config, now.config),
+        ("versions.", saved.versions, now.versions),
+        ("", {"device": saved.plan.get("device")}, {"device": now.plan.get("device")}),
+    ):
+        old, new = _flat(before), _flat(after)
+        for name in dict.fromkeys((*old, *new)):
+            if _differ(old.get(name), new.get(name)):
+                differences[part + name] = (old.get(name), new.get(name))
+    fixed = [name for name in differences if name.startswith(_FIXED)]
+    if fixed:
+        raise ConfigError(
+            f"this configuration trains something else than the checkpoint: {', '.join(fixed)}",
+            given="\n".join(
+                f"{name} = {toml(differences[name][1])}, and {toml(differences[name][0])} in {folder}"
+                for name in fixed
+            ),
+            expected="the checkpoint's own model, data, batch, seed and dtype",
+            hint="put them back; or train.resume = false or another train.out, for a run of its own",
+        )
+    if saved.step > steps:
+        raise ConfigError(
+            f"the checkpoint is further than this training goes: {saved.step} > {steps}",
+            given=f"train.steps = {steps}, and step {saved.step} in {folder}",
+            expected=f"train.steps of {saved.step} or more",
+            hint=f"train.steps = {saved.config['train']['steps']}, as it was; or another train.out",
+        )
+    return tuple(f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items())
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value. A key's own table, as of mesh.dims, stays one value."""
+    return {
+        f"{section}.{key}" if key else section: value
+        for section, table in settings.items()
+        for key, value in (table.items() if isinstance(table, Mapping) else [("", table)])
+    }
+
+
+def _differ(old: Any, new: Any) -> bool:
+    # The order of mesh.dims is who sits where.
+    return bool(old != new) or (isinstance(old, dict) and list(old) != list(new))

@@ -1,0 +1,166 @@
+"""Log lines say which rank and coords they come from, and come only from the ranks that are asked for."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+import meshcomm
+from meshcomm.errors import MeshcommError
+from meshcomm.layout import Layout
+from meshcomm.mesh import logs
+from meshcomm.mesh.logs import CoordsFormatter, coords_filter, prefix
+from meshcomm.mesh.where import Where
+from meshcomm.testing import Pool
+
+LAYOUT = Layout(
+    {"pp": 2, "dp": 3, "tp": 2},
+    merge={"model": ("pp", "tp")},
+    views={"expert": {"pp": 2, "edp": 1, "ep": 6}},
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("tp==0 and dp==0", lambda r, pp, dp, tp: tp == 0 and dp == 0),
+        ("tp == 0 or dp == 0 and pp == 1", lambda r, pp, dp, tp: tp == 0 or (dp == 0 and pp == 1)),
+        ("(tp == 0 or dp == 0) and pp == 1", lambda r, pp, dp, tp: (tp == 0 or dp == 0) and pp == 1),
+        ("not tp == 0 and dp == 0", lambda r, pp, dp, tp: tp != 0 and dp == 0),
+        ("not (tp == 0 and dp == 0)", lambda r, pp, dp, tp: not (tp == 0 and dp == 0)),
+        ("not not tp == 0", lambda r, pp, dp, tp: tp == 0),
+        ("dp in (0, 2)", lambda r, pp, dp, tp: dp in (0, 2)),
+        ("dp in [1,]", lambda r, pp, dp, tp: dp == 1),
+        ("dp not in (0,)", lambda r, pp, dp, tp: dp != 0),
+        ("1 <= dp < 3", lambda r, pp, dp, tp: 1 <= dp < 3),
+        ("0 < dp != 2", lambda r, pp, dp, tp: 0 < dp != 2),
+        ("2 > dp >= 1", lambda r, pp, dp, tp: 2 > dp >= 1),
+        ("pp == tp", lambda r, pp, dp, tp: pp == tp),
+        ("rank in (0, 7, 99)", lambda r, pp, dp, tp: r in (0, 7)),
+        ("rank > 5", lambda r, pp, dp, tp: r > 5),
+        ("model == 3", lambda r, pp, dp, tp: pp == 1 and tp == 1),
+        ("ep == 5", lambda r, pp, dp, tp: dp * 2 + tp == 5),
+        ("(((edp==0)))", lambda r, pp, dp, tp: True),
+    ],
+)
+def test_a_condition_means_what_python_means(text: str, same: object) -> None:
+    assert callable(same)
+    where = Where(text, LAYOUT)
+    for rank in range(12):
+        pp, dp, tp = rank // 6, rank // 2 % 3, rank % 2
+        assert where.holds(rank) == same(rank, pp, dp, tp), rank
+
+
+REST = "expected: comparisons of dims and rank with whole numbers, joined by and, or, not"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "given"),
+    [
+        ("", "the condition does not read: it is empty", "'', at character 1"),
+        ("  ", "the condition does not read: it is empty", "'  ', at character 1"),
+        ("tp", "the condition does not read: tp is compared with nothing", "'tp', at character 3"),
+        ("tp=0", "the condition does not read: '=' means nothing here; did you mean == compares?", "'tp=0', at character 3"),
+        ("tp==0 & dp==0", "the condition does not read: '&' means nothing here; did you mean and?", "'tp==0 & dp==0', at character 7"),
+        ("tp==-1", "the condition does not read: '-' means nothing here", "'tp==-1', at character 5"),
+        ("tp==", "the condition does not read: a name or a number has to stand at the end", "'tp==', at character 5"),
+        ("tp==and", "the condition does not read: a name or a number has to stand where 'and' is", "'tp==and', at character 5"),
+        ("(tp==0", "the condition does not read: ')' is missing at the end", "'(tp==0', at character 7"),
+        ("tp==0)", "the condition does not read: ')' is too much", "'tp==0)', at character 6"),
+        ("tp==0 dp==0", "the condition does not read: 'dp' is too much", "'tp==0 dp==0', at character 7"),
+        ("dp in 0", "the condition does not read: in needs numbers in parentheses", "'dp in 0', at character 7"),
+        ("dp in (0 1)", "the condition does not read: ')' is missing before '1'", "'dp in (0 1)', at character 10"),
+        ("dp in ()", "the condition does not read: nothing is in ()", "'dp in ()', at character 9"),
+        ("dp in (tp)", "the condition does not read: tp is not a number", "'dp in (tp)', at character 8"),
+        ("__import__('os')==0", "the condition does not read: \"'\" means nothing here", "at character 12"),
+        ("__import__==0", "the mesh has no dim __import__", "'__import__==0', at character 1"),
+        ("tpp==0", "the mesh has no dim tpp", "'tpp==0', at character 1\n  expected: one of pp, dp, tp, edp, ep, model, rank\n  try:      did you mean \"tp\"?"),
+        ("rnk==0", "the mesh has no dim rnk", "'rnk==0', at character 1\n  expected: one of pp, dp, tp, edp, ep, model, rank\n  try:      did you mean \"rank\"?"),
+        ("tp==2", "no rank has tp 2", "'tp==2', at character 5, tp of size 2\n  expected: a coord from 0 to 1\n  try:      tp==1 is the last"),
+        ("3==dp", "no rank has dp 3", "'3==dp', at character 4, dp of size 3"),
+        ("edp in (0, 1)", "no rank has edp 1", "'edp in (0, 1)', at character 12, edp of size 1\n  expected: 0\n"),
+    ],
+)  # fmt: skip
+def test_a_condition_that_cannot_be_meant_is_refused(text: str, message: str, given: str) -> None:
+    with pytest.raises(MeshcommError) as caught:
+        Where(text, LAYOUT)
+    shown = str(caught.value)
+    assert shown.splitlines()[0] == message
+    assert given in shown
+    if "does not read" in message:
+        assert shown.splitlines()[2:] == [
+            f"  {REST}",
+            "  try:      as in tp==0 and (dp in (0, 1) or not rank < 4)",
+        ]
+
+
+def test_a_rank_outside_the_mesh_has_no_coords() -> None:
+    part = Layout({"dp": 2}, rank_order=(4, 6))
+    assert [Where("dp==1", part).holds(rank) for rank in range(8)] == [rank == 6 for rank in range(8)]
+    assert [Where("not dp==1", part).holds(rank) for rank in range(8)] == [rank == 4 for rank in range(8)]
+    assert [Where("rank < 5", part).holds(rank) for rank in range(8)] == [rank < 5 for rank in range(8)]
+    assert (prefix(part, 6), prefix(part, 5)) == ("[r6 dp1]", "[r5]")
+
+
+def test_every_line_has_the_prefix() -> None:
+    formatter = CoordsFormatter(LAYOUT, 9)
+    record = logging.LogRecord("mine", logging.WARNING, "f.py", 1, "one\n\nthree %d", (3,), None)
+    assert formatter.format(record) == (
+        "[r9 pp1 dp1 tp1] WARNING mine: one\n[r9 pp1 dp1 tp1]\n[r9 pp1 dp1 tp1] three 3"
+    )
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        record = logging.LogRecord("mine", logging.ERROR, "f.py", 1, "failed", None, sys.exc_info())
+    shown = formatter.format(record).splitlines()
+    assert shown[-1] == "[r9 pp1 dp1 tp1] ValueError: bad"
+    assert all(line.startswith("[r9 pp1 dp1 tp1] ") for line in shown)
+    assert len(shown) > 3
+    assert prefix(Layout({"d2": 2}), 1) == "[r1 d2=1]"
+
+
+def test_the_filter_is_one_of_loggings_own() -> None:
+    record = logging.LogRecord("mine", logging.WARNING, "f.py", 1, "text", None, None)
+    assert coords_filter(LAYOUT, 0, "tp==0").filter(record)
+    assert not coords_filter(LAYOUT, 1, "tp==0").filter(record)
+
+
+def speak(where: str | None) -> str:
+    stream = io.StringIO()
+    before = (logging.getLogger().handlers[:], logging.getLogger().level)
+    with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        handler = logs.attach(mesh, where=where, stream=stream)
+        logging.getLogger("of.a.user").warning("step %d", 7)
+        logging.getLogger().removeHandler(handler)
+        logging.getLogger("of.a.user").debug("after")
+    assert (logging.getLogger().handlers, logging.getLogger().level) == before
+    return stream.getvalue()
+
+
+def test_only_the_ranks_that_are_asked_for_write(pool: Pool) -> None:
+    lines = pool.run(speak, None)
+    assert lines == [
+        f"[r{rank} pp{rank // 4} dp{rank // 2 % 2} tp{rank % 2}] WARNING of.a.user: step 7\n"
+        for rank in range(8)
+    ]
+    lines = pool.run(speak, "tp==0 and dp==0")
+    assert [rank for rank in range(8) if lines[rank]] == [0, 4]
+
+
+def test_a_bad_condition_fails_on_every_rank(pool: Pool) -> None:
+    errors = pool.run(speak, "tpp==0", allow=True)
+    assert all(re.match("the mesh has no dim tpp\n", str(error)) for error in errors)
+
+
+def test_an_import_sets_nothing_up() -> None:
+    program = (
+        "import logging; before = logging.getLogger().handlers[:]; import meshcomm.mesh.logs\n"
+        "assert logging.getLogger().handlers == before == [] and logging.getLogger().level == logging.WARNING"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
