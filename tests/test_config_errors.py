@@ -49,7 +49,7 @@ CASES = [
 config: 1 problem
   mesh.dimz: unknown key
     given:    dimz = { dp = 8 }
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      did you mean "mesh.dims"?
 """,
     ),
@@ -62,7 +62,7 @@ config: 1 problem
 config: 1 problem
   mesh.dimz: unknown key
     given:    dimz = { dp = 8 }
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      did you mean "mesh.dims"?
 """,
     ),
@@ -101,7 +101,7 @@ config: 1 problem
 config: 1 problem
   mesh.ranks_per_node: unknown key
     given:    ranks_per_node = 8
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      move it to topology.ranks_per_node
 """,
     ),
@@ -140,7 +140,7 @@ config: 1 problem
 config: 1 problem
   mesh: missing
     given:    no mesh
-    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      mesh = { dims = { dp = 8 } }
 """,
     ),
@@ -1295,7 +1295,7 @@ config: 1 problem
 config: 5 problems
   mesh.backnd: unknown key
     given:    backnd = "gloo"
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      did you mean "mesh.backend"?
   mesh.dims.tp: "two" is not a whole number
     given:    tp = "two"
@@ -1358,7 +1358,7 @@ config: 5 problems
 config: 2 problems
   mesh.dimz: unknown key
     given:    dimz = 3
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      did you mean "mesh.dims"?
   mesh.merge.grad: no dim cp
     given:    grad = ["dp", "cp"]
@@ -1557,7 +1557,7 @@ mesh.yaml: 1 problem
 mesh.toml: 1 problem
   mesh: missing
     given:    no mesh
-    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: a table with dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      mesh = { dims = { dp = 8 } }
 """,
     ),

@@ -179,7 +179,7 @@ configs/mesh.toml --set mesh.backend=gloo --set mesh.dimz=1: 2 problems
     try:      --set 'mesh.backend="gloo"'
   mesh.dimz: unknown key
     given:    dimz = 1
-    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, options
+    expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, reports, options
     try:      did you mean "mesh.dims"?
 """,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -179,6 +180,8 @@ def _serve(pipe: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A collection would touch, and so copy, every page that the ranks share since the fork.
+    gc.freeze()
     clean = dict(os.environ)
     while True:
         try:
