@@ -9,11 +9,12 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from meshcomm.comm import uneven as uneven_forms
 from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_tensor, normal_axis
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.shapes import buffer_for, cut, into, join, materialised, split
+from meshcomm.comm.shapes import buffer_for, filled, into, join, materialised, split, without
 from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.transport import Transport, Work
@@ -88,7 +89,7 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """`all_reduce` for callers inside this package: it finds the user's line however far up that is."""
         self._door(x, "all_reduce", "all_reduce")
-        check_reduce(self.transport.name, op, x.dtype, self._where("all_reduce"))
+        check_reduce(self.transport.name, op, x.dtype, self.where("all_reduce"))
         self._begin("all_reduce", x, op=op, factor=factor)
         carried, plain_op = self._carried(x, op, factor, "all_reduce")
         if (
@@ -99,7 +100,7 @@ class Communicator:
             and x.dtype != torch.bool
         ):
             self._ready[op, x.dtype] = self._quick_all_reduce(op)
-        return self._run(
+        return self.run(
             "all_reduce",
             lambda b: self.transport.all_reduce(carried, plain_op, b),
             lambda: into(x, carried),
@@ -128,14 +129,14 @@ class Communicator:
         self, x: Tensor, dst: int, op: str = "sum", async_op: bool = False, factor: float | None = None
     ) -> Tensor | Handle[Tensor | None] | None:
         """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
-        check_coord(dst, self.size, "dst", lambda: self._where("reduce"))
+        check_coord(dst, self.size, "dst", lambda: self.where("reduce"))
         self._door(x, "reduce", "all_reduce")
-        check_reduce(self.transport.name, op, x.dtype, self._where("reduce"))
+        check_reduce(self.transport.name, op, x.dtype, self.where("reduce"))
         self._begin("reduce", x, op=op, factor=factor, dst=dst)
         carried, plain_op = self._carried(x, op, factor, "reduce")
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
         carried = carried.clone() if carried is x else carried
-        return self._run(
+        return self.run(
             "reduce",
             lambda b: self.transport.reduce(carried, dst, plain_op, b),
             lambda: carried.to(x.dtype) if self.coord == dst else None,
@@ -153,15 +154,15 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
         self._door(x, "reduce_scatter", "reduce_scatter")
-        check_reduce(self.transport.name, op, x.dtype, self._where("reduce_scatter"))
+        check_reduce(self.transport.name, op, x.dtype, self.where("reduce_scatter"))
         parts = self._parts(x, axis, "reduce_scatter")
         self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )
-        result = self._result(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
+        result = self.result_for(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
         buffer = buffer_for(result) if parts.dtype == x.dtype else parts.new_empty(parts.shape[1:])
-        return self._run(
+        return self.run(
             "reduce_scatter",
             lambda b: self.transport.reduce_scatter(buffer, parts, plain_op, b),
             lambda: into(result, buffer),
@@ -175,14 +176,14 @@ class Communicator:
 
         The same memory where that will do; `own`: x is scratch memory that may be scaled in place.
         """
-        check_reduce(self.transport.name, op, x.dtype, self._where(call))
+        check_reduce(self.transport.name, op, x.dtype, self.where(call))
         dense = materialised(x)
         if x.dtype in WIDENED:
             return dense.to(WIDENED[x.dtype]), op
         if op != "premul_sum":
             if factor is not None:
                 raise ShapeError(
-                    f"{self._where(call)}: factor has no effect with op={op!r}",
+                    f"{self.where(call)}: factor has no effect with op={op!r}",
                     given=f"op={op!r}, factor={factor}",
                     expected='op="premul_sum" beside a factor',
                     hint='op="premul_sum"',
@@ -190,7 +191,7 @@ class Communicator:
             return dense, op
         if factor is None:
             raise ShapeError(
-                f'{self._where(call)}: op="premul_sum" without a factor',
+                f'{self.where(call)}: op="premul_sum" without a factor',
                 given='op="premul_sum"',
                 expected="the number that each rank multiplies its x by before the sum",
                 hint="factor=0.5",
@@ -203,11 +204,11 @@ class Communicator:
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Tensor | Handle[Tensor]:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
-        check_coord(src, self.size, "src", lambda: self._where("broadcast"))
+        check_coord(src, self.size, "src", lambda: self.where("broadcast"))
         self._door(x, "broadcast", "broadcast")
         self._begin("broadcast", x, src=src)
         dense = materialised(x)
-        return self._run(
+        return self.run(
             "broadcast",
             lambda b: self.transport.broadcast(dense, src, b),
             lambda: into(x, dense),
@@ -225,28 +226,28 @@ class Communicator:
         """Every rank's x, one after the other along `axis`. See `Mesh.all_gather`."""
         self._door(x, "all_gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
-        axis = normal_axis(source, axis, lambda: self._where("all_gather"))
-        self._begin("all_gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven)
+        axis = normal_axis(source, axis, lambda: self.where("all_gather"))
+        self._begin("all_gather", without(source, axis) if uneven else source, axis=axis, uneven=uneven)
         if uneven:
-            return self._uneven_gather(source, axis, None, async_op, out)
+            return uneven_forms.gather(self, source, axis, None, async_op, out)
         shape = list(source.shape)
         shape[axis] *= self.size
         if axis == 0:
-            result = self._result(out, shape, x.dtype, x, "all_gather")
+            result = self.result_for(out, shape, x.dtype, x, "all_gather")
             buffer = buffer_for(result)
-            return self._run(
+            return self.run(
                 "all_gather",
                 lambda b: self.transport.all_gather(buffer, source, b),
                 lambda: into(result, buffer),
                 async_op,
             )
         if out is not None:
-            self._result(out, shape, x.dtype, x, "all_gather")
+            self.result_for(out, shape, x.dtype, x, "all_gather")
         parts = source.new_empty((self.size, *source.shape))
-        return self._run(
+        return self.run(
             "all_gather",
             lambda b: self.transport.all_gather(parts, source, b),
-            lambda: _filled(out, join(parts, axis)),
+            lambda: filled(out, join(parts, axis)),
             async_op,
         )
 
@@ -260,55 +261,24 @@ class Communicator:
         out: Tensor | None = None,
     ) -> Any:
         """`all_gather` on coord `dst`, None elsewhere. See `Mesh.gather`."""
-        check_coord(dst, self.size, "dst", lambda: self._where("gather"))
+        check_coord(dst, self.size, "dst", lambda: self.where("gather"))
         self._door(x, "gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
-        axis = normal_axis(source, axis, lambda: self._where("gather"))
-        self._begin("gather", _without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst)
+        axis = normal_axis(source, axis, lambda: self.where("gather"))
+        self._begin("gather", without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst)
         if uneven:
-            return self._uneven_gather(source, axis, dst, async_op, out if self.coord == dst else None)
+            return uneven_forms.gather(self, source, axis, dst, async_op, out if self.coord == dst else None)
         if out is not None and self.coord == dst:
             shape = list(source.shape)
             shape[axis] *= self.size
-            self._result(out, shape, x.dtype, x, "gather")
+            self.result_for(out, shape, x.dtype, x, "gather")
         parts = source.new_empty((self.size, *source.shape)) if self.coord == dst else None
-        return self._run(
+        return self.run(
             "gather",
             lambda b: self.transport.gather(parts, source, dst, b),
-            lambda: None if parts is None else _filled(out, join(parts, axis)),
+            lambda: None if parts is None else filled(out, join(parts, axis)),
             async_op,
         )
-
-    def _uneven_gather(
-        self, source: Tensor, axis: int, dst: int | None, async_op: bool, out: Tensor | None
-    ) -> Tensor | Handle[Tensor]:
-        """Sizes first; then everything to everyone who gets it, each rank's x in its own size."""
-        call = "all_gather" if dst is None else "gather"
-        sizes = self._sizes(source.shape[axis], source)
-        gets = dst is None or self.coord == dst
-        rows = source.numel() // source.shape[axis] if source.shape[axis] else _rows(source, axis)
-        lengths = [size * rows if gets else 0 for size in sizes]
-        moved = materialised(source.movedim(axis, 0)).view(-1)
-        sent = [moved.numel() if dst is None or c == dst else 0 for c in range(self.size)]
-        x = moved.repeat(self.size) if dst is None else moved
-        buffer = source.new_empty(sum(lengths))
-        rest = [s for i, s in enumerate(source.shape) if i != axis]
-
-        def finish() -> Tensor:
-            whole = buffer.view(sum(sizes), *rest).movedim(0, axis)
-            return whole.contiguous() if out is None else out.copy_(whole)
-
-        if out is not None:
-            shape = list(source.shape)
-            shape[axis] = sum(sizes)
-            self._result(out, shape, source.dtype, source, call)
-        found: Tensor | Handle[Tensor] = self._run(
-            call,
-            lambda b: self.transport.all_to_all_uneven(buffer, x, lengths, sent, b),
-            finish if gets else lambda: None,  # type: ignore[arg-type,return-value]
-            async_op,
-        )
-        return found
 
     def scatter(
         self,
@@ -319,12 +289,12 @@ class Communicator:
         out: Tensor | None = None,
     ) -> Tensor | Handle[Tensor]:
         """Slice c of coord src's x on coord c. See `Mesh.scatter`."""
-        check_coord(src, self.size, "src", lambda: self._where("scatter"))
+        check_coord(src, self.size, "src", lambda: self.where("scatter"))
         parts = None
         if self.coord == src:
             if x is None:
                 raise ShapeError(
-                    f"{self._where('scatter')}: the source has nothing to scatter",
+                    f"{self.where('scatter')}: the source has nothing to scatter",
                     given=f"x=None on coord {src}, which is src",
                     expected="a tensor on src; None on the others",
                     hint="x if mesh.coord(dims) == src else None",
@@ -338,8 +308,8 @@ class Communicator:
         else:
             result, buffer = out, buffer_for(out)
             if parts is not None and (parts.shape[1:] != out.shape or parts.dtype != out.dtype):
-                self._result(out, parts.shape[1:], parts.dtype, parts, "scatter")
-        return self._run(
+                self.result_for(out, parts.shape[1:], parts.dtype, parts, "scatter")
+        return self.run(
             "scatter",
             lambda b: self.transport.scatter(buffer, parts, src, b),
             lambda: into(result, buffer),
@@ -357,98 +327,44 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
         self._door(x, "all_to_all", "all_to_all")
-        concat = normal_axis(x, concat_axis, lambda: self._where("all_to_all"))
-        own = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
+        concat = normal_axis(x, concat_axis, lambda: self.where("all_to_all"))
+        own = normal_axis(x, split_axis, lambda: self.where("all_to_all"))
         if splits is None:
-            check_divisible(x, own, self.size, lambda: self._where("all_to_all"), lambda: self.who)
-        like = x if splits is None else _without(x, own)
+            check_divisible(x, own, self.size, lambda: self.where("all_to_all"), lambda: self.who)
+        like = x if splits is None else without(x, own)
         self._begin("all_to_all", like, split_axis=own, concat_axis=concat, splits=splits is not None)
         if splits is not None:
-            return self._uneven_all_to_all(x, split_axis, concat, list(splits), async_op, out)
+            return uneven_forms.all_to_all(self, x, split_axis, concat, list(splits), async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
         if out is not None:
             shape = list(parts.shape[1:])
             shape[concat] *= self.size
-            self._result(out, shape, x.dtype, x, "all_to_all")
+            self.result_for(out, shape, x.dtype, x, "all_to_all")
         received = torch.empty_like(parts)
-        return self._run(
+        return self.run(
             "all_to_all",
             lambda b: self.transport.all_to_all(received, parts, b),
-            lambda: _filled(out, join(received, concat)),
-            async_op,
-        )
-
-    def _uneven_all_to_all(
-        self,
-        x: Tensor,
-        split_axis: int,
-        concat: int,
-        splits: list[int],
-        async_op: bool,
-        out: Tensor | None,
-    ) -> Tensor | Handle[Tensor]:
-        axis = normal_axis(x, split_axis, lambda: self._where("all_to_all"))
-        if len(splits) != self.size or sum(splits) != x.shape[axis] or min(splits) < 0:
-            raise ShapeError(
-                f"{self._where('all_to_all')}: splits do not cut axis {axis}",
-                given=f"splits={splits}, x of shape {tuple(x.shape)}",
-                expected=f"{self.size} sizes of 0 or more whose sum is {x.shape[axis]}",
-                hint=f"splits={[x.shape[axis] // self.size] * self.size}"
-                if x.shape[axis] % self.size == 0
-                else "one size for each coord",
-            )
-        leaving = cut(x, axis, splits)
-        # What arrives has the sender's other axes; only the split axis differs from rank to rank.
-        mine = torch.tensor(splits, dtype=torch.int64, device=x.device)
-        theirs = torch.empty_like(mine)
-        self._run("all_to_all", lambda b: self.transport.all_to_all(theirs, mine, b), lambda: None, False)
-        coming = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in theirs.tolist()]
-        if concat != axis and len({shape[axis] for shape in coming}) > 1:
-            raise ShapeError(
-                f"{self._where('all_to_all')}: parts of unequal size cannot be joined along axis {concat}",
-                given=f"sizes {theirs.tolist()} of axis {axis} from coords 0 to {self.size - 1}",
-                expected=f"equal sizes, or concat_axis={axis}",
-                hint=f"concat_axis={axis}",
-            )
-        lengths = [int(torch.Size(shape).numel()) for shape in coming]
-        sent = [part.numel() for part in leaving]
-        flat = torch.cat([part.view(-1) for part in leaving])
-        buffer = flat.new_empty(sum(lengths))
-
-        if out is not None:
-            shape = list(coming[0])
-            shape[concat] = sum(each[concat] for each in coming)
-            self._result(out, shape, x.dtype, x, "all_to_all")
-
-        def finish() -> Tensor:
-            pieces = buffer.split(lengths)
-            whole = torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
-            return _filled(out, whole)
-
-        return self._run(
-            "all_to_all",
-            lambda b: self.transport.all_to_all_uneven(buffer, flat, lengths, sent, b),
-            finish,
+            lambda: filled(out, join(received, concat)),
             async_op,
         )
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has come."""
         self._begin("barrier")
-        return self._run("barrier", lambda b: self.transport.barrier(b), lambda: None, async_op)
+        return self.run("barrier", lambda b: self.transport.barrier(b), lambda: None, async_op)
 
     # -- shared ---------------------------------------------------------------------------------
 
     def _door(self, x: Tensor, call: str, functional: str) -> None:
-        check_tensor(x, self.transport.kinds, lambda: self._where(call))
-        check_in_place(x, lambda: self._where(call), functional)
+        check_tensor(x, self.transport.kinds, lambda: self.where(call))
+        check_in_place(x, lambda: self.where(call), functional)
 
-    def _where(self, call: str) -> str:
+    def where(self, call: str) -> str:
         return f'{call} along "{self.name}" on {self.who}'
 
     def _failed(self, call: str, error: BaseException) -> CommunicationError:
         """The error for a call that the backend gave up on."""
-        found = self.recorder.inquire(self.recorder, self._where(call), error)
+        found = self.recorder.inquire(self.recorder, self.where(call), error)
         self.recorder.inside = False
         return found
 
@@ -472,20 +388,11 @@ class Communicator:
 
     def _parts(self, x: Tensor, axis: int, call: str) -> Tensor:
         """`x` as (size, ...), the slices of `axis` in front, contiguous."""
-        axis = normal_axis(x, axis, lambda: self._where(call))
-        check_divisible(x, axis, self.size, lambda: self._where(call), lambda: self.who)
+        axis = normal_axis(x, axis, lambda: self.where(call))
+        check_divisible(x, axis, self.size, lambda: self.where(call), lambda: self.who)
         return split(x, axis, self.size)
 
-    def _sizes(self, mine: int, like: Tensor) -> list[int]:
-        """Everyone's `mine`, by coord."""
-        own = torch.tensor([mine], dtype=torch.int64, device=like.device)
-        found = own.new_empty(self.size)
-        self._run("all_gather", lambda b: self.transport.all_gather(found, own, b), lambda: None, False)
-        self.recorder.inside = True  # the data itself is still to come
-        sizes: list[int] = found.tolist()
-        return sizes
-
-    def _result(
+    def result_for(
         self, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor, call: str
     ) -> Tensor:
         """`out` where it fits, else new memory where there is none."""
@@ -493,7 +400,7 @@ class Communicator:
             return like.new_empty(tuple(shape), dtype=dtype)
         if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != like.device:
             raise ShapeError(
-                f"{self._where(call)}: out does not fit the result",
+                f"{self.where(call)}: out does not fit the result",
                 given=f"out of shape {tuple(out.shape)}, {out.dtype}, {out.device}",
                 expected=f"shape {tuple(shape)}, {dtype}, {like.device}",
                 hint=f"out=x.new_empty({tuple(shape)}), or no out",
@@ -501,7 +408,7 @@ class Communicator:
         self._door(out, call, call)
         return out
 
-    def _run(
+    def run(
         self, call: str, start: Callable[[bool], Work], finish: Callable[[], T], async_op: bool
     ) -> T | Handle[T]:
         try:
@@ -519,24 +426,6 @@ class Communicator:
         self.recorder.inside = False
         if async_op:
             return Handle(
-                (work,), finish, lambda: self._where(call), fail=lambda error: self._failed(call, error)
+                (work,), finish, lambda: self.where(call), fail=lambda error: self._failed(call, error)
             )
         return finish()
-
-
-def _without(x: Tensor, axis: int) -> Tensor:
-    """`x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
-    return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
-
-
-def _filled(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
-
-
-def _rows(x: Tensor, axis: int) -> int:
-    """Elements for each index of `axis`, also where x is empty."""
-    count = 1
-    for i, size in enumerate(x.shape):
-        if i != axis:
-            count *= size
-    return count

@@ -56,3 +56,13 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """All values in one flat buffer of new memory."""
     return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])
+
+
+def without(x: Tensor, axis: int) -> Tensor:
+    """`x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
+    return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
+
+
+def filled(out: Tensor | None, result: Tensor) -> Tensor:
+    """`result`, in `out` where there is one."""
+    return result if out is None else out.copy_(result)

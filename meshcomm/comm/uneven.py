@@ -1,0 +1,122 @@
+"""Sizes that differ from rank to rank: exchanged first, then everything in its own size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.checks import normal_axis
+from meshcomm.comm.handle import Handle
+from meshcomm.comm.shapes import cut, filled, materialised
+from meshcomm.errors import ShapeError
+
+if TYPE_CHECKING:
+    from meshcomm.comm.communicator import Communicator
+
+
+def gather(
+    comm: Communicator, source: Tensor, axis: int, dst: int | None, async_op: bool, out: Tensor | None
+) -> Tensor | Handle[Tensor]:
+    """Sizes first; then everything to everyone who gets it, each rank's x in its own size."""
+    call = "all_gather" if dst is None else "gather"
+    sizes = _sizes(comm, source.shape[axis], source)
+    gets = dst is None or comm.coord == dst
+    rows = source.numel() // source.shape[axis] if source.shape[axis] else _rows(source, axis)
+    lengths = [size * rows if gets else 0 for size in sizes]
+    moved = materialised(source.movedim(axis, 0)).view(-1)
+    sent = [moved.numel() if dst is None or c == dst else 0 for c in range(comm.size)]
+    x = moved.repeat(comm.size) if dst is None else moved
+    buffer = source.new_empty(sum(lengths))
+    rest = [s for i, s in enumerate(source.shape) if i != axis]
+
+    def finish() -> Tensor:
+        whole = buffer.view(sum(sizes), *rest).movedim(0, axis)
+        return whole.contiguous() if out is None else out.copy_(whole)
+
+    if out is not None:
+        shape = list(source.shape)
+        shape[axis] = sum(sizes)
+        comm.result_for(out, shape, source.dtype, source, call)
+    found: Tensor | Handle[Tensor] = comm.run(
+        call,
+        lambda b: comm.transport.all_to_all_uneven(buffer, x, lengths, sent, b),
+        finish if gets else lambda: None,  # type: ignore[arg-type,return-value]
+        async_op,
+    )
+    return found
+
+
+def all_to_all(
+    comm: Communicator,
+    x: Tensor,
+    split_axis: int,
+    concat: int,
+    splits: list[int],
+    async_op: bool,
+    out: Tensor | None,
+) -> Tensor | Handle[Tensor]:
+    axis = normal_axis(x, split_axis, lambda: comm.where("all_to_all"))
+    if len(splits) != comm.size or sum(splits) != x.shape[axis] or min(splits) < 0:
+        raise ShapeError(
+            f"{comm.where('all_to_all')}: splits do not cut axis {axis}",
+            given=f"splits={splits}, x of shape {tuple(x.shape)}",
+            expected=f"{comm.size} sizes of 0 or more whose sum is {x.shape[axis]}",
+            hint=f"splits={[x.shape[axis] // comm.size] * comm.size}"
+            if x.shape[axis] % comm.size == 0
+            else "one size for each coord",
+        )
+    leaving = cut(x, axis, splits)
+    # What arrives has the sender's other axes; only the split axis differs from rank to rank.
+    mine = torch.tensor(splits, dtype=torch.int64, device=x.device)
+    theirs = torch.empty_like(mine)
+    comm.run("all_to_all", lambda b: comm.transport.all_to_all(theirs, mine, b), lambda: None, False)
+    coming = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in theirs.tolist()]
+    if concat != axis and len({shape[axis] for shape in coming}) > 1:
+        raise ShapeError(
+            f"{comm.where('all_to_all')}: parts of unequal size cannot be joined along axis {concat}",
+            given=f"sizes {theirs.tolist()} of axis {axis} from coords 0 to {comm.size - 1}",
+            expected=f"equal sizes, or concat_axis={axis}",
+            hint=f"concat_axis={axis}",
+        )
+    lengths = [int(torch.Size(shape).numel()) for shape in coming]
+    sent = [part.numel() for part in leaving]
+    flat = torch.cat([part.view(-1) for part in leaving])
+    buffer = flat.new_empty(sum(lengths))
+
+    if out is not None:
+        shape = list(coming[0])
+        shape[concat] = sum(each[concat] for each in coming)
+        comm.result_for(out, shape, x.dtype, x, "all_to_all")
+
+    def finish() -> Tensor:
+        pieces = buffer.split(lengths)
+        whole = torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
+        return filled(out, whole)
+
+    return comm.run(
+        "all_to_all",
+        lambda b: comm.transport.all_to_all_uneven(buffer, flat, lengths, sent, b),
+        finish,
+        async_op,
+    )
+
+
+def _sizes(comm: Communicator, mine: int, like: Tensor) -> list[int]:
+    """Everyone's `mine`, by coord."""
+    own = torch.tensor([mine], dtype=torch.int64, device=like.device)
+    found = own.new_empty(comm.size)
+    comm.run("all_gather", lambda b: comm.transport.all_gather(found, own, b), lambda: None, False)
+    comm.recorder.inside = True  # the data itself is still to come
+    sizes: list[int] = found.tolist()
+    return sizes
+
+
+def _rows(x: Tensor, axis: int) -> int:
+    """Elements for each index of `axis`, also where x is empty."""
+    count = 1
+    for i, size in enumerate(x.shape):
+        if i != axis:
+            count *= size
+    return count
