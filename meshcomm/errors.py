@@ -135,7 +135,6 @@ class CollectiveTimeout(CommunicationError):
     """A call did not end in its group's time; `missing` are the global ranks that had not come to it."""
 
     missing: tuple[int, ...] = ()
-    cause_text: str = ""
 
 
 class PeerLost(CollectiveTimeout):

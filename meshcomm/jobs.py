@@ -6,7 +6,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -180,10 +180,9 @@ def _job(
     world: int | None,
     words: list[str],
     overrides: Sequence[str],
-    body: object,
+    body: Callable[[], None],
     max_restarts: int = 0,
 ) -> int:
-    assert callable(body)
     here = find_launch(os.environ)
     if here.kind != "single":
         _no_other_world(here, world)
@@ -240,13 +239,14 @@ def _train(settings: Config) -> None:
 
     from meshcomm.train import Silent, find_attempt
     from meshcomm.train import run as run_training
+    from meshcomm.train.exchange import is_first
     from meshcomm.train.screen import TrainingReporter
 
     attempt = find_attempt(os.environ)
     with init(settings) as mesh:
         if not mesh.is_member:
             return
-        if mesh.rank == 0:
+        if is_first(mesh):
             console = Console()
             console.print(mesh)
             run_training(mesh, settings, TrainingReporter(console), attempt)

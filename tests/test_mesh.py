@@ -226,6 +226,8 @@ def odd_one_out(case: str) -> str:
         more["rank_order"] = [1, 0, 2, 3, 4, 5, 6, 7]
     if odd and case == "timeout":
         more["timeout_s"] = 31.0
+    if odd and case == "options":
+        more["options"] = {"pp": {"timeout_s": -1.0}}
     if odd and case == "config":
         dims = {"pp": 2, "dp": 3, "tp": 2}
     try:
@@ -242,14 +244,16 @@ EXPECTED = {
     "ranks": "rank 5: rank_order = [1, 0, 2, 3, 4, 5, 6, 7]; the others: none",
     "timeout": "rank 5: options.pp.timeout_s = 31.0; the others: 30.0",
     "config": "rank 5: problem = ",
+    "options": "rank 5: problem = ",
 }
 
 
 def test_disagreement_is_an_error_on_every_rank_naming_the_odd_one(pool: Pool) -> None:
     for case, expected in EXPECTED.items():
         for rank, text in enumerate(pool.run(odd_one_out, case)):
-            if case == "config" and rank == 5:
-                assert text.startswith("ConfigError: ") and "2*3*2 = 12" in text
+            if case in ("config", "options") and rank == 5:
+                assert text.startswith("ConfigError: ")
+                assert ("2*3*2 = 12" if case == "config" else "timeout_s") in text
                 continue
             assert text.startswith("MeshMismatchError: "), (case, rank, text)
             assert "rank 5 of 8 is odd" in text

@@ -109,6 +109,25 @@ def test_a_difference_is_named_on_every_rank_of_the_group(pool: Pool, name: str)
         assert again == 4.0
 
 
+def many_axes() -> list[str]:
+    """Shapes too long to tell whole are told by a digest: equal ones pass, others do not."""
+    texts = []
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
+        shape = [1] * 64
+        mesh.all_reduce("dp", torch.ones(shape))
+        shape[-1] += mesh.rank
+        try:
+            mesh.all_reduce("dp", torch.ones(shape))
+        except CallMismatchError as error:
+            texts.append(error.what)
+    return texts
+
+
+def test_shapes_of_very_many_axes(pool: Pool) -> None:
+    expected = ['ranks differ in call 2 along "dp": rank 1 is odd; nothing was sent']
+    assert pool.run(many_axes, ranks=2) == [expected] * 2
+
+
 def how_often(setting: Any) -> list[int]:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, validate_calls=setting) as mesh:
         seen = []

@@ -23,7 +23,7 @@ def gather(
     call = "all_gather" if dst is None else "gather"
     sizes = _sizes(comm, source.shape[axis], source)
     gets = dst is None or comm.coord == dst
-    rows = source.numel() // source.shape[axis] if source.shape[axis] else _rows(source, axis)
+    rows = _rows(source, axis)
     lengths = [size * rows if gets else 0 for size in sizes]
     moved = materialised(source.movedim(axis, 0)).view(-1)
     sent = [moved.numel() if dst is None or c == dst else 0 for c in range(comm.size)]
@@ -33,7 +33,7 @@ def gather(
 
     def finish() -> Tensor:
         whole = buffer.view(sum(sizes), *rest).movedim(0, axis)
-        return whole.contiguous() if out is None else out.copy_(whole)
+        return filled(out, whole if out is not None else whole.contiguous())
 
     if out is not None:
         shape = list(source.shape)

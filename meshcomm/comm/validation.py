@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.transport import Transport
 
 _BYTES: Final = 512
+_FACTS: Final = 240
 _SITE: Final = 200
 
 
@@ -29,12 +31,11 @@ class CallCheck:
     limit: how many calls are compared; None for all of them. Every rank has the same.
     """
 
-    __slots__ = ("_left", "_number", "_ranks", "_transport", "_who")
+    __slots__ = ("_left", "_number", "_ranks", "_transport")
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], who: str, limit: int | None) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int], limit: int | None) -> None:
         self._transport = transport
         self._ranks = list(ranks)
-        self._who = who
         self._left = limit
         self._number = 0
 
@@ -53,10 +54,7 @@ class CallCheck:
         if self._left is not None:
             self._left -= 1
         self._number += 1
-        mine = json.dumps([call, facts, caller()[-_SITE:]], default=str).encode()
-        if len(mine) > _BYTES:
-            # A shape of very many axes; what is cut off is cut off the site.
-            mine = json.dumps([call, {k: str(v)[:60] for k, v in facts.items()}, "?"]).encode()[:_BYTES]
+        mine = _message(call, facts)
         told = torch.zeros(_BYTES, dtype=torch.uint8)
         told[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         told = told.to(self._transport.device)
@@ -98,6 +96,19 @@ class CallCheck:
     def _those(self, coords: list[int]) -> str:
         ranks = [self._ranks[coord] for coord in coords]
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"
+
+
+def _message(call: str, facts: dict[str, Any]) -> bytes:
+    """The call as at most 512 bytes; equal facts give equal texts, whatever the site."""
+    whole = json.dumps(facts)
+    if len(whole) > _FACTS:
+        # A shape of very many axes: a digest of all of it stands beside what fits.
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        facts = {"facts": whole[: _FACTS // 2], "digest": digest}
+    site = caller()[-_SITE:]
+    while len(text := json.dumps([call, facts, site]).encode()) > _BYTES:
+        site = site[20:]
+    return text
 
 
 def _told(call: list[Any]) -> str:

@@ -343,7 +343,7 @@ class Mesh(AlongDims):
         if key not in self._calls:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
-            self._calls[key] = CallCheck(transport, ranks, self.label, self._validate_calls)
+            self._calls[key] = CallCheck(transport, ranks, self._validate_calls)
             self._recorders[key] = self._watch.record(group.label, ranks)
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 

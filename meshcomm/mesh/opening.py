@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import __version__
 from meshcomm.config import Config, DimOptions, MeshConfig, ProcessConfig, load
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError
-from meshcomm.layout import GroupOptions, Layout, Plan
+from meshcomm.layout import Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults, network_variables
 from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
@@ -36,7 +36,7 @@ from meshcomm.transport.torch_private import default_store
 CONFIG_VARIABLE = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE = "MESHCOMM_SET"
 
-Source = str | PathLike[str] | Config | MeshConfig | Plan | DeviceMesh | Mapping[str, Any]
+Source = str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]
 
 
 def init(
@@ -68,7 +68,7 @@ def init(
         store, rank, world_size: meet through this store instead of the launcher's.
 
     Called by: every process of the job, also those that a mesh on part of the ranks leaves out.
-    Before any group exists, all ranks compare what they are about to create, in five store
+    Before any group exists, all ranks compare what they are about to create, in four store
     operations each. If torch.distributed is already initialised, its default group and store are
     used and left as they are at close.
 
@@ -78,7 +78,7 @@ def init(
         "dims": dims,
         "merge": merge,
         "views": views,
-        "options": None if options is None else {n: DimOptions(**o) for n, o in options.items()},
+        "options": options,
         "rank_order": None if rank_order is None else tuple(rank_order),
         "ranks": None if ranks is None else tuple(ranks),
         "device": device,
@@ -127,9 +127,9 @@ def _settings(config: Source | None, given: dict[str, Any], overrides: Sequence[
         return Config(mesh=config)
     if isinstance(config, DeviceMesh):
         return Config(mesh=_mesh_config(config))
-    if isinstance(config, Plan):
-        return Config(mesh=_config_of(config))
     if given:
+        if "options" in given:
+            given["options"] = {name: DimOptions(**own) for name, own in given["options"].items()}
         return Config(mesh=MeshConfig(**given))
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
@@ -141,32 +141,6 @@ def _settings(config: Source | None, given: dict[str, Any], overrides: Sequence[
             "or meshcomm run CONFIG script.py",
         )
     return load(path, [*os.environ.get(OVERRIDES_VARIABLE, "").splitlines(), *overrides])
-
-
-def _config_of(plan: Plan) -> MeshConfig:
-    """The settings that lead to this plan."""
-
-    def options(of: GroupOptions) -> DimOptions:
-        return DimOptions(
-            backend=of.backend,
-            timeout_s=of.timeout_s,
-            lane=of.lane,
-            high_priority=bool(dict(of.extra).get("high_priority", False)),
-        )
-
-    layout = plan.layout
-    order = layout.rank_order
-    return MeshConfig(
-        dims=dict(layout.dims),
-        merge=dict(layout.merge),
-        views={name: dict(sizes) for name, sizes in layout.views.items()},
-        rank_order=order,
-        ranks=None if order is None or sorted(order) == list(range(len(order))) else tuple(sorted(order)),
-        device=plan.device,
-        backend=plan.defaults.backend,
-        timeout_s=plan.defaults.timeout_s,
-        options={name: options(of) for name, of in plan.options.items()},
-    )
 
 
 def _mesh_config(device_mesh: DeviceMesh) -> MeshConfig:

@@ -136,7 +136,6 @@ class Watch:
             else "look at the ranks named above",
         )
         found.missing = tuple(each.rank for each in absent)
-        found.cause_text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return found
 
     def _ask(self, ranks: list[int]) -> dict[int, Any]:

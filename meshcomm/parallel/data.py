@@ -105,7 +105,9 @@ class GradientSync:
             if not self._active:
                 raise TrainingError(
                     f"backward reached {slot.name} outside of a step",
+                    given="a backward pass before start() or after finish()",
                     expected="start(), then all backward passes of the step, then finish()",
+                    hint="call start() before the first backward pass of each step",
                 )
             slot.count += 1
             if slot.count == self._microbatches:
@@ -115,7 +117,9 @@ class GradientSync:
             elif slot.count > self._microbatches:
                 raise TrainingError(
                     f"backward reached {slot.name} {slot.count} times in one step",
+                    given=f"{slot.count} gradients for one parameter",
                     expected=f"{self._microbatches}, the number of microbatches",
+                    hint="one backward pass for each microbatch",
                 )
 
         return accumulated

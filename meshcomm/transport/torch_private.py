@@ -24,7 +24,6 @@ __all__ = [
     "AllgatherOptions",
     "SoloGroup",
     "backend_of",
-    "bound_device",
     "coalescing",
     "copy_all",
     "create_group",
@@ -271,10 +270,3 @@ def _done(result: Any) -> Any:
     # Missing from torch's stubs.
     create: Any = getattr(bindings, "_create_work_from_future")  # noqa: B009
     return create(future)
-
-
-def bound_device(group: dist.ProcessGroup | None = None) -> torch.device | None:
-    """The device that the (default) group's communicator was started on, if any."""
-    chosen = group if group is not None else c10d._get_default_group()
-    device: torch.device | None = chosen.bound_device_id
-    return device
