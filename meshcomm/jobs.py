@@ -167,7 +167,7 @@ def report(folder: Path) -> str:
         if status["failed"] is not None:
             failed = status["failed"]
             lines.append(
-                f'{name_of_rank(rank, status)}: {failed["call"]} along "{failed["dim"]}", call {failed["number"]} on '
+                f"{name_of_rank(rank, status)}: {failed['call']} on "
                 f"{failed['label']}, at {failed['site']}: {' '.join(failed['error'])}"
             )
         else:

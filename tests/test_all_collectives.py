@@ -369,7 +369,7 @@ def test_the_profiler_sees_op_and_dims(pool: Pool) -> None:
     assert pool.run(profiled, ranks=4)[0] == [
         "meshcomm::all_gather tp",
         "meshcomm::all_reduce dp",
-        "meshcomm::exchange tp",
+        "meshcomm::shift tp",
     ]
 
 

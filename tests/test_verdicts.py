@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -129,9 +130,9 @@ def test_the_circle_itself() -> None:
     }
     assert verdict(statuses) == [
         "circular wait:",
-        '  rank 0 (r=0) in all_reduce along "dp" at train.py:0 waits for rank 1',
-        '  rank 1 (r=1) in all_reduce along "tp" at train.py:1 waits for rank 2',
-        '  rank 2 (r=2) in all_reduce along "tp" at train.py:2 waits for rank 0',
+        '  rank 0 (r=0) in all_reduce along "dp", call 2, at train.py:0 waits for rank 1',
+        '  rank 1 (r=1) in all_reduce along "tp", call 2, at train.py:1 waits for rank 2',
+        '  rank 2 (r=2) in all_reduce along "tp", call 2, at train.py:2 waits for rank 0',
     ]
     assert verdict({0: {**statuses[0], "groups": []}}) == [
         "no rank was found waiting for another: the reports hold no verdict"
@@ -224,3 +225,102 @@ def test_a_folder_without_reports(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
         report(tmp_path)
+
+
+def message_outcome(program: Any, reports: str) -> tuple[str, str, tuple[int, ...], float]:
+    return outcome(program, reports, validate_calls=0)
+
+
+def never_sent(mesh: Any) -> None:
+    x = torch.ones(4)
+    if mesh.coord("pp") == 0:
+        mesh.send("pp", x, dst=1)
+        time.sleep(TIMEOUT + 3)
+    else:
+        mesh.recv("pp", x, src=0)
+        if mesh.rank == 6:
+            mesh.recv("pp", x, src=0)
+        mesh.all_reduce("dp", x)
+
+
+def test_a_message_that_is_never_sent_names_its_sender(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(message_outcome, never_sent, str(tmp_path))
+    kind, text, missing, took = found[6]
+    assert (kind, missing) == ("CollectiveTimeout", (2,))
+    lines = text.splitlines()
+    assert lines[0] == 'recv from 0 along "pp" on rank 6 (pp=1 dp=1 tp=0) did not end in time'
+    assert lines[1].startswith(
+        "  given:    recv from rank 2, message 2 with tag 0 on pp[dp=1 tp=0], ranks [2, 6], at "
+    )
+    assert "rank 2 (pp=0 dp=1 tp=0) has sent 1 of 2 with tag 0; it is at " in lines[2]
+    assert took < TIMEOUT + 2
+    # Rank 4 waits for rank 6 in a collective: rank 6 is said to wait for a message.
+    assert (
+        'rank 6 (pp=1 dp=1 tp=0) has not come: it is in recv from rank 2, message 2 with tag 0 along "pp"'
+        in found[4][1]
+    )
+    text = report(tmp_path)
+    assert "rank 2 (pp=0 dp=1 tp=0) is at " in text
+    assert "rank 6 waits for it in recv from rank 2, message 2 with tag 0" in text
+
+
+def crossed_messages(mesh: Any) -> None:
+    if mesh.coord("pp") == 1 or mesh.coord("dp") == 1:
+        return
+    x = torch.ones(1)
+    # Each waits for the other's message, sent with another tag.
+    handle = mesh.isend("tp", x, dst=1 - mesh.coord("tp"), tag=7)
+    try:
+        mesh.recv("tp", x, src=1 - mesh.coord("tp"), tag=8)
+    finally:
+        with contextlib.suppress(CollectiveTimeout):
+            handle.wait()
+
+
+def test_ranks_that_wait_for_each_others_messages(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(message_outcome, crossed_messages, str(tmp_path))
+    assert [(kind, missing) for kind, _, missing, _ in found[:3]] == [
+        ("CollectiveTimeout", (1,)),
+        ("CollectiveTimeout", (0,)),
+        ("none", ()),
+    ]
+    assert (
+        "rank 1 (pp=0 dp=0 tp=1) has sent 0 of 1 with tag 8, and 1 with tag 7; it is in recv" in found[0][1]
+    )
+    lines = report(tmp_path).splitlines()
+    assert lines[1] == "circular wait:"
+    assert lines[2].startswith(
+        '  rank 0 (pp=0 dp=0 tp=0) in recv from rank 1, message 1 with tag 8 along "tp" at '
+    )
+    assert lines[2].endswith(" waits for rank 1")
+
+
+def refused(mesh: Any) -> None:
+    if mesh.rank == 1:
+        with pytest.raises(meshcomm.MeshcommError, match="out does not fit the result"):
+            mesh.all_gather("tp", torch.ones(2), out=torch.ones(3))
+        time.sleep(TIMEOUT + 3)
+    elif mesh.rank == 0:
+        mesh.all_gather("tp", torch.ones(2), out=torch.ones(4))
+
+
+def test_a_call_that_a_rank_refused_has_not_come(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(message_outcome, refused, str(tmp_path))
+    kind, text, missing, _ = found[0]
+    assert (kind, missing) == ("CollectiveTimeout", (1,))
+    assert "rank 1 (pp=0 dp=0 tp=1) has not come: it is at " in text
+
+
+def gone(mesh: Any) -> None:
+    mesh.all_reduce("tp", torch.ones(1))
+    if mesh.rank != 3:
+        mesh.all_reduce("tp", torch.ones(1))
+
+
+def test_a_rank_that_closed_its_mesh_is_said_to(pool: Pool, tmp_path: Path) -> None:
+    kind, text, missing, took = pool.run(message_outcome, gone, str(tmp_path))[2]
+    assert (kind, missing) == ("PeerLost", (3,))
+    assert (
+        "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
+    )
+    assert took < TIMEOUT

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshcomm.comm import hierarchical, lists
 from meshcomm.comm.directory import Directory
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.messages import Message
+from meshcomm.comm.messages import Envelope
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Layout
 
@@ -290,7 +290,7 @@ class AlongDims:
         return self._at[dims].messages.irecv(out, src, tag)
 
     def exchange(
-        self, dims: Dims, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()
+        self, dims: Dims, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
     ) -> list[Tensor]:
         """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
 

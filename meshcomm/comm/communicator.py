@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns as clock
 from typing import Any, TypeVar, final
 
 import torch
@@ -89,7 +90,7 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """`all_reduce` for callers inside this package: it finds the user's line however far up that is."""
         self._door(x, "all_reduce", "all_reduce")
-        check_reduce(self.transport.name, op, x.dtype, self.where("all_reduce"))
+        self._check_op(op, x.dtype, factor, "all_reduce")
         self._begin("all_reduce", x, op=op, factor=factor)
         carried, plain_op = self._carried(x, op, factor, "all_reduce")
         if (
@@ -111,12 +112,14 @@ class Communicator:
         """`Recorder.start`, the backend's call and its wait, with everything at hand."""
         start, options = self.transport.all_reduce_call(op)
         recorder, ring, name, frame_at = self.recorder, self.recorder.ring, self.name, sys._getframe
-        kept = len(ring)
+        came, kept = recorder.came, len(ring)
 
         def call(x: Tensor) -> None:
             frame = frame_at(3)  # over this, Communicator.all_reduce and AlongDims.all_reduce
             recorder.started = number = recorder.started + 1
-            ring[number % kept] = (name, "all_reduce", x.shape, frame.f_code, frame.f_lasti)
+            place = number % kept
+            ring[place] = (name, "all_reduce", x.shape, frame.f_code, frame.f_lasti)
+            came[place] = clock()
             recorder.inside = True
             work = start([x], options)
             if work is not None:
@@ -131,7 +134,7 @@ class Communicator:
         """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
         check_coord(dst, self.size, "dst", lambda: self.where("reduce"))
         self._door(x, "reduce", "all_reduce")
-        check_reduce(self.transport.name, op, x.dtype, self.where("reduce"))
+        self._check_op(op, x.dtype, factor, "reduce")
         self._begin("reduce", x, op=op, factor=factor, dst=dst)
         carried, plain_op = self._carried(x, op, factor, "reduce")
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
@@ -154,13 +157,13 @@ class Communicator:
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
         self._door(x, "reduce_scatter", "reduce_scatter")
-        check_reduce(self.transport.name, op, x.dtype, self.where("reduce_scatter"))
+        self._check_op(op, x.dtype, factor, "reduce_scatter")
         parts = self._parts(x, axis, "reduce_scatter")
+        result = self.result_for(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
         self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op, factor=factor)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )
-        result = self.result_for(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
         buffer = buffer_for(result) if parts.dtype == x.dtype else parts.new_empty(parts.shape[1:])
         return self.run(
             "reduce_scatter",
@@ -169,6 +172,24 @@ class Communicator:
             async_op,
         )
 
+    def _check_op(self, op: str, dtype: torch.dtype, factor: float | None, call: str) -> None:
+        """Refuse what the backend cannot reduce; before the others hear of the call."""
+        check_reduce(self.transport.name, op, dtype, self.where(call))
+        if factor is not None and op != "premul_sum":
+            raise ShapeError(
+                f"{self.where(call)}: factor has no effect with op={op!r}",
+                given=f"op={op!r}, factor={factor}",
+                expected='op="premul_sum" beside a factor',
+                hint='op="premul_sum"',
+            )
+        if factor is None and op == "premul_sum":
+            raise ShapeError(
+                f'{self.where(call)}: op="premul_sum" without a factor',
+                given='op="premul_sum"',
+                expected="the number that each rank multiplies its x by before the sum",
+                hint="factor=0.5",
+            )
+
     def _carried(
         self, x: Tensor, op: str, factor: float | None, call: str, own: bool = False
     ) -> tuple[Tensor, str]:
@@ -176,29 +197,13 @@ class Communicator:
 
         The same memory where that will do; `own`: x is scratch memory that may be scaled in place.
         """
-        check_reduce(self.transport.name, op, x.dtype, self.where(call))
         dense = materialised(x)
         if x.dtype in WIDENED:
             return dense.to(WIDENED[x.dtype]), op
-        if op != "premul_sum":
-            if factor is not None:
-                raise ShapeError(
-                    f"{self.where(call)}: factor has no effect with op={op!r}",
-                    given=f"op={op!r}, factor={factor}",
-                    expected='op="premul_sum" beside a factor',
-                    hint='op="premul_sum"',
-                )
-            return dense, op
         if factor is None:
-            raise ShapeError(
-                f'{self.where(call)}: op="premul_sum" without a factor',
-                given='op="premul_sum"',
-                expected="the number that each rank multiplies its x by before the sum",
-                hint="factor=0.5",
-            )
-        return (
-            dense.mul_(factor) if own or dense is not x or call == "all_reduce" else dense * factor
-        ), "sum"
+            return dense, op
+        scaled = dense.mul_(factor) if own or dense is not x or call == "all_reduce" else dense * factor
+        return scaled, "sum"
 
     # -- moving data ----------------------------------------------------------------------------
 
@@ -227,13 +232,16 @@ class Communicator:
         self._door(x, "all_gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self.where("all_gather"))
+        shape = list(source.shape)
+        shape[axis] *= self.size
+        result = None
+        if not uneven and (axis == 0 or out is not None):
+            result = self.result_for(out, shape, x.dtype, x, "all_gather")
         self._begin("all_gather", without(source, axis) if uneven else source, axis=axis, uneven=uneven)
         if uneven:
             return uneven_forms.gather(self, source, axis, None, async_op, out)
-        shape = list(source.shape)
-        shape[axis] *= self.size
         if axis == 0:
-            result = self.result_for(out, shape, x.dtype, x, "all_gather")
+            assert result is not None
             buffer = buffer_for(result)
             return self.run(
                 "all_gather",
@@ -241,8 +249,6 @@ class Communicator:
                 lambda: into(result, buffer),
                 async_op,
             )
-        if out is not None:
-            self.result_for(out, shape, x.dtype, x, "all_gather")
         parts = source.new_empty((self.size, *source.shape))
         return self.run(
             "all_gather",
@@ -265,13 +271,13 @@ class Communicator:
         self._door(x, "gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self.where("gather"))
-        self._begin("gather", without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst)
-        if uneven:
-            return uneven_forms.gather(self, source, axis, dst, async_op, out if self.coord == dst else None)
-        if out is not None and self.coord == dst:
+        if out is not None and self.coord == dst and not uneven:
             shape = list(source.shape)
             shape[axis] *= self.size
             self.result_for(out, shape, x.dtype, x, "gather")
+        self._begin("gather", without(source, axis) if uneven else source, axis=axis, uneven=uneven, dst=dst)
+        if uneven:
+            return uneven_forms.gather(self, source, axis, dst, async_op, out if self.coord == dst else None)
         parts = source.new_empty((self.size, *source.shape)) if self.coord == dst else None
         return self.run(
             "gather",
@@ -301,14 +307,14 @@ class Communicator:
                 )
             self._door(x, "scatter", "slice")
             parts = self._parts(x, axis, "scatter")
+            if out is not None:
+                self.result_for(out, parts.shape[1:], parts.dtype, parts, "scatter")
         self._begin("scatter", src=src, out=out is not None)
         if out is None:
             like = self.messages.announce(None if parts is None else parts[0], src)
             result = buffer = like
         else:
             result, buffer = out, buffer_for(out)
-            if parts is not None and (parts.shape[1:] != out.shape or parts.dtype != out.dtype):
-                self.result_for(out, parts.shape[1:], parts.dtype, parts, "scatter")
         return self.run(
             "scatter",
             lambda b: self.transport.scatter(buffer, parts, src, b),
@@ -331,15 +337,18 @@ class Communicator:
         own = normal_axis(x, split_axis, lambda: self.where("all_to_all"))
         if splits is None:
             check_divisible(x, own, self.size, lambda: self.where("all_to_all"), lambda: self.who)
+            if out is not None:
+                shape = list(x.shape)
+                shape[own] //= self.size
+                shape[concat] *= self.size
+                self.result_for(out, shape, x.dtype, x, "all_to_all")
+        else:
+            uneven_forms.check_splits(self, x, own, splits)
         like = x if splits is None else without(x, own)
         self._begin("all_to_all", like, split_axis=own, concat_axis=concat, splits=splits is not None)
         if splits is not None:
-            return uneven_forms.all_to_all(self, x, split_axis, concat, list(splits), async_op, out)
+            return uneven_forms.all_to_all(self, x, own, concat, list(splits), async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
-        if out is not None:
-            shape = list(parts.shape[1:])
-            shape[concat] *= self.size
-            self.result_for(out, shape, x.dtype, x, "all_to_all")
         received = torch.empty_like(parts)
         return self.run(
             "all_to_all",

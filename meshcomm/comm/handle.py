@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 from torch.futures import Future
 
-from meshcomm.comm.recorder import caller
+from meshcomm.comm.site import caller
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.transport import Work
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm.checks import check_in_place, check_peer, check_tensor
-from meshcomm.comm.handle import Handle, failure, wait_all
+from meshcomm.comm.handle import Handle, wait_all
+from meshcomm.comm.message_log import Awaited, Direction, Message
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import buffer_for, into, materialised
 from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
@@ -17,9 +18,10 @@ from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled
 from meshcomm.transport.support import name_of
 
-Message: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
+T = TypeVar("T")
+Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
-_MOST_AXES = 14
+_MOST_AXES: Final = 14
 
 # A fixed order, the same on every rank of one torch version: a dtype travels as its index.
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -45,31 +47,25 @@ class Messages:
         check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
         check_tensor(x, self._transport.kinds, lambda: self._where("send"))
         dense = materialised(x.detach())
-        works: list[Work] = []
-        header = _describe(dense, self._where("send")) if handshake else None
+        leaving = [_describe(dense, self._where("send")), dense] if handshake else [dense]
+        message = self._begin("send", x.shape, [("send", dst, tag)] * len(leaving))
+        works = self._start(
+            message, lambda: [self._transport.send(each, dst, tag) for each in leaving], f"send to {dst}"
+        )
 
-        def start() -> None:
-            if header is not None:
-                works.append(self._transport.send(header, dst, tag))
-            works.append(self._transport.send(dense, dst, tag))
-
-        self._guard("send", start)
-
-        def sent(_: object = (dense, header)) -> None:  # holds the copies until the message has left
+        def sent(_: object = leaving) -> None:  # holds the copies until the message has left
             return None
 
-        return Handle(works, sent, lambda: self._where(f"send to {dst}"))
+        return self._handle(works, sent, f"send to {dst}")
 
     def irecv(self, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
         """Start receiving into `out` from coord `src`. See `Mesh.irecv`."""
         check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
         self._door(out, "recv")
         dense = buffer_for(out)
-        works: list[Work] = []
-        self._guard("recv", lambda: works.append(self._transport.recv(dense, src, tag)))
-        return Handle(
-            works, lambda: into(out, dense), lambda: self._where(f"recv from {src}"), source=lambda: src
-        )
+        message = self._begin("recv", out.shape, [("recv", src, tag)])
+        works = self._start(message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}")
+        return self._handle(works, lambda: into(out, dense), f"recv from {src}", lambda: src)
 
     def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
@@ -97,28 +93,37 @@ class Messages:
         first = _blank(self._transport.device) if out is None else out
         self._door(first, "recv_any")
         dense = buffer_for(first)
-        works: list[Work] = []
-        self._guard("recv_any", lambda: works.append(self._transport.recv_any(dense, tag)))
-        wait_all(works, lambda: self._where("recv_any"))
-        src = self._transport.source_of(works[0])
+        message = self._begin("recv_any", first.shape, [("recv", None, tag)])
+        started: list[Work] = []
+
+        def start() -> list[Work]:
+            started.append(self._transport.recv_any(dense, tag))
+            return started
+
+        self._wait(self._start(message, start, "recv_any"), "recv_any")
+        src = self._transport.source_of(started[0])
+        self._recorder.messages.arrived(src, tag)
         if out is not None:
             return into(out, dense), src
         return self.irecv(_described(dense), src, tag).wait(), src
 
-    def exchange(self, sends: Sequence[Message] = (), recvs: Sequence[Message] = ()) -> list[Tensor]:
-        """Send and receive a set of messages at once. See `Mesh.exchange`."""
+    def exchange(
+        self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = (), call: str = "exchange"
+    ) -> list[Tensor]:
+        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
         for x, dst, *_tag in sends:
-            check_tensor(x, self._transport.kinds, lambda: self._where("exchange"))
-            check_peer(dst, self._coord, self._size, "dst", lambda: self._where("exchange"))
+            check_tensor(x, self._transport.kinds, lambda: self._where(call))
+            check_peer(dst, self._coord, self._size, "dst", lambda: self._where(call))
         for out, src, *_tag in recvs:
-            check_peer(src, self._coord, self._size, "src", lambda: self._where("exchange"))
-            self._door(out, "exchange")
+            check_peer(src, self._coord, self._size, "src", lambda: self._where(call))
+            self._door(out, call)
         leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
         coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
         if leaving or coming:
-            works: list[Work] = []
-            self._guard("exchange", lambda: works.extend(self._transport.exchange(leaving, coming)))
-            wait_all(works, lambda: self._where("exchange"))
+            ends: list[tuple[Direction, int | None, int]] = [("send", dst, tag) for _, dst, tag in leaving]
+            ends += [("recv", src, tag) for _, src, tag in coming]
+            message = self._begin(call, None, ends)
+            self._wait(self._start(message, lambda: self._transport.exchange(leaving, coming), call), call)
         return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
@@ -134,9 +139,9 @@ class Messages:
         if handshake:
             header = _describe(materialised(x.detach()), self._where("shift"))
             blank = _blank(self._transport.device)
-            self.exchange([(header, target)] if goes else [], [(blank, source)] if comes else [])
+            self.exchange([(header, target)] if goes else [], [(blank, source)] if comes else [], "shift")
             buffer = _described(blank) if comes else buffer
-        received = self.exchange([(x, target)] if goes else [], [(buffer, source)] if comes else [])
+        received = self.exchange([(x, target)] if goes else [], [(buffer, source)] if comes else [], "shift")
         return received[0] if received else None
 
     def announce(self, x: Tensor | None, src: int) -> Tensor:
@@ -144,9 +149,13 @@ class Messages:
         header = _blank(self._transport.device)
         if x is not None:
             header = _describe(x, self._where("scatter"))
-        works: list[Work] = []
-        self._guard("scatter", lambda: works.append(self._transport.broadcast(header, src, True)))
-        wait_all([work for work in works if work is not None], lambda: self._where("scatter"))
+        try:
+            work = self._transport.broadcast(header, src, True)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            # Part of a collective, whose call the recorder has.
+            raise self._failed("scatter", error) from error
         return _described(header)
 
     def _door(self, x: Tensor, call: str) -> None:
@@ -156,16 +165,39 @@ class Messages:
     def _where(self, call: str) -> str:
         return f'{call} along "{self._name}" on {self._who}'
 
-    def _guard(self, call: str, start: Callable[[], None]) -> None:
+    def _begin(self, call: str, shape: object, ends: Sequence[tuple[Direction, int | None, int]]) -> Message:
+        return self._recorder.messages.begin(self._name, call, shape, ends)
+
+    def _start(self, message: Message, start: Callable[[], Sequence[Work]], call: str) -> list[Awaited]:
+        log = self._recorder.messages
+        # A backend may block, or fail, before there is anything to wait for.
+        log.waiting = message
         try:
-            with labelled(f"meshcomm::{call} {self._name}"):
-                start()
+            with labelled(f"meshcomm::{message.call} {self._name}"):
+                works = start()
         except RuntimeError as error:
             raise self._failed(call, error) from error
+        log.waiting = None
+        return [Awaited(work, log, message) for work in works]
+
+    def _handle(
+        self,
+        works: list[Awaited],
+        finish: Callable[[], T],
+        call: str,
+        source: Callable[[], int] | None = None,
+    ) -> Handle[T]:
+        return Handle(
+            works, finish, lambda: self._where(call), source, lambda error: self._failed(call, error)
+        )
+
+    def _wait(self, works: list[Awaited], call: str) -> None:
+        wait_all(works, lambda: self._where(call), None, lambda error: self._failed(call, error))
 
     def _failed(self, call: str, error: BaseException) -> CommunicationError:
-        # Messages are not counted among the group's calls: the ranks may send different numbers.
-        return failure(self._where(call), error)
+        found = self._recorder.inquire(self._recorder, self._where(call), error)
+        self._recorder.messages.waiting = None
+        return found
 
 
 def _blank(device: torch.device) -> Tensor:

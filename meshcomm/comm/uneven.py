@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import normal_axis
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import cut, filled, materialised
 from meshcomm.errors import ShapeError
@@ -48,25 +48,28 @@ def gather(
     return found
 
 
-def all_to_all(
-    comm: Communicator,
-    x: Tensor,
-    split_axis: int,
-    concat: int,
-    splits: list[int],
-    async_op: bool,
-    out: Tensor | None,
-) -> Tensor | Handle[Tensor]:
-    axis = normal_axis(x, split_axis, lambda: comm.where("all_to_all"))
+def check_splits(comm: Communicator, x: Tensor, axis: int, splits: Sequence[int]) -> None:
+    """`splits` must cut axis `axis` of `x` into one part for each coord."""
     if len(splits) != comm.size or sum(splits) != x.shape[axis] or min(splits) < 0:
         raise ShapeError(
             f"{comm.where('all_to_all')}: splits do not cut axis {axis}",
-            given=f"splits={splits}, x of shape {tuple(x.shape)}",
+            given=f"splits={list(splits)}, x of shape {tuple(x.shape)}",
             expected=f"{comm.size} sizes of 0 or more whose sum is {x.shape[axis]}",
             hint=f"splits={[x.shape[axis] // comm.size] * comm.size}"
             if x.shape[axis] % comm.size == 0
             else "one size for each coord",
         )
+
+
+def all_to_all(
+    comm: Communicator,
+    x: Tensor,
+    axis: int,
+    concat: int,
+    splits: list[int],
+    async_op: bool,
+    out: Tensor | None,
+) -> Tensor | Handle[Tensor]:
     leaving = cut(x, axis, splits)
     # What arrives has the sender's other axes; only the split axis differs from rank to rank.
     mine = torch.tensor(splits, dtype=torch.int64, device=x.device)

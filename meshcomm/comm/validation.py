@@ -10,7 +10,7 @@ from typing import Any, Final, final
 
 import torch
 
-from meshcomm.comm.recorder import caller
+from meshcomm.comm.site import caller
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
 from meshcomm.transport import Transport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshcomm.layout.sizes import fold
@@ -33,16 +33,58 @@ def absent_from(
     return found
 
 
+def unmatched(
+    rank: int, label: str, waiting: Mapping[str, Any], statuses: Mapping[int, Status]
+) -> list[Absent]:
+    """The ranks that have not done their half of the messages that `rank` waits for."""
+    found = []
+    for direction, peer, tag, number in waiting["parts"]:
+        for other in _others(rank, label, statuses) if peer is None else [peer]:
+            status = statuses.get(other)
+            if status is None:
+                found.append(Absent(other, None))
+                continue
+            half = "recv" if direction == "send" else "send"
+            done = _messages_begun(status, label, half, rank)
+            count = sum(done.values()) if peer is None else done.get(tag, 0)
+            if peer is not None and count >= number:
+                continue
+            has = "received" if half == "recv" else "sent"
+            short = f"has {has} {count} of {number} with tag {tag}" if peer is not None else f"has {has} none"
+            elsewhere = {t: n for t, n in done.items() if t != tag}
+            if elsewhere and peer is not None:
+                short += ", and " + ", ".join(f"{n} with tag {t}" for t, n in sorted(elsewhere.items()))
+            found.append(Absent(other, f"{short}; it {doing(status, label)}"))
+    return found
+
+
+def described(waiting: Mapping[str, Any]) -> str:
+    """`recv from rank 0, message 3 with tag 0`: the messages that a call waits for."""
+    parts = []
+    for direction, peer, tag, number in waiting["parts"]:
+        if peer is None:
+            parts.append(f"from any rank with tag {tag}")
+        else:
+            way = "to" if direction == "send" else "from"
+            parts.append(f"{way} rank {peer}, message {number} with tag {tag}")
+    return f"{waiting['call']} {' and '.join(parts)}"
+
+
 def doing(status: Status, label: str | None = None) -> str:
     """What a rank is doing: the call that it is inside of, else where its program is."""
     inside = [g["last"] for g in status["groups"] if g["last"] is not None and g["last"]["inside"]]
     if inside:
         last = inside[-1]
         return f'is in {last["call"]} along "{last["dim"]}", call {last["number"]}, at {last["site"]}'
+    waits = [waiting for group in status["groups"] if (waiting := _waiting(group)) is not None]
+    if waits:
+        return f'is in {described(waits[-1])} along "{waits[-1]["dim"]}", at {waits[-1]["site"]}'
     own = _group(status, label) if label is not None else None
     after = ""
     if own is not None and own["last"] is not None:
         after = f", after {own['last']['call']}, call {own['last']['number']}"
+    if status.get("closed"):
+        return f"has closed the mesh{after}"
     return f"is at {status['main']}{after}"
 
 
@@ -66,32 +108,37 @@ def lines_of(absent: Sequence[Absent], statuses: Mapping[int, Status]) -> list[s
     ]
 
 
+def message_lines(absent: Sequence[Absent], statuses: Mapping[int, Status]) -> list[str]:
+    """One line for each rank that has not done its half of a message."""
+    return [
+        f"{name_of_rank(each.rank, statuses.get(each.rank))} "
+        + (each.doing if each.doing is not None else "does not answer: it has ended, or is stopped")
+        for each in absent
+    ]
+
+
 def verdict(statuses: Mapping[int, Status]) -> list[str]:
     """What the reports of a job say together: a circular wait, or who keeps the others waiting."""
-    waits: dict[int, dict[int, str]] = {}
-    blocked: dict[int, tuple[Any, list[Absent]]] = {}
+    waits: dict[int, set[int]] = {}
+    calls: dict[int, str] = {}
     for rank, status in statuses.items():
         for group in status["groups"]:
-            last = group["last"]
-            stuck = status.get("failed") or {}
-            if last is None or not (last["inside"] or stuck.get("label") == group["label"]):
-                continue
-            absent = absent_from(group["label"], group["ranks"], group["started"], statuses)
-            if absent:
-                blocked[rank] = (last, absent)
-                waits[rank] = {each.rank: last["dim"] for each in absent}
-    if not blocked:
+            found = _blocked(rank, status, group, statuses)
+            if found is not None:
+                calls[rank], others = found
+                waits[rank] = others
+    if not waits:
         return ["no rank was found waiting for another: the reports hold no verdict"]
     circle = _circle(waits)
     if circle:
-        parts = []
-        for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
-            last = blocked[rank][0]
-            parts.append(
-                f'{name_of_rank(rank, statuses[rank])} in {last["call"]} along "{last["dim"]}" at {last["site"]} '
-                f"waits for rank {following}"
-            )
-        return ["circular wait:", *(f"  {part}" for part in parts)]
+        following = [*circle[1:], circle[0]]
+        return [
+            "circular wait:",
+            *(
+                f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}"
+                for rank, other in zip(circle, following, strict=True)
+            ),
+        ]
     # A rank that others wait for, and that waits for nobody, is where it began.
     roots: dict[int, list[int]] = {}
     for rank, others in waits.items():
@@ -100,24 +147,65 @@ def verdict(statuses: Mapping[int, Status]) -> list[str]:
                 roots.setdefault(other, []).append(rank)
     lines = []
     for root, waiting in sorted(roots.items(), key=lambda item: -len(item[1])):
-        found = statuses.get(root)
-        does = "does not answer: it has ended, or is stopped" if found is None else doing(found)
-        last = blocked[waiting[0]][0]
+        status_of_root = statuses.get(root)
+        does = (
+            "does not answer: it has ended, or is stopped"
+            if status_of_root is None
+            else doing(status_of_root)
+        )
         lines.append(
-            f"{name_of_rank(root, found)} {does}; rank {fold(sorted(waiting))} wait{'s' if len(waiting) == 1 else ''} "
-            f'for it in {last["call"]} along "{last["dim"]}", call {last["number"]}, at {last["site"]}'
+            f"{name_of_rank(root, status_of_root)} {does}; "
+            f"rank {fold(sorted(waiting))} wait{'s' if len(waiting) == 1 else ''} for it in {calls[waiting[0]]}"
         )
     return lines
 
 
-def _circle(waits: Mapping[int, Mapping[int, str]]) -> list[int]:
+def _blocked(
+    rank: int, status: Status, group: Mapping[str, Any], statuses: Mapping[int, Status]
+) -> tuple[str, set[int]] | None:
+    """The call on `group` that a rank is blocked in, or was when it failed, and whom it waits for."""
+    failed = status.get("failed") or {}
+    ours = failed.get("label") == group["label"]
+    waiting = (failed.get("waiting") if ours else None) or _waiting(group)
+    if waiting is not None:
+        absent = unmatched(rank, group["label"], waiting, statuses)
+        told = f'{described(waiting)} along "{waiting["dim"]}" at {waiting["site"]}'
+    else:
+        last = group["last"]
+        if last is None or not (last["inside"] or ours):
+            return None
+        absent = absent_from(group["label"], group["ranks"], group["started"], statuses)
+        told = f'{last["call"]} along "{last["dim"]}", call {last["number"]}, at {last["site"]}'
+    return (told, {each.rank for each in absent}) if absent else None
+
+
+def _waiting(group: Mapping[str, Any]) -> Any:
+    """The message that a rank waits for on a group; a collective that it is inside of says more."""
+    last = group["last"]
+    return None if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
+
+
+def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[int, int]:
+    """Messages that a rank has begun with `peer`, by tag."""
+    group = _group(status, label)
+    if group is None:
+        return {}
+    return {tag: n for way, other, tag, n in group["messages"]["begun"] if way == half and other == peer}
+
+
+def _others(rank: int, label: str, statuses: Mapping[int, Status]) -> list[int]:
+    own = _group(statuses[rank], label)
+    return [other for other in own["ranks"] if other != rank]
+
+
+def _circle(waits: Mapping[int, Iterable[int]]) -> list[int]:
     """A shortest-first search for ranks that wait for each other in a ring."""
     for start in sorted(waits):
         paths = [[start]]
         seen = {start}
         while paths:
             path = paths.pop(0)
-            for other in waits.get(path[-1], {}):
+            for other in waits.get(path[-1], ()):
                 if other == start:
                     return path
                 if other in waits and other not in seen:

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from meshcomm.comm.handle import broken
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.verdict import absent_from, lines_of
+from meshcomm.comm.verdict import absent_from, described, lines_of, message_lines, unmatched
 from meshcomm.errors import CollectiveTimeout, CommunicationError, PeerLost
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -59,9 +59,13 @@ class Watch:
         return recorder
 
     def close(self) -> None:
-        """Stop answering. Harmless when repeated."""
+        """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
+        if self._stop.is_set():
+            return
         atexit.unregister(self.close)
         self._stop.set()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"closed/{self._rank}", json.dumps({**self.status(), "closed": True}))
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
@@ -87,10 +91,7 @@ class Watch:
             "time": time.time(),
             "main": _main_line(self._main),
             "failed": self._failed,
-            "groups": [
-                {"label": each.label, "ranks": each.ranks, "started": each.started, "last": each.last()}
-                for each in self._recorders
-            ],
+            "groups": [each.status() for each in self._recorders],
         }
 
     def _write(self) -> None:
@@ -107,36 +108,58 @@ class Watch:
     # -- asking ---------------------------------------------------------------------------------
 
     def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> CommunicationError:
-        """The error for a call that failed: who has not come to it, and what they do instead."""
-        last = recorder.last() or {"number": recorder.started, "call": "a call", "dim": "?", "site": "?"}
-        self._failed = {"label": recorder.label, "error": str(error).splitlines()[:1], **last}
+        """The error for a call that failed: who has not come, and what they do instead."""
+        found = recorder.status()
+        waiting = found["messages"]["waiting"]
+        if recorder.inside or waiting is None:
+            last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "site": "?"}
+            waiting = None
+            call, begun = f"call {last['number']}", f"{last['call']}, call {last['number']}"
+        else:
+            last, call = waiting, described(waiting)
+            begun = call
+        # What fails after the first failure mostly follows from it.
+        self._failed = self._failed or {
+            "label": recorder.label,
+            "error": str(error).splitlines()[:1],
+            "call": f'{begun}, along "{last["dim"]}"',
+            "site": last["site"],
+            "waiting": waiting,
+        }
         self._write()
         statuses = self._ask([rank for rank in recorder.ranks if rank != self._rank])
         statuses[self._rank] = self.status()
-        absent = absent_from(recorder.label, recorder.ranks, recorder.started, statuses)
+        if waiting is None:
+            absent = absent_from(recorder.label, recorder.ranks, recorder.started, statuses)
+            lines = lines_of(absent, statuses) or [
+                "every rank of the group has come to the call; moving its data failed"
+            ]
+            expected = "every rank of the group to make the same call and stay alive until it ends"
+        else:
+            absent = unmatched(self._rank, recorder.label, waiting, statuses)
+            lines = message_lines(absent, statuses) or [
+                "both ends have begun every message of the call; moving the data failed"
+            ]
+            expected = (
+                "a receive for every send, with the same tag, and both ends to stay alive until it ends"
+            )
         kind, what = (
             (PeerLost, "lost a peer")
             if broken(error) or any(each.doing is None for each in absent)
             else (CollectiveTimeout, "did not end in time")
         )
-        lines = lines_of(absent, statuses) or [
-            "every rank of the group has come to the call; moving its data failed"
-        ]
-        found = kind(
+        verdict = kind(
             f"{where} {what}",
             given="\n".join(
-                [
-                    f"call {last['number']} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}",
-                    *lines,
-                ]
+                [f"{call} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}", *lines]
             ),
-            expected="every rank of the group to make the same call and stay alive until it ends",
+            expected=expected,
             hint=f"meshcomm report {self._reports} puts the ranks' reports together"
             if self._reports
             else "look at the ranks named above",
         )
-        found.missing = tuple(each.rank for each in absent)
-        return found
+        verdict.missing = tuple(dict.fromkeys(each.rank for each in absent))
+        return verdict
 
     def _ask(self, ranks: list[int]) -> dict[int, Any]:
         answers: dict[int, Any] = {}
@@ -147,9 +170,9 @@ class Watch:
             deadline = time.monotonic() + max(_ANSWER_S, 2 * self._interval)
             while len(answers) < len(ranks) and time.monotonic() < deadline:
                 for rank in ranks:
-                    key = f"answer/{rank}/{numbers[rank]}"
-                    if rank not in answers and self._store.check([key]):
-                        answers[rank] = json.loads(self._store.get(key))
+                    for key in (f"answer/{rank}/{numbers[rank]}", f"closed/{rank}"):
+                        if rank not in answers and self._store.check([key]):
+                            answers[rank] = json.loads(self._store.get(key))
                 time.sleep(0.02)
         return answers
 

@@ -1,0 +1,35 @@
+"""Which line of the user's program made a call?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final
+
+import torch
+
+# Frames that are not the user's: this package, and torch between it and the user (autograd).
+_OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame of this file is between the user and the call, not the user's own."""
+    return file.startswith(_OURS)
+
+
+def caller() -> str:
+    """file:line of the innermost frame that is the user's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The line of an instruction: kept instead of the line, which takes longer to find."""
+    found = code.co_firstlineno
+    for start, end, line in code.co_lines():
+        if line is not None and start <= instruction < end:
+            found = line
+    return found
