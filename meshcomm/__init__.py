@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshcomm.mesh import Mesh as Mesh
     from meshcomm.mesh import init as init
     from meshcomm.pattern.explain import explain_pattern as explain_pattern
+    from meshcomm.simulator import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _PUBLIC = {
     "init": "meshcomm.mesh",
     "load": "meshcomm.config",
     "plan": "meshcomm.config",
+    "simulate": "meshcomm.simulator",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "init",
     "load",
     "plan",
+    "simulate",
 ]
 
 

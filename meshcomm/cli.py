@@ -60,6 +60,9 @@ def plan(
     config: ConfigFile,
     world: World = None,
     rank: Annotated[int | None, typer.Option(help="Show this rank's coords, groups and neighbours.")] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -69,12 +72,20 @@ def plan(
 
     settings = load(config, overrides or ()).resolved(world)
     facts = plan_facts(settings.plan(world), rank, settings.topology)
+    if schedule:
+        from meshcomm.show.schedule import schedule_facts
+
+        facts["schedule"] = schedule_facts(settings, world)
     if json:
         from json import dumps
 
         typer.echo(dumps(facts, indent=2))
-    else:
-        show(facts_view(facts))
+        return
+    show(facts_view(facts))
+    if schedule:
+        from meshcomm.show.schedule import schedule_view
+
+        show(schedule_view(facts["schedule"]))
 
 
 @app.command()
@@ -109,6 +120,35 @@ def run(
     from meshcomm import jobs
 
     raise typer.Exit(jobs.run(config, script, context.args, overrides or (), world))
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def simulate(
+    context: typer.Context,
+    config: ConfigFile,
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    ],
+    world: World = None,
+    seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
+    explore: Annotated[int, typer.Option(min=1, help="Try so many schedules, from --seed on.")] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the traffic as JSON; the script prints to stderr.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
+    from meshcomm import jobs
+
+    facts = jobs.simulate(config, script, context.args, overrides or (), world, seed, explore, json)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+    else:
+        from meshcomm.show.traffic import traffic_view
+
+        show(traffic_view(facts))
 
 
 @app.command()

@@ -147,5 +147,38 @@ class BarrierTimeout(CommunicationError):
     missing: tuple[int, ...] = ()
 
 
+class DeadlockError(MeshcommError):
+    """Ranks wait for each other in a circle, or for what no rank will do; proved, not waited for.
+
+    `circle` are the global ranks that wait for each other, each for the next; empty where there is
+    no circle. `waiting` are all that wait.
+    """
+
+    circle: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+
+
+class UnmatchedMessage(MeshcommError):
+    """A send without its receive, or a receive without its send; `waiting` are the ranks of such ends."""
+
+    waiting: tuple[int, ...] = ()
+
+
+class HandleNotWaited(MeshcommError):
+    """A rank ended without waiting for a call that it had begun; `odd_ranks` are those that did."""
+
+    odd_ranks: tuple[int, ...] = ()
+
+
+class RankFailed(MeshcommError):
+    """The program of some ranks raised; `by_rank` has each one's exception, the first is the cause."""
+
+    by_rank: dict[int, BaseException]
+
+
 class TrainingError(MeshcommError):
     """A training run cannot go on; says at which step and why."""
+
+
+class MeshTestError(MeshcommError):
+    """A test cannot run on a mesh as it is written."""

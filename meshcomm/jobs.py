@@ -64,6 +64,28 @@ def run(
     return _job(settings, world, ["run", str(config), str(script), *arguments], overrides, body)
 
 
+def simulate(
+    config: Path,
+    script: Path,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    world: int | None,
+    seed: int,
+    explore: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run a script as every rank in this process; returns what it sent, as plain data.
+
+    quiet: what the script prints goes to stderr.
+    """
+    from contextlib import nullcontext, redirect_stdout
+
+    from meshcomm.simulator.script import simulate_script
+
+    with redirect_stdout(sys.stderr) if quiet else nullcontext():
+        return simulate_script(config, script, arguments, overrides, world, seed, explore)
+
+
 def bench(megabytes: int, rounds: int, world: int) -> int:
     """Measure meshcomm beside raw torch.distributed; returns the exit code."""
     # Steady state: the comparison of the first calls is over.
@@ -193,13 +215,18 @@ def _job(
                 expected="no --max-restarts: the launcher restarts, or does not",
                 hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
-        as_rank(body, here, lambda: _label(settings, here))
+        as_rank(body, here, lambda: _label(settings, here.rank, here.world_size))
         return 0
     size = _world(settings, world)
     settings.resolved(size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options go before the words: all that follows a script's name is the script's.
-    return launch(["-m", "meshcomm", words[0], *sets, *words[1:]], size, max_restarts)
+    return launch(
+        ["-m", "meshcomm", words[0], *sets, *words[1:]],
+        size,
+        max_restarts,
+        lambda rank: _label(settings, rank, size),
+    )
 
 
 def _no_other_world(here: Launch, world: int | None) -> None:
@@ -226,12 +253,12 @@ def _world(settings: Config, world: int | None) -> int:
     return size
 
 
-def _label(settings: Config, here: Launch) -> str:
+def _label(settings: Config, rank: int, world_size: int) -> str:
     try:
-        coords = settings.plan(here.world_size).layout.coords(here.rank)
+        coords = settings.plan(world_size).layout.coords(rank)
     except MeshcommError:
-        return f"rank {here.rank}"
-    return f"rank {here.rank} ({' '.join(f'{name}={coord}' for name, coord in coords.items())})"
+        return f"rank {rank}"
+    return f"rank {rank} ({' '.join(f'{name}={coord}' for name, coord in coords.items())})"
 
 
 def _train(settings: Config) -> None:

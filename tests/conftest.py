@@ -1,9 +1,9 @@
-"""What all tests share: the pool of warm ranks, and figures for the end of the log."""
+"""What all tests share: the plugin's pool of warm ranks, and figures for the end of the log."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,11 +17,9 @@ _FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Warm ranks for tests on real processes."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
+def pool(mesh_pool: Pool) -> Pool:
+    """Warm ranks for tests that open their meshes themselves; the plugin's, shared with its tests."""
+    return mesh_pool
 
 
 @pytest.fixture

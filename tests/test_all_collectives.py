@@ -264,8 +264,8 @@ def layered(mesh: Mesh) -> None:
                     got = mesh.all_reduce(dims, x, op, algorithm="hierarchical", factor=factor)
                     assert got is x
                     same(got, ORACLE[op](data), (dims, op, shape))
-    with pytest.raises(meshcomm.MeshcommError, match="no algorithm 'ring'"):
-        mesh.all_reduce("dp", torch.ones(1), algorithm="ring")  # type: ignore[call-overload]
+    with pytest.raises(meshcomm.MeshcommError, match="no algorithm 'star'"):
+        mesh.all_reduce("dp", torch.ones(1), algorithm="star")  # type: ignore[call-overload]
     with pytest.raises(meshcomm.MeshcommError, match="no algorithm 'hierarchical'"):
         mesh.all_reduce("dp", torch.ones(1), algorithm="hierarchical")
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -155,7 +156,7 @@ def loaded_and_continued(config: Config, checkpoint: Path) -> tuple[dict[str, An
         Checkpoints(mesh, config.train).load(checkpoint, state)
         tensors = {name: whole(value).numpy().copy() for name, value in state.items()}
         # What was loaded is the module's own memory, not a copy.
-        name, parameter = next(iter(trainer.module.named_parameters()))
+        name, parameter = next(iter(trainer.named_parameters()))
         assert (whole(parameter).numpy() == tensors[f"model.{name}"]).all()
         notes = Notes()
         return tensors, run(mesh, config, notes), notes.resumed
@@ -286,6 +287,9 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
         os.killpg(job.pid, signal.SIGKILL)
         raise
     assert job.returncode == 0, err
+    assert re.search(r"^meshcomm: rank 2 \(.*\) was ended by SIGKILL; restart 1 of 1$", err, re.MULTILINE), (
+        err
+    )
     words = [line for line in out.splitlines() if "resumed" in line]
     assert len(words) == 1
     step = int(words[0].split("after step ")[1].split()[0])
@@ -685,7 +689,7 @@ def test_metrics_are_cut_back_and_continued(tmp_path: Path, text: str | None, af
         path.write_text(text)
     with MetricsFile(tmp_path, after) as file:
         assert path.read_text() == kept
-        file.write(Step(after + 1, 1.0, 0.1, 10, 5.0, 2.0))
+        file.write(Step(after + 1, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
         file.sync()
     lines = path.read_text()
     assert lines.startswith(kept) and json.loads(lines[len(kept) :])["step"] == after + 1

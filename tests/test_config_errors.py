@@ -127,7 +127,7 @@ config: 1 problem
 config: 1 problem
   parallel.x: unknown key
     given:    x = "dp"
-    expected: one of data, tensor, pipeline, schedule, bucket_mb
+    expected: one of data, shard, tensor, sequence_parallel, pipeline, schedule, stages_per_rank, context, attention, expert, bucket_mb
     try:      remove parallel.x
 """,
     ),
@@ -1072,7 +1072,9 @@ config: 1 problem
   mesh.dims.cp: no part of the training uses cp: its 2 ranks would all do the same
     given:    dims.cp = 2; parallel has data = "dp", tensor = "tp", pipeline = "pp"
     expected: size 1, or a part that cp plays
-    try:      mesh.dims.cp = 1
+    try:      mesh.dims.cp = 1, or
+              parallel.shard = "cp", or
+              parallel.context = "cp"
 """,
     ),
     Case(

@@ -52,3 +52,12 @@ def test_fsdp_and_tensor_parallel(pool: Pool) -> None:
     # Equal along pp and tp, and dp averages: all ranks agree to the printed digits.
     assert all(each == losses[0] for each in losses)
     assert float(losses[0][1]) < float(losses[0][0])
+
+
+def test_bring_your_own_model(pool: Pool) -> None:
+    texts = run(pool, "bring_your_own_model.py")
+    lines = re.findall(r"step +(\d+): loss ([\d.]+), on one process ([\d.]+)", texts[0])
+    assert [line[0] for line in lines] == ["0", "5", "10", "15"]
+    assert all(split == alone for _, split, alone in lines)
+    assert float(lines[-1][1]) < float(lines[0][1]) - 0.5
+    assert texts[1:] == [""] * 7

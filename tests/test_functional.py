@@ -11,7 +11,6 @@ from torch import Tensor
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
 
 Op = Callable[[Mesh, str, Tensor], Tensor]
 
@@ -104,84 +103,86 @@ def gradient_here(mesh: Mesh, dims: str, name: str, compiled: bool) -> tuple[Ten
     return y.detach(), x.grad
 
 
-def check(compiled: bool) -> None:
-    order = [2, 7, 1, 4, 0, 3, 6, 5]
-    with meshcomm.init(
-        dims={"dp": 2, "one": 1, "tp": 4},
-        merge={"both": ("tp", "dp")},
-        rank_order=order,
-        device="cpu",
-        timeout_s=60,
-    ) as mesh:
-        # Compiling takes the time; which group it is makes no difference to the graph.
-        for dims in ("tp", "one") if compiled else ("dp", "tp", "both", "one"):
-            for name in COMPILED if compiled else OPS:
-                if (
-                    dims == "both"
-                    and name != "all_reduce sum"
-                    and name.startswith(("all_to_all", "reduce_scatter avg"))
-                ):
-                    continue  # 4 rows do not split over 8 ranks
-                got_y, got = gradient_here(mesh, dims, name, compiled)
-                _, together, alike = OPS[name]
-                ranks = mesh.ranks(dims)
-                xs = [leaf(rank) for rank in ranks]
-                ys = [together([x * 2 for x in xs], c) for c in range(len(xs))]
-                losses = [loss_of(y, 0 if alike else c) for c, y in enumerate(ys)]
-                total = losses[0] if alike else torch.stack(losses).sum()
-                total.backward()
-                mine = mesh.coord(dims)
-                torch.testing.assert_close(got_y, ys[mine].detach(), rtol=1e-12, atol=1e-12)
-                want = xs[mine].grad
-                assert want is not None
-                # float64; only the order of sums differs.
-                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=f"{name} along {dims}")
+WIDE: dict[str, Any] = {
+    "dp": 2,
+    "one": 1,
+    "tp": 4,
+    "merge": {"both": ("tp", "dp")},
+    "rank_order": [2, 7, 1, 4, 0, 3, 6, 5],
+    "timeout_s": 110,
+}
 
 
-def test_gradients_equal_those_of_one_process(pool: Pool) -> None:
-    pool.run(check, False)
+def check(mesh: Mesh, compiled: bool) -> None:
+    # Compiling takes the time; which group it is makes no difference to the graph.
+    for dims in ("tp", "one") if compiled else ("dp", "tp", "both", "one"):
+        for name in COMPILED if compiled else OPS:
+            if (
+                dims == "both"
+                and name != "all_reduce sum"
+                and name.startswith(("all_to_all", "reduce_scatter avg"))
+            ):
+                continue  # 4 rows do not split over 8 ranks
+            got_y, got = gradient_here(mesh, dims, name, compiled)
+            _, together, alike = OPS[name]
+            ranks = mesh.ranks(dims)
+            xs = [leaf(rank) for rank in ranks]
+            ys = [together([x * 2 for x in xs], c) for c in range(len(xs))]
+            losses = [loss_of(y, 0 if alike else c) for c, y in enumerate(ys)]
+            total = losses[0] if alike else torch.stack(losses).sum()
+            total.backward()
+            mine = mesh.coord(dims)
+            torch.testing.assert_close(got_y, ys[mine].detach(), rtol=1e-12, atol=1e-12)
+            want = xs[mine].grad
+            assert want is not None
+            # float64; only the order of sums differs.
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=f"{name} along {dims}")
 
 
-def test_gradients_equal_those_of_one_process_compiled_in_one_graph(pool: Pool) -> None:
-    pool.run(check, True, timeout_s=110)
+@pytest.mark.mesh(**WIDE, via=("simulator", "gloo"))
+def test_gradients_equal_those_of_one_process(mesh: Mesh) -> None:
+    check(mesh, False)
 
 
-def pairs() -> None:
-    """identity and slice: what Megatron-LM's f, and its scatter to tensor ranks, are for."""
-    with meshcomm.init(dims={"dp": 1, "tp": 4}, device="cpu", timeout_s=30) as mesh:
-        for compiled in (False, True):
-            x = leaf(0)  # equal on all ranks
-            w = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-
-            def program(x: Tensor) -> Tensor:
-                c = mesh.coord("tp")
-                return mesh.functional.identity("tp", x) @ w[:, 2 * c : 2 * c + 2]
-
-            def sliced(x: Tensor) -> Tensor:
-                return mesh.functional.slice("tp", x, 1)
-
-            if compiled:
-                torch._dynamo.reset()
-                program = torch.compile(program, backend="aot_eager", fullgraph=True)
-                sliced = torch.compile(sliced, backend="aot_eager", fullgraph=True)
-            y = mesh.functional.all_gather("tp", program(x), 1, grad="slice")
-            loss_of(y, 0).backward()
-            alone = leaf(0)
-            loss_of(alone @ w, 0).backward()
-            torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
-
-            x, alone = leaf(0), leaf(0)
-            y = mesh.functional.all_gather("tp", sliced(x).sin(), 1, grad="slice")
-            loss_of(y, 0).backward()
-            loss_of(alone.sin(), 0).backward()
-            torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
+# All replicas along dp would compile the same.
+@pytest.mark.mesh(one=1, tp=4, rank_order=[2, 1, 0, 3], timeout_s=110, via="gloo")
+def test_gradients_equal_those_of_one_process_compiled_in_one_graph(mesh: Mesh) -> None:
+    check(mesh, True)
 
 
-def test_identity_and_slice(pool: Pool) -> None:
-    pool.run(pairs, ranks=4)
+@pytest.mark.mesh(dp=1, tp=4, via="gloo")
+def test_identity_and_slice(mesh: Mesh) -> None:
+    """What Megatron-LM's f, and its scatter to tensor ranks, are for."""
+    for compiled in (False, True):
+        x = leaf(0)  # equal on all ranks
+        w = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+        def program(x: Tensor) -> Tensor:
+            c = mesh.coord("tp")
+            return mesh.functional.identity("tp", x) @ w[:, 2 * c : 2 * c + 2]
+
+        def sliced(x: Tensor) -> Tensor:
+            return mesh.functional.slice("tp", x, 1)
+
+        if compiled:
+            torch._dynamo.reset()
+            program = torch.compile(program, backend="aot_eager", fullgraph=True)
+            sliced = torch.compile(sliced, backend="aot_eager", fullgraph=True)
+        y = mesh.functional.all_gather("tp", program(x), 1, grad="slice")
+        loss_of(y, 0).backward()
+        alone = leaf(0)
+        loss_of(alone @ w, 0).backward()
+        torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
+
+        x, alone = leaf(0), leaf(0)
+        y = mesh.functional.all_gather("tp", sliced(x).sin(), 1, grad="slice")
+        loss_of(y, 0).backward()
+        loss_of(alone.sin(), 0).backward()
+        torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
 
 
-def numerically(mesh: Mesh) -> None:
+@pytest.mark.mesh(tp=2, via=("simulator", "gloo"))
+def test_gradients_are_the_slopes(mesh: Mesh) -> None:
     """gradcheck perturbs each rank's x in turn; all ranks run every evaluation together."""
     f = mesh.functional
     for program in (
@@ -208,50 +209,37 @@ def numerically(mesh: Mesh) -> None:
                     assert abs(slope.item() - x.grad.view(-1)[place].item()) < 1e-5
 
 
-def run_numerically() -> None:
-    with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30) as mesh:
-        numerically(mesh)
-
-
-def test_gradients_are_the_slopes(pool: Pool) -> None:
-    pool.run(run_numerically, ranks=2)
-
-
-def refusals() -> list[str]:
+@pytest.mark.mesh(tp=2, via=("simulator", "gloo"))
+def test_each_wrong_gradient_is_refused(mesh: Mesh) -> None:
     texts = []
-    with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30) as mesh:
-        f, x = mesh.functional, leaf(0)
-        calls: list[Callable[[], Any]] = [
-            lambda: f.all_reduce("tp", x, grad="both"),  # type: ignore[arg-type]
-            lambda: f.all_reduce("tp", x, "max", grad="sum"),
-            lambda: f.all_gather("tp", x, grad="mine"),  # type: ignore[arg-type]
-            lambda: f.all_gather("tp", x, 2, grad="slice"),
-            lambda: f.reduce_scatter("tp", x[:3]),
-            lambda: f.reduce_scatter("tp", x, 0, "max"),
-        ]
-        for call in calls:
-            try:
-                call()
-                texts.append("nothing")
-            except meshcomm.MeshcommError as error:
-                texts.append(error.what)
-        y = f.all_reduce("tp", x, grad="sum")
-        grad = torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0]
+    f, x = mesh.functional, leaf(0)
+    calls: list[Callable[[], Any]] = [
+        lambda: f.all_reduce("tp", x, grad="both"),  # type: ignore[arg-type]
+        lambda: f.all_reduce("tp", x, "max", grad="sum"),
+        lambda: f.all_gather("tp", x, grad="mine"),  # type: ignore[arg-type]
+        lambda: f.all_gather("tp", x, 2, grad="slice"),
+        lambda: f.reduce_scatter("tp", x[:3]),
+        lambda: f.reduce_scatter("tp", x, 0, "max"),
+    ]
+    for call in calls:
         try:
-            grad.sum().backward()
+            call()
             texts.append("nothing")
-        except RuntimeError as error:
-            texts.append(str(error).splitlines()[0])
-    return texts
-
-
-def test_each_wrong_gradient_is_refused(pool: Pool) -> None:
-    assert pool.run(refusals, ranks=2)[0] == [
+        except meshcomm.MeshcommError as error:
+            texts.append(error.what)
+    y = f.all_reduce("tp", x, grad="sum")
+    grad = torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0]
+    try:
+        grad.sum().backward()
+        texts.append("nothing")
+    except RuntimeError as error:
+        texts.append(str(error).splitlines()[0])
+    assert texts == [
         "functional.all_reduce has no gradient rule 'both'",
         "functional.all_reduce along \"tp\" has no gradient for op='max'",
         "functional.all_gather has no gradient rule 'mine'",
-        'functional.all_gather along "tp" on rank 0 (tp=0) has no axis 2',
-        'reduce_scatter along "tp" on rank 0 (tp=0) cannot split axis 0',
+        f'functional.all_gather along "tp" on {mesh.label} has no axis 2',
+        f'reduce_scatter along "tp" on {mesh.label} cannot split axis 0',
         "functional.reduce_scatter along \"tp\" has no gradient for op='max'",
         "trying to differentiate twice a function that was marked with @once_differentiable",
     ]

@@ -17,7 +17,9 @@ ROOT = Path(meshcomm.__file__).parent
 ORDER = [
     "errors",
     "layout",
+    "algorithms",
     "config",
+    "stages",
     "show",
     "transport",
     "comm",
@@ -27,12 +29,13 @@ ORDER = [
     "parallel",
     "train",
     "bench",
+    "simulator",
     "testing",
     "jobs",
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "layout", "config", "show", "cli", "__main__", "__init__"}
+WITHOUT_TORCH = {"errors", "layout", "algorithms", "config", "stages", "show", "cli", "__main__", "__init__"}
 PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

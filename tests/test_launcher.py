@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.launcher import Launch, find_launch
+from meshcomm.mesh.launcher import Launch, attempt_prefix, find_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -42,6 +42,15 @@ OPEN_MPI = {
         (SLURM, Launch("slurm", 9, 16, 1, 8, "gpu007", 20000 + 123456 % 20000)),
         ({**SLURM, "MASTER_PORT": "1234", "MASTER_ADDR": "head"}, Launch("slurm", 9, 16, 1, 8, "head", 1234)),
         ({**SLURM, **TORCHRUN}, Launch("torchrun", 5, 8, 1, 4, "10.0.0.7", 2950)),
+        ({**SLURM, "SLURM_NNODES": "1"}, Launch("slurm", 9, 16, 1, 16, "127.0.0.1", 20000 + 123456 % 20000)),
+        (
+            {**SLURM, "SLURM_NTASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "16"},
+            Launch("slurm", 9, 16, 1, 16, "127.0.0.1", 20000 + 123456 % 20000),
+        ),
+        (
+            {**SLURM, "SLURM_NNODES": "1", "MASTER_ADDR": "head"},
+            Launch("slurm", 9, 16, 1, 16, "head", 20000 + 123456 % 20000),
+        ),
         ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Launch("single", 0, 1, 0, 1)),
         (OPEN_MPI, Launch("mpi", 3, 4, 3, 4, "127.0.0.1", 29500)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, Launch("mpi", 1, 2, 0, 1, "a", 29500)),
@@ -66,3 +75,19 @@ def test_what_makes_no_sense_is_refused(env: dict[str, str], message: str) -> No
     with pytest.raises(LaunchError) as caught:
         find_launch(env)
     assert str(caught.value).splitlines()[0] == message
+
+
+@pytest.mark.parametrize(
+    ("env", "prefix"),
+    [
+        ({}, ""),
+        ({"WORLD_SIZE": "4"}, ""),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, ""),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "3"}, "attempt3"),
+        # Agents count their own ranks' failures: what differs between ranks is no name for all.
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}, "world4"),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}, "world4"),
+    ],
+)
+def test_each_attempt_has_keys_of_its_own(env: dict[str, str], prefix: str) -> None:
+    assert attempt_prefix(env) == prefix

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
+from meshcomm.errors import LaunchError, MeshMismatchError
+from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.owner import blame, claim, is_running, process_name
+from meshcomm.mesh.process import meet
+from meshcomm.mesh.rank import _speaks_first
+from meshcomm.mesh.reach import find_tcp_store, what_is_at
 from meshcomm.testing import Pool
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,6 +56,43 @@ def test_file(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(by_file, str(tmp_path / "rendezvous"), ranks=4) == [[0, 1, 2, 3]] * 4
 
 
+def stale_file(path: str) -> str:
+    rank = without_launcher()
+    place = ProcessConfig(init="file", path=path, rank=rank, world_size=2)
+    try:
+        meet(place, Launch("single", 0, 1, 0, 1), 5)
+    except meshcomm.MeshcommError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_file_of_an_earlier_job_is_refused(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "rendezvous")
+    place = ProcessConfig(init="file", path=path, rank=0, world_size=2)
+    # The same process may come again.
+    for _ in range(2):
+        meet(place, Launch("single", 0, 1, 0, 1), 5)
+    _, ended = processes()
+    path = f"{path}2"
+    dist.FileStore(path, 2).set("meshcomm/process/0", ended)
+    lines = pool.run(stale_file, path, ranks=1)[0].splitlines()
+    assert lines[0] == f"the rendezvous file {path} was left by an earlier job"
+    assert lines[1].startswith(f"  given:    rank 0 is in it as {ended}; ")
+    assert lines[3] == f"  try:      rm {path}, or another process.path"
+
+
+def restarted_file(path: str) -> list[int]:
+    os.environ |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    rank = int(os.environ["RANK"])
+    return total(mesh_of(ProcessConfig(init="file", path=path, rank=rank, world_size=4)))
+
+
+def test_a_restarted_job_takes_another_file(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "rendezvous"
+    path.write_bytes(b"what the first attempt left")
+    assert pool.run(restarted_file, str(path), ranks=4) == [[0, 1, 2, 3]] * 4
+
+
 def by_tcp(port: int) -> list[int]:
     rank = without_launcher()
     return total(mesh_of(ProcessConfig(init="tcp", address=f"127.0.0.1:{port}", rank=rank, world_size=4)))
@@ -58,6 +107,16 @@ def free_port() -> int:
 
 def test_tcp(pool: Pool) -> None:
     assert pool.run(by_tcp, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
+
+
+def by_tcp_under_an_agent(port: int) -> list[int]:
+    rank = int(os.environ["RANK"])
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    return total(mesh_of(ProcessConfig(init="tcp", address=f"127.0.0.1:{port}", rank=rank, world_size=4)))
+
+
+def test_tcp_where_an_agent_has_a_store_elsewhere(pool: Pool) -> None:
+    assert pool.run(by_tcp_under_an_agent, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
 
 
 def by_store() -> list[int]:
@@ -79,7 +138,8 @@ def by_slurm(port: int) -> list[int]:
         "SLURM_NTASKS": "4",
         "SLURM_LOCALID": str(rank),
         "SLURM_NNODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
+        # A name that nobody could find: on one node no host is asked for.
+        "SLURM_STEP_NODELIST": "nowhere.invalid",
         "MASTER_PORT": str(port),
     }
     return total(MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30))
@@ -176,3 +236,112 @@ def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
         pool.run(two_values, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"})
         == ["LaunchError: GLOO_SOCKET_IFNAME is set twice, differently"] * 2
     )
+
+
+# -- two processes of one rank ----------------------------------------------------------------------
+
+
+def processes() -> tuple[str, str]:
+    """The name of a process that runs, and that of one which has ended."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "from meshcomm.mesh.owner import process_name as n; print(n())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    running = process_name().replace(f"process {os.getpid()} of ", f"process {os.getppid()} of ")
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return running.rpartition(" ")[0] + f" {started}", ended
+
+
+def twice(store: Any, first: str, kept: bool) -> str:
+    store.set("meshcomm/owner/1", first)
+    try:
+        claim(store, 1, kept=kept)
+    except LaunchError as error:
+        assert store.get("meshcomm/owner/1").decode() == first
+        return str(error)
+    assert store.get("meshcomm/owner/1").decode() == process_name()
+    return "taken over"
+
+
+def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
+    running, ended = processes()
+    assert is_running(process_name())
+    assert is_running(running)
+    assert is_running(ended) is False
+    elsewhere = "process 7 of another-host, started at 1"
+    assert is_running(elsewhere) is None
+    stores = {
+        "TCPStore": dist.PrefixStore("job", dist.TCPStore("127.0.0.1", 0, is_master=True)),
+        "HashStore": dist.HashStore(),
+        "FileStore": dist.FileStore(str(tmp_path / "store"), 2),
+    }
+    for kind, store in stores.items():
+        missing = MeshMismatchError("rank 2 never came", given="ranks 0 1", expected="", hint="")
+        missing.missing = (2,)
+        blame(missing, store)
+        assert (missing.given, missing.odd_ranks) == ("ranks 0 1", ()), kind
+        # The same process again: several meshes, or one after the other.
+        for _ in range(2):
+            claim(store, 1, kept=False)
+        # Again after a process that has ended: an agent or a script that starts the rank again.
+        assert twice(store, ended, kept=False) == twice(store, ended, kept=True) == "taken over", kind
+        assert twice(store, elsewhere, kept=True) == "taken over", kind
+        for first, kept in ((running, True), (elsewhere, False)):
+            text = twice(store, first, kept)
+            assert text.startswith("rank 1 came twice: another process has said before that it is rank 1"), (
+                kind
+            )
+            assert f"{first}\n            {process_name()} (this one)" in text, kind
+        blame(missing, store)
+        assert missing.odd_ranks == (1,), kind
+        assert missing.missing == (2,), kind
+        # What was left about the process before is of an owner that is none any more.
+        assert missing.given == f"ranks 0 1\nrank 1 came twice: {elsewhere}; and {process_name()}", kind
+
+
+def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "rendezvous")
+    running, _ = processes()
+    file = dist.FileStore(path, 2)
+    file.set("meshcomm/process/0", running)
+    with pytest.raises(LaunchError, match=f"rank 0 came twice.*\n *given: *{running}\n"):
+        meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), Launch("single", 0, 1, 0, 1), 5)
+
+
+# -- an address where something else is -------------------------------------------------------------
+
+
+def test_what_is_at_an_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(
+            TimeoutError, match=rf"^at 127.0.0.1:{port} there is a program that accepts connections and says"
+        ):
+            find_tcp_store("127.0.0.1", port, 2, hosts=False, timeout=timedelta(seconds=0.1))
+        assert time.monotonic() - began < 20
+
+    def says(text: bytes) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def answer() -> None:
+                with listener.accept()[0] as connection:
+                    connection.sendall(text)
+
+            threading.Thread(target=answer, daemon=True).start()
+            return what_is_at("127.0.0.1", listener.getsockname()[1])
+
+    assert says(b"SSH-2.0-x\r\n") == r"a program that says b'SSH-2.0-x\r\n': no store of torch"
+    assert says(b"") == "a program that hangs up"
+    assert what_is_at("127.0.0.1", free_port()) == "nobody to be reached: Connection refused"
+
+
+def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("meshcomm.mesh.rank._ASK_S", 0.0)
+        assert _speaks_first(Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", port), 0.0)

@@ -228,6 +228,8 @@ def odd_one_out(case: str) -> str:
         more["timeout_s"] = 31.0
     if odd and case == "options":
         more["options"] = {"pp": {"timeout_s": -1.0}}
+    if odd and case == "environment":
+        os.environ["NCCL_ALGO"] = "Ring"
     if odd and case == "config":
         dims = {"pp": 2, "dp": 3, "tp": 2}
     try:
@@ -243,6 +245,7 @@ EXPECTED = {
     "merge": 'rank 5: merge.grad = none; the others: ["pp", "dp"]',
     "ranks": "rank 5: rank_order = [1, 0, 2, 3, 4, 5, 6, 7]; the others: none",
     "timeout": "rank 5: options.pp.timeout_s = 31.0; the others: 30.0",
+    "environment": "rank 5: environment.NCCL_ALGO = Ring; the others: none",
     "config": "rank 5: problem = ",
     "options": "rank 5: problem = ",
 }

@@ -35,6 +35,7 @@ from meshcomm.parallel import (
     whole,
 )
 from meshcomm.parallel.compose import sections
+from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train.model import Transformer, initialise
 
@@ -167,7 +168,7 @@ def whole_model() -> None:
         found: list[dict[str, Tensor]] = []
         for dim in (None, "tp"):
             split = TensorSplit(mesh, dim, torch.float64)
-            model = Transformer(split, MODEL, stage, 10)
+            model = Transformer(Splits.of(split), MODEL, stage, 10)
             initialise(model, MODEL.layers, seed=5)
             loss = cross_entropy(split, model(tokens), targets)
             loss.backward()

@@ -24,6 +24,8 @@ from meshcomm.config import Config, DataConfig, ModelConfig, TrainConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import Stage, TensorSplit, whole
+from meshcomm.parallel.compose import Several
+from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Silent, Start, Step, Summary, learning_rate, run, trainer_for
 from meshcomm.train import data as text
@@ -67,11 +69,12 @@ def train(config: Config) -> tuple[list[float], Weights, int]:
             size=trainer.data_size,
         )
         steps = range(1, settings.steps + 1)
-        losses = [trainer.step(*batches(step), learning_rate(settings, step)) for step in steps]
-        weights = {name: whole(p).numpy() for name, p in trainer.module.named_parameters()}
+        losses = [trainer.step(*batches(step), learning_rate(settings, step)).loss for step in steps]
+        weights = {name: whole(p).numpy() for name, p in trainer.named_parameters()}
         for state in trainer.optimizer.state.values():
             # What a checkpoint of the optimiser would save is whole, as the parameters are.
             assert isinstance(state["exp_avg"], torch.distributed.tensor.DTensor) == (mesh.size("tp") > 1)
+        assert isinstance(trainer.gradients, Several)
         return losses, weights, len(trainer.gradients.buckets)
 
 
@@ -202,7 +205,7 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
 
 def test_the_model_is_the_transformer_it_says_it_is() -> None:
     config = ModelConfig(layers=2, width=24, heads=6, kv_heads=2, ff=40)
-    split = TensorSplit(cast(Mesh, NoMesh()), None, torch.float64)
+    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
     model = Transformer(split, config, Stage(0, 1, range(2)), 9)
     initialise(model, config.layers, seed=1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -212,7 +215,7 @@ def test_the_model_is_the_transformer_it_says_it_is() -> None:
 
 def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
     config = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, ff=16)
-    split = TensorSplit(cast(Mesh, NoMesh()), None)
+    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
 
     def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
         model = Transformer(split, config, stage, 4)
@@ -357,7 +360,10 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     assert [name for name, _ in calls] == ["start", "step", "step", "step", "step", "finish"]
     start = calls[0][1]
     one = Transformer(
-        TensorSplit(cast(Mesh, NoMesh()), None), cast(ModelConfig, config.model), Stage(0, 1, range(4)), 32
+        Splits.of(TensorSplit(cast(Mesh, NoMesh()), None)),
+        cast(ModelConfig, config.model),
+        Stage(0, 1, range(4)),
+        32,
     )
     assert start.parameters == sum(parameter.numel() for parameter in one.parameters())
     assert (start.steps, start.tokens_per_step, start.text_bytes) == (7, 16 * 32, 200_000)
@@ -479,7 +485,7 @@ def test_the_learning_rate_rises_and_then_falls_to_a_tenth() -> None:
 def test_earlier_metrics_are_put_aside(tmp_path: Path) -> None:
     for run_number in range(3):
         with MetricsFile(tmp_path / "run") as file:
-            file.write(Step(run_number, 1.0, 0.1, 10, 5.0, 2.0))
+            file.write(Step(run_number, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
             # Complete while the run goes on.
             assert json.loads(file.path.read_text())["step"] == run_number
     found = {file.name: json.loads(file.read_text())["step"] for file in (tmp_path / "run").iterdir()}
@@ -499,7 +505,7 @@ def shown(terminal: bool, tell: Callable[[TrainingReporter], None]) -> str:
 def whole_run(reporter: TrainingReporter) -> None:
     reporter.start(START)
     for step in range(1, 31):
-        reporter.step(Step(step, 5.5 - step / 10, 0.1, step * 100, 40.0, step * 2.5))
+        reporter.step(Step(step, 5.5 - step / 10, 2.0, 0.1, step * 100, 40.0, step * 2.5))
     reporter.finish(SUMMARY)
 
 
@@ -517,7 +523,7 @@ def test_without_a_terminal_slow_steps_are_not_kept_quiet() -> None:
     def tell(reporter: TrainingReporter) -> None:
         reporter.start(dataclasses.replace(START, steps=1000))
         for step in range(1, 6):
-            reporter.step(Step(step, 5.0, 0.1, step * 100, 40.0, step * 20.0))
+            reporter.step(Step(step, 5.0, 2.0, 0.1, step * 100, 40.0, step * 20.0))
 
     steps = [line.split("/")[0] for line in shown(False, tell).splitlines()[1:]]
     assert steps == ["step 1", "step 3", "step 5"]
@@ -535,7 +541,7 @@ def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
 def test_an_interrupted_run_is_closed_with_one_line() -> None:
     def tell(reporter: TrainingReporter) -> None:
         reporter.start(START)
-        reporter.step(Step(1, 5.4, 0.1, 100, 40.0, 2.5))
+        reporter.step(Step(1, 5.4, 2.0, 0.1, 100, 40.0, 2.5))
         reporter.interrupted(dataclasses.replace(SUMMARY, steps=1, losses=(5.4,)))
 
     last = "stopped after step 1 of 30, loss 5.4000; metrics in runs/x/metrics.jsonl"

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.verdict import verdict
 from meshcomm.errors import CollectiveTimeout, PeerLost
 from meshcomm.jobs import report
+from meshcomm.mesh.overdue import FIRST_GRACE_S, GRACE_S, Overdue
 from meshcomm.testing import Pool
 
 TIMEOUT = 2.0
 
 
-def outcome(program: Any, reports: str, **more: Any) -> tuple[str, str, tuple[int, ...], float]:
+def outcome(
+    program: Any, reports: str, timeout_s: float = TIMEOUT, **more: Any
+) -> tuple[str, str, tuple[int, ...], float]:
     config = {
         "mesh": {
             "dims": {"pp": 2, "dp": 2, "tp": 2},
             "device": "cpu",
-            "timeout_s": TIMEOUT,
+            "timeout_s": 60.0,  # for meeting; the groups' own is short
+            "options": {dim: {"timeout_s": timeout_s} for dim in ("pp", "dp", "tp")},
             "reports": reports,
             **more,
         }
@@ -320,7 +329,75 @@ def gone(mesh: Any) -> None:
 def test_a_rank_that_closed_its_mesh_is_said_to(pool: Pool, tmp_path: Path) -> None:
     kind, text, missing, took = pool.run(message_outcome, gone, str(tmp_path))[2]
     assert (kind, missing) == ("PeerLost", (3,))
-    assert (
-        "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
-    )
+    assert "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
     assert took < TIMEOUT
+
+
+def test_a_call_is_overdue_by_the_clock_alone() -> None:
+    recorder = Recorder("tp[]", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    overdue = Overdue()
+    assert overdue.find([(recorder, 3.0)], 0.0) is None
+    recorder.start("tp", "all_reduce", (2,), 1)
+    assert overdue.find([(recorder, 3.0)], 10.0) is None
+    assert overdue.find([(recorder, 3.0)], 10.0 + 3 + FIRST_GRACE_S) is None
+    assert overdue.find([(recorder, 3.0)], 10.1 + 3 + FIRST_GRACE_S) is recorder
+    recorder.start("tp", "all_reduce", (2,), 1)  # another call: the time begins again
+    assert overdue.find([(recorder, 3.0)], 30.0) is None
+    recorder.inside = False
+    recorder.messages.waiting = recorder.messages.begin("tp", "recv", [("recv", 1, 0, torch.ones(2))])
+    assert overdue.find([(recorder, 3.0)], 40.0) is None
+    assert overdue.find([(recorder, 3.0)], 50.0) is recorder
+    recorder.messages.waiting = None
+    assert overdue.find([(recorder, 3.0)], 90.0) is None
+
+
+STUCK = """
+import ctypes, torch, meshcomm
+from meshcomm.transport import ProcessGroupTransport
+
+mesh = meshcomm.init()
+# A backend that never gives up: it sleeps in C, which no signal handler of Python interrupts.
+ProcessGroupTransport.broadcast = lambda *_: ctypes.CDLL(None).sleep(1000)
+mesh.broadcast("dp", torch.ones(3), src=0)
+mesh.close()
+"""
+
+
+def test_a_rank_that_the_backend_holds_reports_and_ends(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    config = tmp_path / "mesh.toml"
+    reports = tmp_path / "reports"
+    config.write_text(
+        f"[mesh]\ndims = {{ dp = 2 }}\ntimeout_s = 60\nvalidate_calls = 0\n"
+        f'reports = "{reports}"\n[mesh.options.dp]\ntimeout_s = 1\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "meshcomm", "run", str(config), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
+    )
+    assert done.returncode == 1
+    assert "the backend is past its timeout and cannot be interrupted" in done.stderr
+    assert f"{script}:8" in done.stderr
+    assert json.loads((reports / "rank1.json").read_text())["failed"]["call"].startswith("broadcast, call 1")
+
+
+def by_hand(mesh: Any) -> None:
+    if mesh.rank == 6:
+        time.sleep(TIMEOUT / 2)  # still inside when rank 7 asks
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+    elif mesh.rank == 7:
+        mesh.all_reduce("tp", torch.ones(4))
+    elif mesh.rank == 4:
+        time.sleep(TIMEOUT * 2)  # along dp it keeps rank 6 waiting
+
+
+def test_a_call_made_past_the_mesh_is_told_by_torchs_recorder(pool: Pool, tmp_path: Path) -> None:
+    kind, text, missing, _ = pool.run(message_outcome, by_hand, str(tmp_path))[7]
+    assert (kind, missing) == ("CollectiveTimeout", (6,))
+    assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in text
+    assert ", in gloo:all_reduce, call 2 on torch's group meshcomm" in text

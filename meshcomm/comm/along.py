@@ -7,14 +7,14 @@ from typing import Any, Literal, TypeAlias, overload
 
 from torch import Tensor
 
-from meshcomm.comm import hierarchical, lists
+from meshcomm.comm import hierarchical, lists, scheduled
 from meshcomm.comm.directory import Directory
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.messages import Envelope
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Layout
 
-Algorithm: TypeAlias = Literal["flat", "hierarchical"]
+Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
 
 class AlongDims:
@@ -89,6 +89,12 @@ class AlongDims:
         algorithm:  "flat": one call on the group of `dims`. "hierarchical", for a tuple of dims:
                     inside the last dim, across the others on the slice, and back; needs no group
                     over all of them. Equal up to rounding.
+                    "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", and for
+                    two or more dims "two_level": step by step over messages, bit-equal on all
+                    ranks; which sums come first: `meshcomm.algorithms`. For one tensor, without
+                    async_op, as "hierarchical". On Gloo with several ranks for each core "tree"
+                    was faster than "flat" up to 1 MiB (docs/benchmarks.md); nothing else is known
+                    to pay, and nothing switches by itself.
         Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
@@ -96,9 +102,9 @@ class AlongDims:
             if isinstance(x, Tensor):
                 return self._at[dims].all_reduce(x, op, async_op, factor)
             return lists.all_reduce(self._at[dims], x, op, async_op, factor)
-        return self._hierarchical(dims, x, op, async_op, factor, algorithm)
+        return self._by_algorithm(dims, x, op, async_op, factor, algorithm)
 
-    def _hierarchical(
+    def _by_algorithm(
         self,
         dims: Dims,
         x: Tensor | Sequence[Tensor],
@@ -108,15 +114,22 @@ class AlongDims:
         algorithm: str,
     ) -> Tensor:
         expanded = self.layout.expand(dims)
-        if algorithm != "hierarchical" or async_op or not isinstance(x, Tensor) or len(expanded) < 2:
+        levels = algorithm in ("hierarchical", "two_level")
+        known = levels or algorithm in scheduled.SCHEDULED
+        if not known or async_op or not isinstance(x, Tensor) or (levels and len(expanded) < 2):
+            choices = '"ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"'
             raise UnsupportedOp(
                 f"all_reduce on {self.label}: this call has no algorithm {algorithm!r}",
                 given=f"dims {dims!r}, algorithm={algorithm!r}, async_op={async_op}, x a {type(x).__name__}",
-                expected='"hierarchical" for one tensor over two or more dims, without async_op; else "flat"',
+                expected=f"for one tensor, without async_op: {choices}, "
+                'and over two or more dims "hierarchical", "two_level"; else "flat"',
                 hint='algorithm="flat"',
             )
         self.layout.digits(expanded)
-        return hierarchical.all_reduce([self._at[name] for name in expanded], x, op, factor)
+        if algorithm == "hierarchical":
+            return hierarchical.all_reduce([self._at[name] for name in expanded], x, op, factor)
+        inner = self.layout.size(expanded[-1]) if levels else 1
+        return scheduled.all_reduce(self._at[dims], x, op, factor, algorithm, inner)  # type: ignore[arg-type]
 
     def reduce(
         self,
@@ -289,17 +302,44 @@ class AlongDims:
         """Start a receive; the handle's wait() returns `out`, which must not be used before."""
         return self._at[dims].messages.irecv(out, src, tag)
 
+    @overload
     def exchange(
-        self, dims: Dims, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
-    ) -> list[Tensor]:
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = ...,
+        recvs: Sequence[Envelope] = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> list[Tensor]: ...
+
+    @overload
+    def exchange(
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = ...,
+        recvs: Sequence[Envelope] = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[list[Tensor]]: ...
+
+    def exchange(
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = (),
+        recvs: Sequence[Envelope] = (),
+        *,
+        async_op: bool = False,
+    ) -> list[Tensor] | Handle[list[Tensor]]:
         """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
 
         All are started before any is waited for, so no order of them can deadlock. Between two
         ranks, messages of one tag meet in the order in which they are listed; a tag may follow the
         coord: (x, dst, tag).
-        Returns: the received tensors, in the order of `recvs`.
+        Returns: the received tensors, in the order of `recvs`; with async_op a handle whose wait()
+                 returns them, until which no tensor of the call may be used.
         """
-        return self._at[dims].messages.exchange(sends, recvs)
+        messages = self._at[dims].messages
+        return messages.iexchange(sends, recvs) if async_op else messages.exchange(sends, recvs)
 
     def shift(
         self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True, handshake: bool = False

@@ -6,12 +6,16 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from types import CodeType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
+from meshcomm.comm.message_check import Direction, MessageCheck
 from meshcomm.comm.site import is_ours, line_of
 from meshcomm.transport import Work
+from meshcomm.transport.support import name_of
 
-Direction = Literal["send", "recv"]
+End = tuple[Direction, int | None, int, Tensor]
 
 
 class Part(NamedTuple):
@@ -32,7 +36,6 @@ class Message(NamedTuple):
 
     name: str
     call: str
-    shape: object
     parts: tuple[Part, ...]
     code: CodeType
     instruction: int
@@ -44,36 +47,58 @@ class MessageLog:
 
     Messages are not numbered among the group's collectives: ranks may send different numbers.
     waiting: the call that this rank is blocked in, None while it is in none.
+    check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("begun", "waiting")
+    __slots__ = ("_check", "begun", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, check: MessageCheck | None = None) -> None:
+        self._check = check
         self.begun: dict[tuple[Direction, int, int], int] = {}
         self.waiting: Message | None = None
 
-    def begin(
-        self, name: str, call: str, shape: object, ends: Sequence[tuple[Direction, int | None, int]]
-    ) -> Message:
-        """Count one call's messages, given as (direction, peer's coord, tag), and remember its line."""
+    def begin(self, name: str, call: str, ends: Sequence[End]) -> Message:
+        """Count one call's messages, given as (direction, peer's coord, tag, tensor), and remember its line.
+
+        Raises CallMismatchError where the other end of one is known to mean another tensor; that
+        message is not counted.
+        """
         frame: Any = sys._getframe(2)
         while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
-        parts = tuple(
-            Part(direction, peer, tag, self._next(direction, peer, tag)) for direction, peer, tag in ends
-        )
-        return Message(name, call, shape, parts, frame.f_code, frame.f_lasti)
+        parts = []
+        for direction, peer, tag, x in ends:
+            number = 0
+            if peer is not None:
+                key = (direction, peer, tag)
+                number = self.begun.get(key, 0) + 1
+                if self._check is not None and self._check.compares(number):
+                    facts = (name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})")
+                    site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                    self._check.meet(direction, peer, tag, number, facts, site)
+                self.begun[key] = number
+            parts.append(Part(direction, peer, tag, number))
+        return Message(name, call, tuple(parts), frame.f_code, frame.f_lasti)
 
-    def _next(self, direction: Direction, peer: int | None, tag: int) -> int:
-        if peer is None:
-            return 0
-        key = (direction, peer, tag)
-        number = self.begun[key] = self.begun.get(key, 0) + 1
-        return number
+    def differences(self) -> list[str]:
+        """What the other ends found different in the messages that this rank waits for."""
+        if self._check is None or self.waiting is None:
+            return []
+        found = [
+            self._check.difference(each.direction, each.peer, each.tag, each.number)
+            for each in self.waiting.parts
+            if each.peer is not None
+        ]
+        return [text for text in found if text is not None]
+
+    def close(self) -> None:
+        """Compare no more."""
+        self._check = None
 
     def arrived(self, src: int, tag: int) -> None:
         """A receive from whoever comes first was served by coord `src`."""
-        self._next("recv", src, tag)
+        key: tuple[Direction, int, int] = ("recv", src, tag)
+        self.begun[key] = self.begun.get(key, 0) + 1
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
         """All of it as plain data, peers as global ranks; `ranks` by coord."""
@@ -87,7 +112,6 @@ class MessageLog:
             else {
                 "dim": waiting.name,
                 "call": waiting.call,
-                "shape": None if waiting.shape is None else list(waiting.shape),  # type: ignore[call-overload]
                 "parts": [
                     [each.direction, None if each.peer is None else ranks[each.peer], each.tag, each.number]
                     for each in waiting.parts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshcomm.comm.checks import check_in_place, check_peer, check_tensor
 from meshcomm.comm.handle import Handle, wait_all
-from meshcomm.comm.message_log import Awaited, Direction, Message
+from meshcomm.comm.message_log import Awaited, End, Message
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import buffer_for, into, materialised
 from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
@@ -48,7 +48,7 @@ class Messages:
         check_tensor(x, self._transport.kinds, lambda: self._where("send"))
         dense = materialised(x.detach())
         leaving = [_describe(dense, self._where("send")), dense] if handshake else [dense]
-        message = self._begin("send", x.shape, [("send", dst, tag)] * len(leaving))
+        message = self._begin("send", [("send", dst, tag, each) for each in leaving])
         works = self._start(
             message, lambda: [self._transport.send(each, dst, tag) for each in leaving], f"send to {dst}"
         )
@@ -63,7 +63,7 @@ class Messages:
         check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
         self._door(out, "recv")
         dense = buffer_for(out)
-        message = self._begin("recv", out.shape, [("recv", src, tag)])
+        message = self._begin("recv", [("recv", src, tag, out)])
         works = self._start(message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}")
         return self._handle(works, lambda: into(out, dense), f"recv from {src}", lambda: src)
 
@@ -93,7 +93,7 @@ class Messages:
         first = _blank(self._transport.device) if out is None else out
         self._door(first, "recv_any")
         dense = buffer_for(first)
-        message = self._begin("recv_any", first.shape, [("recv", None, tag)])
+        message = self._begin("recv_any", [("recv", None, tag, first)])
         started: list[Work] = []
 
         def start() -> list[Work]:
@@ -111,6 +111,20 @@ class Messages:
         self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = (), call: str = "exchange"
     ) -> list[Tensor]:
         """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
+        works, finish = self._exchange(sends, recvs, call)
+        self._wait(works, call)
+        return finish()
+
+    def iexchange(
+        self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
+    ) -> Handle[list[Tensor]]:
+        """`exchange`, started only."""
+        works, finish = self._exchange(sends, recvs, "exchange")
+        return self._handle(works, finish, "exchange")
+
+    def _exchange(
+        self, sends: Sequence[Envelope], recvs: Sequence[Envelope], call: str
+    ) -> tuple[list[Awaited], Callable[[], list[Tensor]]]:
         for x, dst, *_tag in sends:
             check_tensor(x, self._transport.kinds, lambda: self._where(call))
             check_peer(dst, self._coord, self._size, "dst", lambda: self._where(call))
@@ -119,12 +133,17 @@ class Messages:
             self._door(out, call)
         leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
         coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
+        works: list[Awaited] = []
         if leaving or coming:
-            ends: list[tuple[Direction, int | None, int]] = [("send", dst, tag) for _, dst, tag in leaving]
-            ends += [("recv", src, tag) for _, src, tag in coming]
-            message = self._begin(call, None, ends)
-            self._wait(self._start(message, lambda: self._transport.exchange(leaving, coming), call), call)
-        return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
+            ends: list[End] = [("send", dst, tag, x) for x, dst, tag in leaving]
+            ends += [("recv", src, tag, out) for out, src, tag in coming]
+            message = self._begin(call, ends)
+            works = self._start(message, lambda: self._transport.exchange(leaving, coming), call)
+
+        def finish(_: object = leaving) -> list[Tensor]:  # holds the copies until the messages have left
+            return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
+
+        return works, finish
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
@@ -165,8 +184,11 @@ class Messages:
     def _where(self, call: str) -> str:
         return f'{call} along "{self._name}" on {self._who}'
 
-    def _begin(self, call: str, shape: object, ends: Sequence[tuple[Direction, int | None, int]]) -> Message:
-        return self._recorder.messages.begin(self._name, call, shape, ends)
+    def _begin(self, call: str, ends: Sequence[End]) -> Message:
+        try:
+            return self._recorder.messages.begin(self._name, call, ends)
+        except RuntimeError as error:  # the store, where messages are still compared
+            raise self._failed(call, error) from error
 
     def _start(self, message: Message, start: Callable[[], Sequence[Work]], call: str) -> list[Awaited]:
         log = self._recorder.messages

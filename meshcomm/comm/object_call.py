@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshcomm.comm.checks import check_coord, check_peer
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.handle import failure
+from meshcomm.comm.message_check import Direction
 from meshcomm.comm.plain import HEADER_BYTES, VERSION, Message, decode, encode
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout.sizes import fold
@@ -69,6 +69,8 @@ class ObjectCall:
         self.reason = _Reason("", None, None)
         self._cause: Exception | None = None
         self._transport = comm.transport
+        self._recorder = comm.recorder
+        self._name = comm.name
         self._where = f'{call} of an object along "{comm.name}" on {comm.who}'
         self._label = f"meshcomm::{call} of an object {comm.name}"
         self._call = call
@@ -128,6 +130,8 @@ class ObjectCall:
 
     def agree(self, messages: list[Message] | None) -> list[_Row]:
         """Every rank's row, when all can go on. Raises ObjectError on every rank otherwise."""
+        # A call of the whole group counts as one, whatever it takes.
+        self._recorder.start(self._name, f"objects.{self._call}", None, 3)
         mine = self.packed(self.row(messages))
         table = mine.new_empty((self.size, mine.numel()))
         self._run(lambda: [self._transport.all_gather(table, mine, True)])
@@ -277,21 +281,35 @@ class ObjectCall:
 
     def send(self, x: Tensor, dst: int) -> None:
         """One message between two ranks."""
-        self._run(lambda: [self._transport.send(x, dst, self._tag)])
+        self._message("send", x, dst, lambda: self._transport.send(x, dst, self._tag))
 
     def recv(self, x: Tensor, src: int) -> Tensor:
         """One message between two ranks; returns x."""
-        self._run(lambda: [self._transport.recv(x, src, self._tag)])
+        self._message("recv", x, src, lambda: self._transport.recv(x, src, self._tag))
         return x
 
+    def _message(self, direction: Direction, x: Tensor, peer: int, start: Callable[[], Work]) -> None:
+        log = self._recorder.messages
+        try:
+            log.waiting = log.begin(self._name, f"objects.{direction}", [(direction, peer, self._tag, x)])
+            with labelled(self._label):
+                start().wait()
+        except RuntimeError as error:
+            raise self._recorder.inquire(self._recorder, self._where, error) from error
+        finally:
+            log.waiting = None
+
     def _run(self, start: Callable[[], Sequence[Work | None]]) -> None:
+        self._recorder.inside = True
         try:
             with labelled(self._label):
                 for work in start():
                     if work is not None:  # a backend that has already waited may return nothing
                         work.wait()
         except RuntimeError as error:
-            raise failure(self._where, error) from error
+            raise self._recorder.inquire(self._recorder, self._where, error) from error
+        finally:
+            self._recorder.inside = False
 
 
 def carrier_of(backend: str, device: torch.device) -> torch.device:

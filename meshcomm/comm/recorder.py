@@ -8,6 +8,7 @@ from time import perf_counter_ns as clock
 from types import CodeType
 from typing import Any, Final, final
 
+from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import MessageLog
 from meshcomm.comm.site import is_ours, line_of
 from meshcomm.errors import CommunicationError
@@ -31,11 +32,14 @@ class Recorder:
         label: the group with its common coords, as in `tp[pp=0 dp=1]`.
         ranks: its global ranks, in coord order.
         inquire: asked for the error when a call fails: who has not come, doing what instead.
+        check: compares the first messages; see MessageLog.
     """
 
     __slots__ = ("came", "inquire", "inside", "label", "messages", "ranks", "ring", "started")
 
-    def __init__(self, label: str, ranks: list[int], inquire: Inquire) -> None:
+    def __init__(
+        self, label: str, ranks: list[int], inquire: Inquire, check: MessageCheck | None = None
+    ) -> None:
         self.label = label
         self.ranks = ranks
         self.inquire = inquire
@@ -43,7 +47,7 @@ class Recorder:
         self.inside = False
         self.ring: list[Entry | None] = [None] * _KEPT
         self.came = [0] * _KEPT
-        self.messages = MessageLog()
+        self.messages = MessageLog(check)
 
     def start(self, name: str, call: str, shape: object, depth: int) -> None:
         """A call on the dim `name` begins; `depth` frames up is the innermost that may be the user's."""
@@ -55,6 +59,10 @@ class Recorder:
         # The instruction, not the line: finding the line takes longer than the rest together.
         self.ring[number % _KEPT] = (name, call, shape, frame.f_code, frame.f_lasti)
         self.came[number % _KEPT] = clock()
+
+    def close(self) -> None:
+        """Let go of what compares messages, and of its connection."""
+        self.messages.close()
 
     def last(self) -> dict[str, Any] | None:
         """The latest call as plain data, or None where there was none."""

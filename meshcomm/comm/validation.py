@@ -49,7 +49,7 @@ class CallCheck:
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
-        if not self.active:
+        if not self.active or self._transport.compares(name, call, facts):
             return
         if self._left is not None:
             self._left -= 1
@@ -70,32 +70,41 @@ class CallCheck:
         calls = [json.loads(text) for text in texts]
         signs = [json.dumps(each[:2]) for each in calls]
         if len(set(signs)) > 1:
-            raise self._mismatch(name, calls, signs)
+            raise mismatch(name, self._number, self._ranks, calls)
 
-    def _mismatch(self, name: str, calls: list[Any], signs: list[str]) -> CallMismatchError:
-        # Most ranks first; of equally many, the one with the lowest coord.
-        common = Counter(signs).most_common(1)[0][0]
-        odd = [coord for coord, sign in enumerate(signs) if sign != common]
-        usual = calls[signs.index(common)]
-        lines = []
-        for sign in dict.fromkeys(signs[coord] for coord in odd):
-            coords = [coord for coord in odd if signs[coord] == sign]
-            lines.append(f"{self._those(coords)}: {_told(calls[coords[0]])}")
-        rest = [coord for coord in range(len(signs)) if coord not in odd]
-        error = CallMismatchError(
-            f'ranks differ in call {self._number} along "{name}": {self._those(odd)} '
-            f"{'is' if len(odd) == 1 else 'are'} odd; nothing was sent",
-            given="\n".join(lines),
-            expected=f"as {self._those(rest)}: {_told(usual)}",
-            hint="make the ranks of a group call the same in the same order; "
-            "look for a branch that depends on the rank",
-        )
-        error.odd_ranks = tuple(self._ranks[coord] for coord in odd)
-        return error
 
-    def _those(self, coords: list[int]) -> str:
-        ranks = [self._ranks[coord] for coord in coords]
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"
+def mismatch(
+    name: str, number: int, ranks: Sequence[int], calls: Sequence[Sequence[Any]]
+) -> CallMismatchError:
+    """The error for ranks of a group whose calls, each as (call, facts, site), differ.
+
+    ranks: global, in the order of `calls`. The odd ones are those that differ from the majority.
+    """
+    signs = [json.dumps([call, facts]) for call, facts, _ in calls]
+    # Most ranks first; of equally many, the one with the lowest coord.
+    common = Counter(signs).most_common(1)[0][0]
+    odd = [place for place, sign in enumerate(signs) if sign != common]
+    usual = calls[signs.index(common)]
+    lines = []
+    for sign in dict.fromkeys(signs[place] for place in odd):
+        places = [place for place in odd if signs[place] == sign]
+        lines.append(f"{_those(ranks, places)}: {_told(calls[places[0]])}")
+    rest = [place for place in range(len(signs)) if place not in odd]
+    error = CallMismatchError(
+        f'ranks differ in call {number} along "{name}": {_those(ranks, odd)} '
+        f"{'is' if len(odd) == 1 else 'are'} odd; nothing was sent",
+        given="\n".join(lines),
+        expected=f"as {_those(ranks, rest)}: {_told(usual)}",
+        hint="make the ranks of a group call the same in the same order; "
+        "look for a branch that depends on the rank",
+    )
+    error.odd_ranks = tuple(ranks[place] for place in odd)
+    return error
+
+
+def _those(ranks: Sequence[int], places: Sequence[int]) -> str:
+    named = [ranks[place] for place in places]
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {fold(named)}"
 
 
 def _message(call: str, facts: dict[str, Any]) -> bytes:
@@ -111,7 +120,7 @@ def _message(call: str, facts: dict[str, Any]) -> bytes:
     return text
 
 
-def _told(call: list[Any]) -> str:
+def _told(call: Sequence[Any]) -> str:
     name, facts, site = call
     listed = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items() if value is not None)
     return f"{name}({listed}) at {site}"

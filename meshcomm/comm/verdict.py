@@ -85,6 +85,10 @@ def doing(status: Status, label: str | None = None) -> str:
         after = f", after {own['last']['call']}, call {own['last']['number']}"
     if status.get("closed"):
         return f"has closed the mesh{after}"
+    if status.get("torch"):
+        # No call of the mesh: made past it, by hand, by DTensor, by FSDP.
+        call = status["torch"][-1]
+        after = f", in {call['call']}, call {call['number']} on torch's group {call['group']}{after}"
     return f"is at {status['main']}{after}"
 
 

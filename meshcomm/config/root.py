@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field, PrivateAttr
 
+from meshcomm.config.architecture import ModelConfig
 from meshcomm.config.backends import may_use_nccl
+from meshcomm.config.data import DataConfig
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import Model
+from meshcomm.config.parallel import ParallelConfig
 from meshcomm.config.problems import Broken, Problem, either, report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
 from meshcomm.config.topology import TopologyConfig
-from meshcomm.config.training import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.config.train import TrainConfig
 from meshcomm.config.training_checks import training_problems
 from meshcomm.config.wording import toml
 from meshcomm.errors import ConfigError
@@ -73,8 +76,9 @@ class Config(Model):
                     for verb, names in (("add", absent), ("remove", present))
                 ),
             )
-        if self.parallel is not None and self.model is not None and self.train is not None:
-            yield from training_problems(self.mesh, self.parallel, self.model, self.train, broken)
+        parallel, model, data, train = self.parallel, self.model, self.data, self.train
+        if parallel is not None and model is not None and train is not None:
+            yield from training_problems(self.mesh, parallel, model, data, train, broken)
 
     def _device_problems(self, broken: Broken) -> Iterator[Problem]:
         mesh = self.mesh
@@ -123,6 +127,16 @@ class Config(Model):
             raise report(self._source, problems)
         return filled
 
+    @property
+    def expert_view(self) -> str | None:
+        """The view that the expert's dim is in; None where no dim plays that part."""
+        return None if self.parallel is None else self.parallel.expert_view(self.mesh.views)
+
+    @property
+    def expert_gradient_dims(self) -> tuple[str, ...]:
+        """The dims along which gradients of experts' weights are summed; see ParallelConfig."""
+        return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
+
     def microbatches(self, sizes: Mapping[str, int]) -> int:
         """Micro-batches of one rank in one step. `sizes`: as from MeshConfig.sizes."""
         if self.train is None or self.parallel is None:
@@ -132,7 +146,7 @@ class Config(Model):
                 expected="all of [parallel] [model] [data] [train]",
                 hint="add the four sections",
             )
-        return self.train.global_batch // self.parallel.size("data", sizes) // self.train.microbatch
+        return self.train.global_batch // self.parallel.copies(sizes) // self.train.microbatch
 
     def _check(self, world: int | None) -> None:
         problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from meshcomm.errors import MeshMismatchError
+from meshcomm.errors import MeshMismatchError, StoreError
 from meshcomm.layout.sizes import fold
+
+# In the number that counts who has come: above these bits, the sum of the sizes that they expect.
+_COUNT_BITS: Final = 31
+_COUNT: Final = (1 << _COUNT_BITS) - 1
 
 
 def agree(
@@ -21,6 +26,7 @@ def agree(
     facts: Mapping[str, Any],
     timeout_s: float,
     what: str = "the mesh",
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Return when every rank has come with equal `facts`; else raise on every rank.
 
@@ -28,51 +34,101 @@ def agree(
         store: a torch store that all ranks see (its stubs lack half of its methods), used for
             nothing else: give each agreement its own prefix.
         facts: name -> plain data that must be equal. What differs by nature stays out.
+        world_size: how many are to come. Ranks that differ in it are named like those that differ
+            in a fact.
+        ranks: which are to come. None: 0 to world_size - 1.
 
     Costs three store operations per rank. Who is odd is decided by majority, among equals by the
     lowest rank. Raises MeshMismatchError naming the odd ranks, the fact and both values, or, after
-    `timeout_s`, the ranks that never came and the hosts of those that did.
+    `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
+    after the others gave up. StoreError where the store fails.
     """
-    text = json.dumps(facts, sort_keys=False, separators=(",", ":"))
-    mine = hashlib.sha256(text.encode()).hexdigest()[:16]
-    _announce(store, rank, mine)
-    if store.add("come", 1) == world_size:
-        prints = {each.fingerprint for each in _announced(store, world_size).values()}
-        store.set("verdict", "agree" if len(prints) == 1 else "differ")
     try:
-        verdict = _get(store, "verdict", timeout_s)
+        _agree(store, rank, world_size, facts, timeout_s, what, ranks or range(world_size))
     except RuntimeError as error:
-        raise _absent(store, world_size, timeout_s, what) from error
+        text = str(error).strip().splitlines()
+        raise StoreError(
+            f"rank {rank} lost the job's store while the ranks agreed on {what}",
+            given=text[0] if text else type(error).__name__,
+            expected="a store that answers until all ranks have come; it lives in rank 0, the launcher, or a file",
+            hint="look for the first error of the process that holds the store",
+        ) from error
+
+
+def _agree(
+    store: Any,
+    rank: int,
+    world_size: int,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    what: str,
+    ranks: Sequence[int],
+) -> None:
+    text = json.dumps({"world": world_size, **facts}, sort_keys=False, separators=(",", ":"))
+    mine = hashlib.sha256(text.encode()).hexdigest()[:16]
+    deadline = time.monotonic() + timeout_s
+    # One number holds how many have come and the sum of how many they expect.
+    total = store.add("come", 1 + (world_size << _COUNT_BITS))
+    count, expected = total & _COUNT, total >> _COUNT_BITS
+    _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
+    if count == world_size or expected != count * world_size:
+        _conclude(store, count, deadline)
+    try:
+        verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
+    except RuntimeError:
+        # Whoever comes from here on is told that it is too late.
+        verdict = store.compare_set("verdict", "", "gave up")
+    if verdict == b"gave up":
+        raise _absent(store, ranks, timeout_s, what)
     if verdict != b"agree":
         store.set(f"facts/{mine}", text)
-        raise _mismatch(store, world_size, what)
+        raise _mismatch(store, timeout_s, what)
 
 
 class _Arrival(NamedTuple):
+    rank: int
     fingerprint: str
+    world_size: int
     host: str
 
 
-def _announce(store: Any, rank: int, fingerprint: str) -> None:
-    """Say that `rank` is here. One key for all ranks where the store can append in one step."""
+def _announce(store: Any, number: int, arrival: _Arrival) -> None:
+    """Say who came as `number`. One key for all ranks where the store can append in one step."""
+    line = " ".join(map(str, arrival)) + "\n"
     if store.has_extended_api():
-        store.append("here", f"{rank} {fingerprint} {socket.gethostname()}\n")
+        store.append("here", line)
     else:
-        store.set(f"here/{rank}", f"{rank} {fingerprint} {socket.gethostname()}\n")
+        store.set(f"here/{number}", line)
 
 
-def _announced(store: Any, world_size: int) -> dict[int, _Arrival]:
-    """Who has come so far, by rank."""
+def _announced(store: Any) -> dict[int, _Arrival]:
+    """Who has come so far, by rank. Called by ranks that have come themselves."""
     if store.has_extended_api():
         lines = store.get("here").decode().splitlines()
     else:
-        keys = [key for key in (f"here/{rank}" for rank in range(world_size)) if store.check([key])]
+        numbers = range(1, (store.add("come", 0) & _COUNT) + 1)
+        keys = [key for key in (f"here/{number}" for number in numbers) if store.check([key])]
         lines = [store.get(key).decode().strip() for key in keys]
     arrivals = {}
     for line in lines:
-        rank, fingerprint, host = line.split(" ", 2)
-        arrivals[int(rank)] = _Arrival(fingerprint, host)
+        rank, fingerprint, expects, host = line.split(" ", 3)
+        arrivals[int(rank)] = _Arrival(int(rank), fingerprint, int(expects), host)
     return arrivals
+
+
+def _conclude(store: Any, count: int, deadline: float) -> None:
+    """Give the verdict if nobody else is to come; called by the last rank, and by any that finds another size.
+
+    count: how many have counted themselves. Each of them says who it is right after that, unless it dies.
+    """
+    while len(arrivals := _announced(store)) < count:
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.001)
+    sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
+    if count >= sizes.most_common(1)[0][0]:
+        alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
+        store.compare_set("verdict", "", "agree" if alike else "differ")
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:
@@ -86,22 +142,23 @@ def _get(store: Any, key: str, timeout_s: float) -> bytes:
         store.set_timeout(usual)
 
 
-def _mismatch(store: Any, world_size: int, what: str) -> MeshMismatchError:
-    arrivals = _announced(store, world_size)
-    prints = [arrivals[rank].fingerprint for rank in range(world_size)]
+def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
+    arrivals = _announced(store)
+    present = sorted(arrivals)
+    prints = {rank: arrivals[rank].fingerprint for rank in present}
     # Most ranks first; of equally many, the one with the lowest rank.
-    common = Counter(prints).most_common(1)[0][0]
-    odd = tuple(other for other, fingerprint in enumerate(prints) if fingerprint != common)
-    usual = json.loads(store.get(f"facts/{common}"))
+    common = Counter(prints.values()).most_common(1)[0][0]
+    odd = tuple(rank for rank in present if prints[rank] != common)
+    usual = json.loads(_get(store, f"facts/{common}", timeout_s))
     lines: list[str] = []
     for fingerprint in dict.fromkeys(prints[other] for other in odd):
         ranks = [other for other in odd if prints[other] == fingerprint]
         other_facts = json.loads(store.get(f"facts/{fingerprint}"))
         for name, ours, theirs in _differences(usual, other_facts):
             lines.append(f"{_ranks(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
-    usual_ranks = [other for other in range(world_size) if other not in odd]
+    usual_ranks = [other for other in present if other not in odd]
     error = MeshMismatchError(
-        f"{what} differs between ranks: {_ranks(odd)} of {world_size} {'is' if len(odd) == 1 else 'are'} odd",
+        f"{what} differs between ranks: {_ranks(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} odd",
         given="\n".join(lines),
         expected=f"what {_ranks(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
         hint=f"start {_ranks(odd)} with the same config, code and package versions",
@@ -110,20 +167,25 @@ def _mismatch(store: Any, world_size: int, what: str) -> MeshMismatchError:
     return error
 
 
-def _absent(store: Any, world_size: int, timeout_s: float, what: str) -> MeshMismatchError:
-    arrivals = _announced(store, world_size)
+def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> MeshMismatchError:
+    world_size = len(ranks)
+    arrivals = _announced(store)
     hosts: dict[str, list[int]] = {}
     for rank in sorted(arrivals):
         hosts.setdefault(arrivals[rank].host, []).append(rank)
-    missing = [rank for rank in range(world_size) if rank not in arrivals]
+    missing = [rank for rank in ranks if rank not in arrivals]
     came = "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())
     error = MeshMismatchError(
         f"{_ranks(missing)} of {world_size} never came to agree on {what}"
         if missing
-        else f"no verdict on {what} within {timeout_s:g} s although all {world_size} ranks came",
-        given=f"after {timeout_s:g} s there came, by host: {came}",
-        expected=f"all of ranks 0 to {world_size - 1}",
-        hint="look at how the missing ranks were started and at their first error",
+        else f"all {world_size} ranks have come by now to agree on {what}, but some gave up before",
+        given=f"after {timeout_s:g} s there came, by host: {came}"
+        if missing
+        else f"a timeout of {timeout_s:g} s; there came, by host: {came}",
+        expected=f"all of {_ranks(sorted(ranks))}",
+        hint="look at how the missing ranks were started and at their first error"
+        if missing
+        else "start the ranks closer together, or a longer timeout_s",
     )
     error.missing = tuple(missing)
     return error

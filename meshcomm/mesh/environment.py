@@ -5,10 +5,45 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import final
+from typing import Final, final
 
 from meshcomm.config import NetworkConfig
 from meshcomm.errors import LaunchError
+
+# What the backends of one group must read alike: else they choose different algorithms or protocols,
+# connect at different times, or check calls that the others do not check. What names a host's own
+# parts may differ and is left out: NCCL_SOCKET_IFNAME, NCCL_IB_HCA, files, what is logged.
+SHARED: Final = (
+    "GLOO_DEVICE_TRANSPORT",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_COMM_BLOCKING",
+    "NCCL_CROSS_NIC",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_GLOO_LAZY_INIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING",
+)
+
+
+def shared_variables() -> dict[str, str]:
+    """Those variables of this process that must be equal on all ranks, where they are set."""
+    return {name: os.environ[name] for name in SHARED if name in os.environ}
 
 
 @final

@@ -143,7 +143,8 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
         expected=_OPEN,
         hint=setting
         if not is_loopback(host)
-        else f"a firewall for port {port}: what started this job listens on every address",
+        else f"meshcomm run CONFIG SCRIPT or meshcomm train CONFIG, whose store listens on 127.0.0.1 alone;\n"
+        f"or a firewall for port {port}: the store of torchrun's agent listens on every address",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,15 +21,15 @@ def create_transports(
     plan: Plan,
     rank: int,
     *,
-    store: dist.Store,
-    prefix: str,
     device: torch.device,
     whole_world: bool,
+    create: Callable[[Group, bool], Transport],
     existing: Existing | None = None,
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
     Called by: every rank of the plan's layout; a rank touches only groups that it is in.
+    create:    makes one group; its second argument says whether NCCL may split the world for it.
     existing:  process groups to use instead of new ones, by name; their ranks must be in coord order.
     Raises:    CommunicationError naming the group; groups made before it are given back.
     """
@@ -49,7 +49,7 @@ def create_transports(
                 transports[family.name] = transports[family.shares]
             else:
                 split = whole_world and _can_split(plan, family.name, group.options)
-                transports[family.name] = open_group(group, rank, store, prefix, device, split)
+                transports[family.name] = create(group, split)
     except BaseException:
         close_transports(transports)
         raise

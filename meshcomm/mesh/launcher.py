@@ -54,6 +54,30 @@ def find_launch(env: Mapping[str, str]) -> Launch:
     return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
 
 
+def attempt_of(env: Mapping[str, str]) -> int:
+    """How often torch's agent has started its ranks again; 0 under other launchers."""
+    text = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def attempt_prefix(env: Mapping[str, str]) -> str:
+    """What parts this attempt's keys in a store from those of earlier attempts; "" for the first.
+
+    torch's agents keep their store, and what is in it, when they start the ranks again. One agent's
+    count is the same for all its ranks. Of several agents each counts the failures of its own ranks
+    alone; there only the size of the world is the same for all.
+
+    >>> attempt_prefix({"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2", "WORLD_SIZE": "4"})
+    'attempt2'
+    >>> attempt_prefix({"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "2", "WORLD_SIZE": "4"})
+    'world4'
+    """
+    if env.get("GROUP_WORLD_SIZE", "1") != "1":
+        return f"world{env.get('WORLD_SIZE', '')}"
+    count = attempt_of(env)
+    return f"attempt{count}" if count else ""
+
+
 def _torchrun(env: Mapping[str, str]) -> Launch:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
@@ -81,13 +105,15 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     # A port that all tasks of a job compute alike and two jobs of a host rarely share.
     port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     world = _number(env, "SLURM_NTASKS")
     one_node = _number(env, "SLURM_NNODES", 0) == 1
     local_size = world if one_node else int(match[0]) if (match := re.match(r"\d+", tasks)) else 1
+    # On one node nobody else need reach it.
+    alone = "127.0.0.1" if local_size == world else None
+    address = env.get("MASTER_ADDR") or alone or (first_host(nodes) if nodes else None)
     return Launch(
         "slurm",
         rank=_number(env, "SLURM_PROCID"),

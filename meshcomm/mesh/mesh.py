@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, Directory, Functional
 from meshcomm.comm.along import AlongDims
+from meshcomm.comm.lateness import Lateness, measure
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.roll_call import roll_call
@@ -23,7 +24,7 @@ from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
-from meshcomm.mesh.watch import Watch
+from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.plan import plan_view
 from meshcomm.transport import SoloTransport, Transport
@@ -55,7 +56,7 @@ class Mesh(AlongDims):
         transports: dict[str, Transport],
         startup_s: Mapping[str, float],
         validate_calls: int | None,
-        reports: str,
+        watch: Watching | None,
         add: Callable[[Mesh, Plan, str], Transport],
         on_close: Callable[[], None],
     ) -> None:
@@ -63,7 +64,7 @@ class Mesh(AlongDims):
         self.layout: Layout = plan.layout
         self.rank = rank
         self.device = device
-        self.store = MeshStore(dist.PrefixStore("user", store), lambda: self.label, plan.defaults.timeout_s)
+        self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
         self._barriers: dict[str, int] = {}
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
@@ -76,15 +77,7 @@ class Mesh(AlongDims):
         # By group, not by name: names that share a group share the count of what is compared on it.
         self._calls: dict[int, CallCheck] = {}
         self._recorders: dict[int, Recorder] = {}
-        self._watch: Watch | None = None
-        if self.is_member and plan.for_rank(rank).groups:
-            self._watch = Watch(
-                dist.PrefixStore("watch", store),
-                rank,
-                self.coords,
-                plan.layout.world_size,
-                reports,
-            )
+        self._watch = watch
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
@@ -201,7 +194,7 @@ class Mesh(AlongDims):
         key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
         self._barriers[key] = number = self._barriers.get(key, 0) + 1
         roll_call(
-            dist.PrefixStore(f"barrier/{key}/{number}", self._store),
+            prefixed(f"barrier/{key}/{number}", self._store),
             digits.coord(self.layout.position(self.rank)),
             ranks,
             timeout_s,
@@ -223,6 +216,23 @@ class Mesh(AlongDims):
                 self._at[family.name].barrier()
                 seconds[family.name] = time.perf_counter() - start
         return seconds
+
+    def lateness(self) -> Lateness:
+        """Who comes late to the calls that the ranks make together: stragglers, by dim.
+
+        Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
+        is when the host enqueued the call. Messages are not counted.
+
+        Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
+        the whole mesh; prints as a table.
+        """
+        self._usable()
+        named: dict[str, Communicator] = {}
+        for family in self.plan.families:
+            comm = self._at[family.name]
+            if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
+                named[family.name] = comm
+        return measure(named, [self._at[dim] for dim in self.layout.dims])
 
     def rearrange(
         self,
@@ -299,6 +309,8 @@ class Mesh(AlongDims):
             self._torch.close()
             self.store.close()
             self._on_close()
+            # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
+            del self._store, self._add, self._on_close
 
     def __enter__(self) -> Mesh:
         return self

@@ -15,22 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
 from meshcomm.config import Config, DimOptions, MeshConfig, ProcessConfig, load
-from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError
-from meshcomm.layout import Layout, Plan
+from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.mesh.agree import agree
-from meshcomm.mesh.environment import Environment, gloo_defaults, network_variables
-from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
+from meshcomm.mesh.creating import create_groups, create_in_world
+from meshcomm.mesh.environment import Environment, network_variables, shared_variables
 from meshcomm.mesh.launcher import Launch, find_launch
 from meshcomm.mesh.mesh import Mesh
+from meshcomm.mesh.owner import blame, claim
 from meshcomm.mesh.process import (
     Meeting,
     check_devices,
     choose_backend,
     choose_device,
     meet,
-    start_default_group,
+    of_this_attempt,
 )
-from meshcomm.transport import SoloTransport, Transport
+from meshcomm.mesh.worlds import WORLD, World, prefixed
 from meshcomm.transport.torch_private import default_store
 
 CONFIG_VARIABLE = "MESHCOMM_CONFIG"
@@ -68,7 +68,7 @@ def init(
         store, rank, world_size: meet through this store instead of the launcher's.
 
     Called by: every process of the job, also those that a mesh on part of the ranks leaves out.
-    Before any group exists, all ranks compare what they are about to create, in four store
+    Before any group exists, all ranks compare what they are about to create, in five store
     operations each. If torch.distributed is already initialised, its default group and store are
     used and left as they are at close.
 
@@ -87,7 +87,8 @@ def init(
         "validate_calls": validate_calls,
     }
     given = {name: value for name, value in keys.items() if value is not None}
-    launch = find_launch(os.environ)
+    world = WORLD.get()
+    launch = find_launch(os.environ) if world is None else world.launch
     failure: MeshcommError | None = None
     settings = Config(mesh=MeshConfig(dims={"all": -1}))
     try:
@@ -95,13 +96,11 @@ def init(
     except MeshcommError as error:
         # Meet the others all the same, so that they hear of it instead of waiting.
         failure = error
-    joined = (
-        _meet(settings, launch, store, rank, world_size) if failure is None or launch.world_size > 1 else None
-    )
-    if joined is None:
-        assert failure is not None
+    if failure is not None and launch.world_size == 1:
         raise failure
-    return _open(config, settings, joined, failure)
+    if world is not None:
+        return _open(config, settings, _met(world, store, rank, world_size), failure, world)
+    return _open(config, settings, _meet(settings, launch, store, rank, world_size), failure, None)
 
 
 def _settings(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
@@ -168,26 +167,61 @@ def _meet(
         # Of torch's fake backend only this rank exists: there is no store, and nobody to agree with.
         pretended = dist.get_backend() == "fake"
         found = store or (dist.HashStore() if pretended else default_store())
-        return Meeting(found, dist.get_rank(), dist.get_world_size(), launch, pretended)
+        return Meeting(
+            of_this_attempt(found), dist.get_rank(), dist.get_world_size(), launch, pretended, True
+        )
     process: ProcessConfig = settings.process
     return meet(process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size)
 
 
-def _open(source: Source | None, settings: Config, joined: Meeting, failure: MeshcommError | None) -> Mesh:
+def _met(world: World, store: dist.Store | None, rank: int | None, world_size: int | None) -> Meeting:
+    """A world's ranks have met; whoever says how to meet means another one."""
+    given = {"store": store, "rank": rank, "world_size": world_size}
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise LaunchError(
+            f"init was told how to meet the other ranks, which have met: {', '.join(named)} has no effect here",
+            given=", ".join(named),
+            expected="no store, rank or world_size in the simulator",
+            hint="leave them out; outside the simulator a launcher may say them",
+        )
+    return Meeting(world.store, world.launch.rank, world.launch.world_size, world.launch)
+
+
+def _open(
+    source: Source | None,
+    settings: Config,
+    joined: Meeting,
+    failure: MeshcommError | None,
+    world: World | None,
+) -> Mesh:
     # Each rank counts its own openings in the store: the count is the same on all ranks, restarts
     # and re-opened meshes included, and no two meshes of a job ever meet in the same keys.
-    opening = joined.store.add(f"meshcomm/opened/{joined.rank}", 1)
+    try:
+        claim(joined.store, joined.rank, kept=joined.kept)
+        opening = joined.store.add(f"meshcomm/opened/{joined.rank}", 1)
+    except RuntimeError as error:
+        raise StoreError(
+            f"rank {joined.rank} lost the job's store before the mesh was opened",
+            given=str(error).splitlines()[0],
+            expected="a store that lives as long as the job: in the launcher, in rank 0, or a file",
+            hint="look for the first error of the process that holds the store",
+        ) from error
     prefix = f"meshcomm{opening}"
-    store = dist.PrefixStore(prefix, joined.store)
+    store = prefixed(prefix, joined.store)
     environment = Environment()
     try:
         plan, device = None, torch.device("cpu")
         if failure is None:
             try:
-                environment.set(network_variables(settings.network))
-                device = choose_device(settings.mesh.device, joined.launch)
-                plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
-                check_devices(settings, device, plan.defaults.backend, joined.launch)
+                if world is not None:
+                    device, backend = world.place(settings.mesh.device)
+                    plan = settings.plan(joined.world_size).on(device.type, backend)
+                else:
+                    environment.set(network_variables(settings.network))
+                    device = choose_device(settings.mesh.device, joined.launch)
+                    plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
+                    check_devices(settings, device, plan.defaults.backend, joined.launch)
             except MeshcommError as error:
                 failure = error
         facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
@@ -197,137 +231,28 @@ def _open(source: Source | None, settings: Config, joined: Meeting, failure: Mes
                 "world": joined.world_size,
                 "validate_calls": settings.mesh.validate_calls,
                 "versions": _versions(),
+                "environment": shared_variables(),
             }
-        common = dist.PrefixStore("agree", store)
+        common = prefixed("agree", store)
         began = time.perf_counter()
         try:
             comes = 1 if joined.pretended else joined.world_size
             agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
-        except MeshMismatchError:
+        except MeshMismatchError as error:
             if failure is None:
+                blame(error, joined.store)
                 raise
         if failure is not None or plan is None:
             # Told to the others; here the problem itself says more than that the ranks differ.
             assert failure is not None
             raise failure
         agree_s = time.perf_counter() - began
-        return _create(source, settings, joined, plan, device, store, prefix, environment, agree_s)
+        if world is not None:
+            return create_in_world(world, settings, joined, plan, device, store, prefix, agree_s)
+        return create_groups(source, settings, joined, plan, device, store, prefix, environment, agree_s)
     except BaseException:
         environment.restore()
         raise
-
-
-def _create(
-    source: Source | None,
-    settings: Config,
-    joined: Meeting,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
-    environment: Environment,
-    agree_s: float,
-) -> Mesh:
-    began = time.perf_counter()
-    bind = settings.process.device_id is not False and device.type != "cpu"
-    connecting = gloo_defaults(joined.launch.one_host)
-    with _applied(connecting):
-        owned = start_default_group(
-            joined,
-            dist.PrefixStore("world", store),
-            plan.defaults.backend,
-            device,
-            settings.mesh.timeout_s,
-            bind,
-        )
-        groups_store = dist.PrefixStore("groups", store)
-        whole_world = plan.layout.world_size == joined.world_size
-        transports: dict[str, Transport] = {}
-        if joined.rank in plan.layout:
-            try:
-                transports = create_transports(
-                    plan,
-                    joined.rank,
-                    store=groups_store,
-                    prefix=prefix,
-                    device=device,
-                    whole_world=whole_world,
-                    existing=_existing(source, plan, joined.rank),
-                )
-            except BaseException:
-                if owned:
-                    dist.destroy_process_group()
-                raise
-
-    def add(mesh: Mesh, wider: Plan, name: str) -> Transport:
-        agree(
-            dist.PrefixStore(f"create/{name}", store),
-            mesh.layout.position(mesh.rank),
-            mesh.world_size,
-            wider.facts(),
-            settings.mesh.timeout_s,
-            what=f"the merged dim {name}",
-        )
-        family = wider.family(name)
-        if family.size == 1:
-            return SoloTransport(device)
-        if family.shares is not None:
-            return transports[family.shares]
-        group = next(g for g in wider.for_rank(mesh.rank).groups if g.name == name)
-        with _applied(connecting):
-            return open_group(group, mesh.rank, groups_store, prefix, device, split=False)
-
-    def on_close() -> None:
-        close_transports(transports)
-        # The groups' threads and sockets go with the last reference, so let go of them now.
-        transports.clear()
-        if owned and dist.is_initialized():
-            dist.destroy_process_group()
-        environment.restore()
-
-    return Mesh(
-        plan,
-        joined.rank,
-        device=device,
-        store=dist.PrefixStore("mesh", store),
-        prefix=prefix,
-        transports=transports,
-        validate_calls=None if settings.mesh.validate_calls == "always" else settings.mesh.validate_calls,
-        reports=settings.mesh.reports,
-        startup_s={"agree": agree_s, "create": time.perf_counter() - began},
-        add=add,
-        on_close=on_close,
-    )
-
-
-class _applied:
-    """Variables that are set inside the block unless the user has set them."""
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
-        self._environment = Environment()
-
-    def __enter__(self) -> None:
-        self._environment.default(self._variables)
-
-    def __exit__(self, *_: object) -> None:
-        self._environment.restore()
-
-
-def _existing(source: Source | None, plan: Plan, rank: int) -> Existing | None:
-    """The DeviceMesh's own groups, where their rank order is the mesh's."""
-    if not isinstance(source, DeviceMesh):
-        return None
-    found: dict[str, dist.ProcessGroup] = {}
-    layout: Layout = plan.layout
-    for name in layout.dims:
-        group = source.get_group(name)
-        if (
-            layout.size(name) > 1
-            and dist.get_process_group_ranks(group) == layout.group_of(rank, name).tolist()
-        ):
-            found[name] = group
-    return found
 
 
 def _versions() -> dict[str, str]:

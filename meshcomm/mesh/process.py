@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from meshcomm.config import Config, ProcessConfig
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.exposure import exposed_file, exposed_store, is_loopback, serve_on_loopback, warn
-from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.exposure import exposed_file, exposed_store, serve_on_loopback, warn
+from meshcomm.mesh.launcher import Launch, attempt_of, attempt_prefix
+from meshcomm.mesh.owner import came_twice, is_running, process_name
+from meshcomm.mesh.reach import find_tcp_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Meeting:
     """This process among the others, before any group exists.
 
     pretended: the other ranks do not exist; torch's fake backend plays them.
+    kept: the store may hold what processes of an earlier attempt wrote.
     """
 
     store: dist.Store
@@ -27,6 +30,7 @@ class Meeting:
     world_size: int
     launch: Launch
     pretended: bool = False
+    kept: bool = False
 
 
 def meet(
@@ -52,9 +56,17 @@ def meet(
             expected=f"a rank from 0 to {world_size - 1}",
             hint="give both rank and world_size, or let a launcher set them",
         )
+    # One who brings a store may use it again; of several agents, nobody counts the attempts of all.
+    kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
         store = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
-    return Meeting(store, rank, world_size, launch)
+    return Meeting(of_this_attempt(store), rank, world_size, launch, kept=kept)
+
+
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """`store`, without the keys that the ranks left in it before their launcher restarted them."""
+    prefix = attempt_prefix(os.environ)
+    return dist.PrefixStore(prefix, store) if prefix else store
 
 
 def _given(argument: int | None, config: int | None, launcher: int) -> int:
@@ -65,53 +77,75 @@ def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
     if process.init == "file":
-        if rank == 0:
-            warn(exposed_file(str(process.path)))
-        return dist.FileStore(str(process.path), world_size)
+        return _file_store(str(process.path), rank, world_size)
     if process.init == "tcp":
-        url = f"tcp://{process.address}"
-    elif launch.kind == "torchrun":
-        url = "env://" if launch.address else ""
-    elif world_size == 1:
+        address = str(process.address)
+    elif launch.kind != "torchrun" and world_size == 1:
         return dist.HashStore()
+    elif launch.address and launch.port is not None:
+        host = f"[{launch.address}]" if ":" in launch.address else launch.address
+        address = f"{host}:{launch.port}"
     else:
-        host = f"[{launch.address}]" if launch.address and ":" in launch.address else launch.address
-        url = f"tcp://{host}:{launch.port}" if host else ""
-    if not url or (url == "env://" and launch.port is None):
         raise LaunchError(
             f"rank {rank} of {world_size} has no address at which to meet the others",
             given=f"launcher {launch.kind}, no MASTER_ADDR and MASTER_PORT",
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
-    host, port = _split(f"{launch.address}:{launch.port}" if url == "env://" else url.removeprefix("tcp://"))
-    # Under torchrun its agent hosts the store, and no rank does.
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = _split(address)
+    # Under torchrun its agent hosts the store at MASTER_ADDR, and no rank does; elsewhere rank 0 does.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, port) == (
+        (launch.address or "").strip("[]"),
+        launch.port,
+    )
+    hosts = rank == 0 and not agents
     try:
         # What is made here is found by the next line, by its port.
         server = serve_on_loopback(host, port, timeout) if hosts else None
-        store, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
+        # Whoever does not come is named by the agreement that follows, so nobody waits here.
+        store = find_tcp_store(host, port, world_size, hosts=hosts, timeout=timeout)
         del server
     except (dist.DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
-            f"rank {rank} of {world_size} could not meet the others at "
-            f"{url if url != 'env://' else f'{launch.address}:{launch.port}'}",
+            f"rank {rank} of {world_size} could not meet the others at {address}",
             given=str(error).splitlines()[0] if str(error) else type(error).__name__,
             expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-            hint="look whether rank 0 is running, and whether the port is free on its host",
+            hint=f"look whether rank 0 is running, and who has the port on its host: ss -ltnp 'sport = :{port}'",
         ) from error
-    if rank == 0 and launch.local_size == world_size and (hosts or not is_loopback(host)):
+    # Once for the job, not for each attempt.
+    if rank == 0 and launch.local_size == world_size and not attempt_of(os.environ):
         setting = (
             f'process.address = "127.0.0.1:{port}"' if process.init == "tcp" else "MASTER_ADDR=127.0.0.1"
         )
         warn(exposed_store(host, port, setting, world_size))
-    found: dist.Store = store
-    return found
+    return store
+
+
+def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
+    if rank == 0:
+        warn(exposed_file(path))
+    # torch's file store adds to what is in the file, so a restarted job needs another one.
+    if prefix := attempt_prefix(os.environ):
+        path = f"{path}.{prefix}"
+    store = dist.FileStore(path, world_size)
+    # Who writes here: one process, and no process of an earlier job.
+    key, mine = f"meshcomm/process/{rank}", process_name()
+    before = store.compare_set(key, "", mine).decode()
+    if before != mine:
+        if is_running(before):
+            raise came_twice(of_this_attempt(store), rank, before)
+        raise LaunchError(
+            f"the rendezvous file {path} was left by an earlier job",
+            given=f"rank {rank} is in it as {before}; this is {mine}",
+            expected="a new file for each job: what the earlier one wrote would be taken for this one's",
+            hint=f"rm {path}, or another process.path",
+        )
+    return store
 
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:

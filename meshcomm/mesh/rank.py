@@ -1,4 +1,4 @@
-"""One rank's life under a launcher: signals, and an error that the job prints once, with its coords."""
+"""One rank's life under a launcher: signals, its parent's end, and an error that the job prints once."""
 
 from __future__ import annotations
 
@@ -7,29 +7,44 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from meshcomm.errors import CommunicationError, MeshcommError
+from meshcomm.mesh.failures import await_cause, failure_of, leave
+from meshcomm.mesh.guard import JOB_VARIABLE, LAUNCHER_VARIABLE, end_with_parent
 from meshcomm.mesh.launch import INTERRUPTED
-from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.launcher import Launch, attempt_of
+from meshcomm.mesh.process import of_this_attempt
+from meshcomm.mesh.reach import within
 
-# A rank whose peer broke off waits this long for the peer to speak first: its own error only follows.
+# A rank whose peer broke off, or is the one that differs, waits this long for the peer to speak first.
 _PATIENCE_S = 3.0
+
+# How long the job's store may take to say whether another rank has spoken.
+_ASK_S = 5.0
 
 # What rank 0 gets after Ctrl-C to print what it has.
 _GRACE_S = 3.0
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
-    """Run `body`; where it raises, print the error unless another rank has, and end the process.
+    """Run `body`; where it raises, see to it that the job prints one error, and end the process.
 
     label: this rank with its coords; only called for an error.
+
+    meshcomm's own launcher is left the error, and prints that of the rank that was the cause. Under
+    another launcher the first rank that fails prints its own. Under an agent of torch, this process
+    ends when the agent does.
     """
+    job = _job()
+    if job is not None:
+        end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if launch.rank == 0:
         _end_after_interrupt()
     else:
@@ -43,9 +58,35 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         raise
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if _speaks_first(launch, patient=isinstance(error, CommunicationError)):
-            print(_text(error, label()), file=sys.stderr)
-        _leave(2 if isinstance(error, MeshcommError) and not isinstance(error, CommunicationError) else 1)
+        end_rank(error, launch, label())
+
+
+def end_rank(
+    error: BaseException, launch: Launch, label: str, *, patience_s: float = _PATIENCE_S
+) -> NoReturn:
+    """See to it that the job prints one error, and end this process, from whichever thread.
+
+    patience_s: how long a rank that is not the cause waits for the one that is to speak first.
+    """
+    job = _job()
+    failure = failure_of(error, launch.rank, label)
+    attempt = attempt_of(os.environ)
+    if job is not None and leave(failure, job, attempt):
+        if failure.patient:
+            await_cause(job, attempt, patience_s)
+    elif _speaks_first(launch, patience_s if failure.patient else 0.0):
+        print(failure.text, file=sys.stderr)
+    _leave(failure.code)
+
+
+def _job() -> Path | None:
+    """The folder of the launcher that started this rank; None where another launcher did."""
+    folder = os.environ.get(JOB_VARIABLE)
+    if folder is None or LAUNCHER_VARIABLE not in os.environ:
+        return None
+    # A rank may start a job of its own, by torchrun: then these are its parent's.
+    path = Path(folder)
+    return path if os.environ.get("TORCHELASTIC_RUN_ID") == path.name else None
 
 
 def _end_after_interrupt() -> None:
@@ -67,31 +108,19 @@ def _end_after_interrupt() -> None:
     threading.Thread(target=watch, name="meshcomm-interrupt", daemon=True).start()
 
 
-def _text(error: BaseException, who: str) -> str:
-    if isinstance(error, MeshcommError) and not isinstance(error, CommunicationError):
-        return f"{who}: {type(error).__name__}: {error}"
-    # The frames that started the script say nothing about it.
-    trace = error.__traceback__
-    while (
-        trace is not None and trace.tb_next is not None and _starts_scripts(trace.tb_frame.f_code.co_filename)
-    ):
-        trace = trace.tb_next
-    return f"{who}:\n" + "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-
-
-def _starts_scripts(file: str) -> bool:
-    return "runpy" in file or file == __file__ or Path(file).name == "jobs.py"
-
-
-def _speaks_first(launch: Launch, patient: bool) -> bool:
+def _speaks_first(launch: Launch, patience_s: float) -> bool:
     """Whether no other rank has printed an error. Where nobody can be asked, yes."""
     if launch.world_size == 1 or launch.address is None:
         return True
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=5))
+        store, _, _ = within(
+            _ASK_S + 1,
+            lambda: next(
+                dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_ASK_S))
+            ),
         )
-        deadline = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+        store = of_this_attempt(store)
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and store.add("meshcomm/spoke", 0) == 0:
             time.sleep(0.05)
         return bool(store.add("meshcomm/spoke", 1) == 1)
@@ -99,7 +128,7 @@ def _speaks_first(launch: Launch, patient: bool) -> bool:
         return True
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End at once: waiting for peers that are gone, in some destructor, would help nobody."""
     sys.stdout.flush()
     sys.stderr.flush()

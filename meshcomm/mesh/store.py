@@ -187,6 +187,7 @@ class MeshStore:
     def close(self) -> None:
         """Refuse every further call. The keys stay for the other ranks."""
         self._closed = True
+        del self._store  # and with it the connection, where nobody else uses it
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"timeout {self._timeout_s:g} s"

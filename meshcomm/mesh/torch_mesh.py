@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport import ProcessGroupTransport, Transport
 from meshcomm.transport.torch_private import SoloGroup
@@ -43,6 +44,13 @@ class TorchMeshes:
         transport = self._transport(name)
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
+        if transport.size > 1 or not dist.is_initialized():
+            raise UnsupportedOp(
+                f'no torch process group along "{name}": torch.distributed has no part in this mesh',
+                given=f"a group that {type(transport).__name__} carries",
+                expected="the mesh's own collectives and messages in the simulator",
+                hint=f'mesh.all_reduce("{name}", x); what needs torch\'s groups: meshcomm run',
+            )
         if name not in self._solo:
             self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self._rank}", self._rank)
         return self._solo[name]

@@ -10,13 +10,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
+import torch.distributed as dist
+
 from meshcomm.comm.handle import broken
+from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.verdict import absent_from, described, lines_of, message_lines, unmatched
 from meshcomm.errors import CollectiveTimeout, CommunicationError, PeerLost
+from meshcomm.mesh.overdue import Overdue
+from meshcomm.transport.torch_private import calls_under_way
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -36,15 +42,31 @@ class Watch:
         store: a torch store under a prefix of this mesh's own.
         who: coords of this rank, by dim.
         reports: folder for this rank's report, written when it asks or is asked; "": none.
+        compared: how many messages of each pair of ranks are compared at most; None: all.
+        timeouts: seconds by the label of a group; a call that lasts much longer ends the process.
+        end: ends the process for the error of such a call, from another thread than the blocked one.
     """
 
-    def __init__(self, store: Any, rank: int, who: dict[str, int], world_size: int, reports: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        who: dict[str, int],
+        world_size: int,
+        reports: str,
+        compared: int | None,
+        timeouts: Callable[[str], float],
+        end: Callable[[CommunicationError], None],
+    ) -> None:
         self._store = store
         self._rank = rank
         self._coords = who
         self._reports = reports
+        self._compared = compared
         self._interval = max(0.25, world_size / 20_000)
-        self._recorders: list[Recorder] = []
+        self._recorders: list[tuple[Recorder, float]] = []
+        self._timeouts = timeouts
+        self._end = end
         self._failed: dict[str, Any] | None = None
         self._main = threading.get_ident()
         self._stop = threading.Event()
@@ -54,8 +76,12 @@ class Watch:
 
     def record(self, label: str, ranks: list[int]) -> Recorder:
         """A recorder for one more group."""
-        recorder = Recorder(label, ranks, self._inquire)
-        self._recorders.append(recorder)
+        check = None
+        if self._compared != 0:
+            store = dist.PrefixStore("messages", self._store)
+            check = MessageCheck(store, label, ranks, self._rank, self._compared)
+        recorder = Recorder(label, ranks, self._inquire, check)
+        self._recorders.append((recorder, self._timeouts(label)))
         return recorder
 
     def close(self) -> None:
@@ -68,12 +94,21 @@ class Watch:
             self._store.set(f"closed/{self._rank}", json.dumps({**self.status(), "closed": True}))
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+        for recorder, _ in self._recorders:
+            recorder.close()
+        # One where nobody answers, in place of a connection.
+        self._store = dist.HashStore()
 
     # -- answering ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         number = 1
+        overdue = Overdue()
         while not self._stop.wait(self._interval):
+            blocked = overdue.find(self._recorders, time.monotonic())
+            if blocked is not None:
+                self._end(self._blocked(blocked))
+                return
             # A store that is gone has nobody left to answer.
             with contextlib.suppress(RuntimeError):
                 while self._store.check([f"ask/{self._rank}/{number}"]):
@@ -90,8 +125,9 @@ class Watch:
             "process": os.getpid(),
             "time": time.time(),
             "main": _main_line(self._main),
+            "torch": calls_under_way() if _in_torch(self._main) else [],
             "failed": self._failed,
-            "groups": [each.status() for each in self._recorders],
+            "groups": [each.status() for each, _ in self._recorders],
         }
 
     def _write(self) -> None:
@@ -104,6 +140,19 @@ class Watch:
             half = folder / f".rank{self._rank}.json"
             half.write_text(json.dumps(self.status(), indent=1))
             half.replace(folder / f"rank{self._rank}.json")
+
+    def _blocked(self, recorder: Recorder) -> CommunicationError:
+        """The error for a call that the backend should have given up."""
+        status = self.status()
+        error = self._inquire(
+            recorder,
+            f"a call inside the backend at {status['main']}",
+            TimeoutError("the backend did not return; the process was ended"),
+        )
+        error.given = (
+            f"{error.given}\nthe backend is past its timeout and cannot be interrupted: the process ends"
+        )
+        return error
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -127,8 +176,16 @@ class Watch:
             "waiting": waiting,
         }
         self._write()
-        statuses = self._ask([rank for rank in recorder.ranks if rank != self._rank])
-        statuses[self._rank] = self.status()
+        asked = self._ask([rank for rank in recorder.ranks if rank != self._rank])
+        if asked is None:
+            return CommunicationError(
+                f"{where} failed, and nobody could be asked why: the job's store does not answer",
+                given=f"{call} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}\n"
+                + " ".join(str(error).splitlines()[:1]),
+                expected="a store that lives as long as the job: in the launcher, or in rank 0",
+                hint="look for the first error of the process that holds the store",
+            )
+        statuses = {**asked, self._rank: self.status()}
         if waiting is None:
             absent = absent_from(recorder.label, recorder.ranks, recorder.started, statuses)
             lines = lines_of(absent, statuses) or [
@@ -140,6 +197,9 @@ class Watch:
             lines = message_lines(absent, statuses) or [
                 "both ends have begun every message of the call; moving the data failed"
             ]
+            with contextlib.suppress(RuntimeError):
+                for told in recorder.messages.differences():
+                    lines += ["the other end found that the two ends differ:", *told.splitlines()]
             expected = (
                 "a receive for every send, with the same tag, and both ends to stay alive until it ends"
             )
@@ -161,20 +221,41 @@ class Watch:
         verdict.missing = tuple(dict.fromkeys(each.rank for each in absent))
         return verdict
 
-    def _ask(self, ranks: list[int]) -> dict[int, Any]:
+    def _ask(self, ranks: list[int]) -> dict[int, Any] | None:
+        """The statuses of those of `ranks` that answer in time; None where the store does not."""
         answers: dict[int, Any] = {}
-        with contextlib.suppress(RuntimeError):
-            numbers = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks}
-            for rank, number in numbers.items():
-                self._store.set(f"ask/{rank}/{number}", str(self._rank))
-            deadline = time.monotonic() + max(_ANSWER_S, 2 * self._interval)
-            while len(answers) < len(ranks) and time.monotonic() < deadline:
-                for rank in ranks:
-                    for key in (f"answer/{rank}/{numbers[rank]}", f"closed/{rank}"):
-                        if rank not in answers and self._store.check([key]):
-                            answers[rank] = json.loads(self._store.get(key))
-                time.sleep(0.02)
-        return answers
+        broken_off = threading.Event()
+        within_s = max(_ANSWER_S, 2 * self._interval)
+
+        def collect() -> None:
+            try:
+                self._collect(ranks, answers, within_s)
+            except RuntimeError:
+                broken_off.set()
+
+        # The store may be served by a rank that is stopped: then its calls do not return.
+        asking = threading.Thread(target=collect, daemon=True)
+        asking.start()
+        asking.join(within_s)
+        return None if broken_off.is_set() and not answers else dict(answers)
+
+    def _collect(self, ranks: list[int], answers: dict[int, Any], within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        numbers = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks}
+        for rank, number in numbers.items():
+            self._store.set(f"ask/{rank}/{number}", str(self._rank))
+        while len(answers) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                for key in (f"answer/{rank}/{numbers[rank]}", f"closed/{rank}"):
+                    if rank not in answers and self._store.check([key]):
+                        answers[rank] = json.loads(self._store.get(key))
+            time.sleep(0.02)
+
+
+def _in_torch(thread: int) -> bool:
+    """Whether the program is inside torch now: its recorder also keeps calls that are over."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and "/torch/" in frame.f_code.co_filename
 
 
 def _main_line(thread: int) -> str:

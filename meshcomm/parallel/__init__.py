@@ -9,10 +9,15 @@ from meshcomm.parallel.tensor import (
     TensorSplit,
     VocabParallelEmbedding,
     assign,
+    columns,
     cross_entropy,
+    load_unsplit_state,
     local,
+    tensor_parallel,
+    unsplit_state,
     whole,
 )
+from meshcomm.parallel.tied import TiedWeight
 
 __all__ = [
     "Accumulate",
@@ -24,11 +29,16 @@ __all__ = [
     "Runner",
     "Stage",
     "TensorSplit",
+    "TiedWeight",
     "Trainer",
     "VocabParallelEmbedding",
     "assign",
+    "columns",
     "cross_entropy",
+    "load_unsplit_state",
     "local",
     "split_layers",
+    "tensor_parallel",
+    "unsplit_state",
     "whole",
 ]

@@ -1,22 +1,30 @@
-"""Composes data, tensor and pipeline parallelism around a model: mesh + config -> a training step."""
+"""Composes all kinds of parallelism around a model: mesh + config -> a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
-from meshcomm.errors import ConfigError, LayoutError
+from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync
-from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, split_layers
+from meshcomm.parallel.decay import decay_groups
+from meshcomm.parallel.expert import separate
+from meshcomm.parallel.norm import GradientNorm, split_dims
+from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
+from meshcomm.parallel.shard import Sharded
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.parallel.tied import TiedWeight
+from meshcomm.stages import Stage, model_stages, schedule_properties, stages_of_rank
 
-Build: TypeAlias = Callable[[TensorSplit, Stage], nn.Module]
+Build: TypeAlias = Callable[[Splits, Stage], nn.Module]
 
 
 class Sections(NamedTuple):
@@ -28,19 +36,34 @@ class Sections(NamedTuple):
     train: TrainConfig
 
 
+class Done(NamedTuple):
+    """One optimiser step.
+
+    loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients
+    together, before clipping. Both are equal on every rank.
+    """
+
+    loss: float
+    gradient_norm: float
+
+
 @final
 class Trainer:
     """One rank's share of a hybrid-parallel training run. Order of things, outermost first:
 
-    the pipeline's dim says which layers this rank builds; the tensor's dim splits their weights
-    while they are built; the data's dim sums their gradients. The optimiser then acts on whole
-    tensors of this stage, the same on every coord along data.
+    the pipeline's dim says which layers this rank builds, as one stage or several; the tensor's dim
+    splits their weights while they are built, the context's dim their sequence, the expert's dim
+    their experts; the data's dims sum gradients, shard's keeps a part of everything on each rank. The
+    optimiser then acts on this rank's parts.
 
     Args:
         mesh: an open mesh that this rank is a member of.
         config: what the mesh was opened with, with the four training sections.
         build: makes a stage's module, weights initialised: (int64 tokens or hidden states of one
-            microbatch) -> hidden states, or on the last stage this rank's slice of the logits.
+            microbatch) -> hidden states, or on the last stage this rank's slice of the logits. Its
+            `layers`, a ModuleDict or ModuleList, are what shard gathers one at a time. Where the
+            config has dropout it is also given `samples`, int64 (microbatch,), the samples' numbers
+            in the global batch. With tied_embeddings, `tied_weight` is the shared parameter or None.
 
     Raises as `sections`.
     """
@@ -51,109 +74,249 @@ class Trainer:
         dtype: torch.dtype = getattr(torch, train.dtype)
 
         self.mesh = mesh
-        self.data_size, self.data_coord = _place(mesh, part.data)
+        sizes = dict(mesh.dims)
+        self.data_size = part.copies(sizes)
+        self.data_coord = 0
+        for dim in part.data_dims:
+            self.data_coord = self.data_coord * mesh.size(dim) + mesh.coord(dim)
         self.microbatches = train.global_batch // (self.data_size * train.microbatch)
-        stages, index = _place(mesh, part.pipeline)
+        ranks, coord = _place(mesh, part.pipeline)
+        each = part.stages_per_rank if ranks > 1 else 1
 
-        self.split = split = TensorSplit(mesh, part.tensor, dtype)
-        self.stage = Stage(index, stages, split_layers(model.layers, stages)[index])
-        self.module = build(split, self.stage)
-        self.gradients = GradientSync(
-            mesh,
-            part.data,
-            self.module.named_parameters(),
-            microbatches=self.microbatches,
-            bucket_mb=part.bucket_mb,
-        )
-        scale = 1 / (self.microbatches * self.data_size)
+        split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel)
+        context = ContextSplit(mesh, part.context, part.attention)
+        balance = model.balance_loss / (self.microbatches * self.data_size) if model.experts else 0.0
+        self.split = split
+        self.splits = Splits(split, context, part.expert, balance)
+        layers = model_stages(model, data.sequence, ranks * each)
+        indices = stages_of_rank(coord, ranks, each)
+        self.stages = [Stage(index, ranks * each, layers[index]) for index in indices]
+        self.modules = nn.ModuleList([build(self.splits, stage) for stage in self.stages])
+
+        tied = [w for module in self.modules if (w := getattr(module, "tied_weight", None)) is not None]
+        self._tied = None
+        if model.tied_embeddings and ranks > 1:
+            self._tied = TiedWeight(mesh, part.pipeline or "", tied[0] if tied else None)
+            self._tied.copy()
+        hooks = schedule_properties(part.schedule).hooks_fire or ranks == 1
+        self.gradients = self._summed(hooks)
+        # Twice the same weight, where two stages of this rank's column hold it: counted by its owner.
+        self._copies = tied if self._tied is not None and not self._tied.is_owner else []
+
+        self._tokens = 1.0
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            return cross_entropy(split, logits, targets) * scale
+            return cross_entropy(split, logits, targets, reduction="sum") / self._tokens
 
-        self._run: Runner = Accumulate(self.module, loss, self.microbatches)
-        if part.pipeline and stages > 1:
-            tokens = (train.microbatch, data.sequence)
+        self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, self.gradients.microbatch)
+        if part.pipeline and ranks > 1:
+            here = (train.microbatch, data.sequence // context.size)
+            between = here[1] // split.size if split.sequence_parallel else here[1]
             self._run = Pipelined(
                 mesh,
                 part.pipeline,
-                self.module,
+                list(self.modules),
                 loss,
                 microbatches=self.microbatches,
                 schedule=part.schedule,
-                shapes=(tokens, (*tokens, model.width), (*tokens, model.vocabulary // split.size)),
+                shapes=(here, (here[0], between, model.width), (*here, model.vocabulary // split.size)),
                 dtype=dtype,
             )
-        # Fused: one call for all parameters, which DTensor passes on as one; its state stays DTensor.
-        # Matrices decay, norms do not.
-        matrices = [p for p in self.module.parameters() if p.ndim > 1]
-        vectors = [p for p in self.module.parameters() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            groups,
+            decay_groups(self.modules),
             lr=train.lr,
             betas=train.betas,
             eps=train.eps,
             weight_decay=train.weight_decay,
             fused=True,
         )
+        self._norm = GradientNorm(
+            mesh,
+            [(parameter, split_dims(parameter)) for _, parameter in self.named_parameters()],
+            pipeline=part.pipeline,
+            skip=self._copies,
+            names=[name for name, _ in self.named_parameters()],
+        )
 
-    def step(self, tokens: Tensor, targets: Tensor, lr: float) -> float:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This rank's parameters by global name, each once, stage by stage."""
+        return [pair for module in self.modules for pair in module.named_parameters()]
+
+    def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> Done:
         """One optimiser step on this rank's share of the global batch.
 
-        Shape:     tokens and targets (microbatches * microbatch, sequence) int64.
-        Called by: every rank; tokens and targets are equal along tensor and pipeline.
-        Returns:   the mean loss of the global batch, before the step, equal on every rank.
+        Shape:     tokens and targets (microbatches * microbatch, sequence) int64; targets of -100 do
+                   not count.
+        number:    of the step, which random numbers are drawn for.
+        Called by: every rank; tokens and targets are equal along tensor, pipeline and context.
         Raises:    TrainingError where a parameter got no gradient.
         """
+        _, model, _, train = self.sections
+        context = self.splits.context
+        self._tokens = self._sum_over_data((targets != -100).sum())
         self.gradients.start()
-        loss = self._run(tokens, targets)
+        more: dict[str, Any] = {}
+        if model.dropout:
+            for module in self.modules:
+                module.step = number  # type: ignore[assignment]
+            first = self.data_coord * len(tokens)
+            more["samples"] = torch.arange(first, first + len(tokens), device=tokens.device)
+        loss = self._run(context.split(tokens, 1), context.split(targets, 1), **more)
         self.gradients.finish()
+        for module in self.modules:
+            self.split.finish_gradients(module)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+        norm = self._norm.norm() if train.clip_norm is None else self._norm.clip_(train.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return self._mean(loss)
+        return Done(self._mean(loss), float(norm))
 
     def state(self) -> dict[str, Tensor]:
         """All that a step changes: this rank's weights and the optimiser's state, by global names.
 
         Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
         `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the
-        mesh. Memory is shared: writing into the tensors is how a state is put back. The learning
-        rate is not among them, as every step is told its own.
+        mesh; a weight that embedding and head share is `embed.weight`. Memory is shared: writing
+        into the tensors is how a state is put back. The learning rate is not among them, as every
+        step is told its own; nor are random numbers, which follow from the seed and the step.
         """
         if not self.optimizer.state:
             # The optimiser makes its state in its first step; with gradients and a rate of zero
             # that step changes nothing else.
-            self.gradients.start()
+            self.gradients.zero()
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
             self.optimizer.step()
             for state in self.optimizer.state.values():
                 state["step"].zero_()
-        found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
-        for name, parameter in self.module.named_parameters():
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if self.sections.model.tied_embeddings and name == "head.weight":
+                name = "embed.weight"
+            found[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"optimizer.{name}.{key}"] = value
         return found
 
     def parameters_of_all_stages(self) -> int:
         """Number of elements of the whole model's parameters. Every rank calls this."""
-        count = sum(parameter.numel() for parameter in self.module.parameters())
+        copies = {id(weight) for weight in self._copies}
+        count = sum(p.numel() for _, p in self.named_parameters() if id(p) not in copies)
         if self.sections.parallel.pipeline is None:
             return count
         total = torch.tensor([count], dtype=torch.int64, device=self.mesh.device)
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _summed(self, hooks: bool) -> Summed:
+        """What sums the gradients of this rank's parameters."""
+        part, mesh = self.sections.parallel, self.mesh
+        if part.shard is not None:
+            blocks = [block for module in self.modules for block in _blocks(module)]
+            return Sharded(
+                mesh,
+                list(self.modules),
+                blocks,
+                shard=part.shard,
+                replicate=part.data,
+                context=part.context,
+            )
+        kinds = [separate(module) for module in self.modules]
+        dense = [pair for each, _ in kinds for pair in each.items()]
+        experts = [pair for _, each in kinds for pair in each.items()]
+        over = [
+            (dense, part.gradient_dims),
+            (experts, part.expert_gradient_dims(mesh.layout.views) if part.expert else part.gradient_dims),
+        ]
+        return Several(
+            [
+                GradientSync(
+                    mesh,
+                    along(mesh, dims),
+                    parameters,
+                    microbatches=self.microbatches,
+                    bucket_mb=part.bucket_mb,
+                    hooks=hooks,
+                )
+                for parameters, dims in over
+                if parameters
+            ]
+        )
+
+    def _sum_over_data(self, count: Tensor) -> float:
+        """The sum of `count` over the ranks that have other samples."""
+        total = count.to(torch.float64)
+        for dim in self.sections.parallel.data_dims:
+            self.mesh.all_reduce(dim, total)
+        return float(total.item())
+
     @torch.no_grad()
     def _mean(self, loss: Tensor | None) -> float:
         """This rank's share of the loss, if it has one -> the global batch's loss, everywhere."""
-        data, pipeline = self.sections.parallel.data, self.sections.parallel.pipeline
+        pipeline = self.sections.parallel.pipeline
         value = torch.zeros((), dtype=self.split.dtype, device=self.mesh.device) if loss is None else loss
-        if loss is not None and data is not None:
-            value = self.mesh.all_reduce(data, value)
+        if loss is not None:
+            for dim in self.sections.parallel.gradient_dims:
+                value = self.mesh.all_reduce(dim, value)
         if pipeline is not None:
-            value = self.mesh.broadcast(pipeline, value, src=self.stage.count - 1)
+            value = self.mesh.broadcast(pipeline, value, src=self.mesh.size(pipeline) - 1)
         return float(value.item())
+
+
+@final
+class Several:
+    """Several GradientSyncs as one."""
+
+    def __init__(self, syncs: list[GradientSync]) -> None:
+        self.syncs = syncs
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names in each bucket, of one after the other."""
+        return [bucket for sync in self.syncs for bucket in sync.buckets]
+
+    def start(self) -> None:
+        """See GradientSync.start."""
+        for sync in self.syncs:
+            sync.start()
+
+    def microbatch(self, last: bool) -> None:
+        """Buckets count for themselves."""
+
+    def finish(self) -> None:
+        """See GradientSync.finish."""
+        for sync in self.syncs:
+            sync.finish()
+
+    def zero(self) -> None:
+        """Gradients of zero, for an optimiser that is to make its state."""
+        self.start()
+
+
+Summed: TypeAlias = Several | Sharded
+
+
+def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
+    """Dims of size above 1, for one call along all of them: a group is created where none was declared.
+
+    Called by: every rank of the mesh, in the same program order. None where no such dim is left.
+    """
+    used = tuple(dim for dim in dims if mesh.size(dim) > 1)
+    if len(used) < 2:
+        return used[0] if used else None
+    try:
+        mesh.group(used)
+    except UnknownDim:
+        mesh.create("_".join(used), used)
+    return used
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    layers = getattr(module, "layers", None)
+    return list(layers.children()) if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else []
 
 
 def _place(mesh: Mesh, dim: str | None) -> tuple[int, int]:

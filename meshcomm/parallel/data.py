@@ -32,6 +32,8 @@ class GradientSync:
         parameters: (name, parameter) in order of registration; plain tensors or DTensors.
         microbatches: backward passes per step.
         bucket_mb: size of a bucket in 10^6 bytes.
+        hooks: whether backward calls what is registered for each accumulated gradient. Where it does
+            not, as under a pipeline that splits backward, all buckets are sent by `finish`.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class GradientSync:
         *,
         microbatches: int,
         bucket_mb: float,
+        hooks: bool = True,
     ) -> None:
+        self._hooks = hooks
         self._mesh = mesh
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
         self._microbatches = microbatches
         self._buckets = [_Bucket(slots) for slots in _fill(parameters, bucket_mb * 1e6)]
-        for bucket in self._buckets:
+        for bucket in self._buckets if hooks else ():
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
         self._sent = 0
@@ -76,7 +80,7 @@ class GradientSync:
         """
         self._active = False
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        missing = [slot.name for slot in slots if not slot.count]
+        missing = [slot.name for slot in slots if self._hooks and not slot.count]
         if not missing:
             # Parameters that only some of the microbatches used leave their bucket waiting.
             self._send(len(self._buckets))

@@ -1,73 +1,39 @@
-"""Pipeline parallelism: each coord along one dim runs a contiguous part of the layers."""
+"""Pipeline parallelism: each coord along one dim runs one contiguous part of the layers, or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias, final
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
-from meshcomm.errors import LayoutError, MeshcommError
+from meshcomm.config.parallel import PipelineSchedule
+from meshcomm.config.pipeline_checks import runs
+from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.stages import Stage, schedule_properties, split_layers, stages_of_rank
+
+__all__ = ["Accumulate", "Pipelined", "Runner", "Stage", "split_layers"]
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Shape: TypeAlias = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Which part of the model a rank runs."""
-
-    index: int
-    count: int
-    layers: range
-
-    @property
-    def is_first(self) -> bool:
-        """It takes the batch's inputs."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """It computes the loss."""
-        return self.index == self.count - 1
-
-
-def split_layers(layers: int, stages: int) -> list[range]:
-    """Layers of each stage: contiguous, as even as possible.
-
-    Layers left over go one each to the middle stages, and to the first stage once all of those
-    have one: the last stage has the head and the loss to compute besides, and the first keeps the
-    most microbatches in flight. Raises LayoutError where a stage would have no layer.
-
-    >>> [len(part) for part in split_layers(6, 4)], [len(part) for part in split_layers(7, 4)]
-    ([1, 2, 2, 1], [2, 2, 2, 1])
-    """
-    even, left = divmod(layers, stages)
-    if not even:
-        raise LayoutError(
-            f"{layers} layers cannot fill {stages} pipeline stages",
-            given=f"layers = {layers}, {stages} ranks along the pipeline's dim",
-            expected="at least one layer per stage",
-            hint=f"layers = {stages}, or {layers} stages",
-        )
-    more = [*range(1, stages - 1), 0][:left]
-    bounds = [0]
-    for stage in range(stages):
-        bounds.append(bounds[-1] + even + (stage in more))
-    return [range(start, end) for start, end in pairwise(bounds)]
-
-
 class Runner(Protocol):
     """Forward and backward of all microbatches of one step."""
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
         """Accumulate gradients over this rank's batch, split along axis 0 into microbatches.
 
+        more: what every stage's module is given by name besides, split in the same way.
         Returns the sum of the microbatches' losses on the last stage, None on the others.
         """
         ...
@@ -77,18 +43,27 @@ class Runner(Protocol):
 class Accumulate:
     """A `Runner` without a pipeline: one microbatch after the other."""
 
-    def __init__(self, module: nn.Module, loss: Loss, microbatches: int) -> None:
+    def __init__(
+        self, module: nn.Module, loss: Loss, microbatches: int, before: Callable[[bool], None] | None = None
+    ) -> None:
         self._module = module
         self._loss = loss
         self._microbatches = microbatches
+        # Told before each microbatch whether it is the last.
+        self._before = before
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
         """See `Runner`."""
+        count = self._microbatches
         losses = []
-        for x, target in zip(
-            inputs.tensor_split(self._microbatches), targets.tensor_split(self._microbatches), strict=True
+        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
+        for i, (x, target) in enumerate(
+            zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
         ):
-            loss = self._loss(self._module(x), target)
+            if self._before is not None:
+                self._before(i == count - 1)
+            here = {name: part[i] for name, part in parts.items()}
+            loss = self._loss(self._module(x, **here), target)
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -99,58 +74,73 @@ class Pipelined:
     """A `Runner` over `mesh.group(dim)`, by torch's schedules.
 
     Args:
-        mesh, dim: stages lie along `dim`; its size is the number of stages, 2 or more.
-        module: this rank's stage: one tensor in, one tensor out.
+        mesh, dim: ranks of the pipeline lie along `dim`, 2 or more.
+        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one.
+            Stage s lies on coord s % ranks, so the i-th is stage i * ranks + coord (see
+            `stages_of_rank`). As many on every rank.
         loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
-            the microbatches are summed as they come.
-        microbatches: per step; "1f1b" wants at least as many as there are stages.
-        schedule: "1f1b" keeps at most one microbatch per following stage in flight, "gpipe" all.
+            the microbatches are summed as they come. The tensor that it returns is detached
+            once its backward pass has run.
+        microbatches: per step; see `meshcomm.config.pipeline_checks.runs` for the numbers that a
+            schedule runs.
+        schedule: which pass comes when; `meshcomm plan CONFIG --schedule` draws it. What holds
+            for gradients and their hooks: `schedule_properties`.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
+            They are told, so no trial step is run to find them out.
         dtype: of what travels between stages.
+        on_stage_done: called with the position in `modules` of a stage when its gradients of this
+            step are complete, which is while other stages of the rank still run. As an order of
+            calls it is the same on every rank with this coord along `dim`.
+
+    Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
+    torch.compile made meets zero_bubble.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         dim: str,
-        module: nn.Module,
+        modules: nn.Module | Sequence[nn.Module],
         loss: Loss,
         *,
         microbatches: int,
-        schedule: Literal["1f1b", "gpipe"],
+        schedule: PipelineSchedule,
         shapes: tuple[Shape, Shape, Shape],
         dtype: torch.dtype,
+        on_stage_done: Callable[[int], None] | None = None,
     ) -> None:
-        stages = mesh.size(dim)
-        if schedule == "1f1b" and microbatches < stages:
-            raise LayoutError(
-                f"{microbatches} microbatches cannot fill a 1f1b pipeline of {stages} stages",
-                given=f"{microbatches} microbatches per step, {stages} ranks along {dim}",
-                expected=f"at least {stages} microbatches",
-                hint='a smaller microbatch, a larger global batch, or schedule = "gpipe"',
-            )
-        index = mesh.coord(dim)
-        self._first, self._last = index == 0, index == stages - 1
-        # Shapes are known, so stages are told instead of running a trial step to find them out.
+        mine = [modules] if isinstance(modules, nn.Module) else list(modules)
+        ranks = mesh.size(dim)
+        _check(schedule, microbatches, ranks, len(mine), dim)
+        properties = schedule_properties(schedule)
+        if properties.splits_backward:
+            for module in mine:
+                module.register_forward_hook(_no_view)
         first, between, last = shapes
 
         def boundary(shape: Shape) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-        inputs = torch.empty(first, dtype=torch.int64, device="meta") if self._first else boundary(between)
-        stage = PipelineStage(
-            module,
-            index,
-            stages,
-            mesh.device,
-            input_args=inputs,
-            output_args=boundary(last if self._last else between),
-            group=mesh.group(dim),
-        )
-        kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
-        self._schedule = kind(stage, microbatches, loss_fn=loss, scale_grads=False)
+        count = ranks * len(mine)
+        stages = []
+        for position, index in enumerate(stages_of_rank(mesh.coord(dim), ranks, len(mine))):
+            tokens = torch.empty(first, dtype=torch.int64, device="meta")
+            stage = _ToldStage(
+                mine[position],
+                index,
+                count,
+                mesh.device,
+                input_args=boundary(between) if index else tokens,
+                output_args=boundary(last if index == count - 1 else between),
+                group=mesh.group(dim),
+            )
+            stage.position, stage.on_done = position, on_stage_done
+            stages.append(stage)
+        self._first = stages[0].is_first
+        self._last = stages[-1].is_last
+        self._schedule = _schedule(schedule, stages, microbatches, loss)
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
         """See `Runner`. Every rank along the dim calls this; inputs and targets are equal on all."""
         losses: list[Tensor] = []
         try:
@@ -159,6 +149,7 @@ class Pipelined:
                 target=targets if self._last else None,
                 losses=losses if self._last else None,
                 return_outputs=False,
+                **more,
             )
         except RuntimeError as error:
             # torch wraps what a stage raises in a RuntimeError that repeats every argument.
@@ -166,3 +157,79 @@ class Pipelined:
                 raise error.__cause__ from error.__cause__.__cause__
             raise
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+
+
+class _ToldStage(PipelineStage):
+    """A stage that says when its gradients are complete."""
+
+    position: int = 0
+    on_done: Callable[[int], None] | None = None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # Every schedule calls this right after the stage's last backward pass of a step.
+        super().perform_reduce_grad(grad_scale_factor)
+        if self.on_done is not None:
+            self.on_done(self.position)
+
+
+def _schedule(schedule: PipelineSchedule, stages: list[_ToldStage], microbatches: int, loss: Loss) -> Any:
+    if schedule == "gpipe":
+        return ScheduleGPipe(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    if schedule == "1f1b":
+        return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    many: list[Any] = list(stages)
+    if schedule == "interleaved_1f1b":
+        return ScheduleInterleaved1F1B(many, microbatches, loss_fn=loss, scale_grads=False)
+
+    def no_view(output: Tensor, targets: Tensor) -> Tensor:
+        return _no_view(None, None, loss(output, targets))
+
+    try:
+        return ScheduleInterleavedZeroBubble(many, microbatches, loss_fn=no_view, scale_grads=False)
+    except RuntimeError as error:
+        raise UnsupportedOp(
+            "zero_bubble cannot run a stage that torch.compile made",
+            given=str(error),
+            expected="modules whose backward pass can be run in two halves",
+            hint='no torch.compile, or schedule = "interleaved_1f1b"',
+        ) from error
+
+
+def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
+    """The output in memory of its own: torch detaches it in place, which a view refuses."""
+    return output.clone() if output._is_view() else output
+
+
+def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int, dim: str) -> None:
+    if ranks < 2:
+        raise LayoutError(
+            f"a pipeline along {dim} has one rank",
+            given=f"{ranks} rank along {dim}",
+            expected="2 or more",
+            hint="Accumulate(module, loss, microbatches) runs all stages on one rank",
+        )
+    several = schedule_properties(schedule).several_stages
+    if (each < 2) if several else (each != 1):
+        raise LayoutError(
+            f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank",
+            given=f"{each} modules",
+            expected="2 or more stages on each rank" if several else "1 stage on each rank",
+            hint='schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"',
+        )
+    if runs(schedule, microbatches, ranks):
+        return
+    if microbatches < ranks:
+        what = "stages" if schedule == "1f1b" else "ranks"
+        raise LayoutError(
+            f"{microbatches} microbatches cannot fill a {schedule} pipeline of {ranks} {what}",
+            given=f"{microbatches} microbatches per step, {ranks} ranks along {dim}",
+            expected=f"at least {ranks} microbatches",
+            hint='a smaller microbatch, a larger global batch, or schedule = "gpipe"',
+        )
+    rounds = 1 if schedule == "interleaved_1f1b" else microbatches // ranks
+    raise LayoutError(
+        f"{schedule} cannot divide {microbatches} microbatches into equal rounds",
+        given=f"{microbatches} microbatches per step, {ranks} ranks along {dim}",
+        expected=f"a multiple of {ranks if schedule == 'interleaved_1f1b' else rounds}",
+        hint=f"{microbatches // ranks * ranks} microbatches",
+    )

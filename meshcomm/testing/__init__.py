@@ -1,5 +1,22 @@
-"""Tests on real processes without the price of starting them: a pool of warm ranks."""
+"""Tests on every rank without the price of starting processes: a pool of warm ranks, and a pytest plugin.
 
-from meshcomm.testing.pool import Pool, RankFailure
+The plugin is `meshcomm.testing.plugin`; pytest loads it by its entry point.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshcomm.testing.pool import Pool as Pool
+    from meshcomm.testing.pool import RankFailure as RankFailure
 
 __all__ = ["Pool", "RankFailure"]
+
+
+def __getattr__(name: str) -> Any:
+    # pytest loads the plugin for every suite, also for those that never start a rank.
+    if name not in __all__:
+        raise AttributeError(f"module 'meshcomm.testing' has no attribute {name!r}")
+    return getattr(import_module("meshcomm.testing.pool"), name)

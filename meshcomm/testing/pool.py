@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import os
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
+
+from meshcomm.testing.stacks import dump
+from meshcomm.testing.worker import READY, Answer, Call, Files, serve
+
+# Loading torch takes seconds, on a busy machine many.
+_START_S = 120.0
 
 
 @final
@@ -37,11 +39,28 @@ class RankFailure(AssertionError):
         super().__init__("\n\n".join(parts))
 
 
+@final
+@dataclass(frozen=True)
+class Ended:
+    """How one rank's call ended.
+
+    value: what it returned or raised. text: what went wrong; empty for "returned".
+    stack: what all threads did when the time was up, as faulthandler writes it; empty if never asked.
+    """
+
+    state: Literal["returned", "raised", "died", "late"]
+    value: Any = None
+    text: str = ""
+    stack: str = ""
+    out: str = ""
+    err: str = ""
+
+
 @dataclass
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    stacks: Path
+    files: Files
 
 
 @final
@@ -50,7 +69,7 @@ class Pool:
 
     The ranks see what torchrun would show them: RANK, WORLD_SIZE, LOCAL_RANK, and a store that
     outlives them, at a port chosen by the system. After a failure the ranks that took part are
-    ended and replaced.
+    ended and replaced. No rank outlives the process that made the pool.
     """
 
     def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed", "meshcomm.mesh")) -> None:
@@ -59,10 +78,17 @@ class Pool:
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         # A process that has run threads cannot be forked safely; the fork server never runs any.
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, "meshcomm.testing.pool"])
-        self._idle: list[_Worker] = []
+        self._context.set_forkserver_preload([*preload, "meshcomm.testing.worker"])
+        # By rank: torch keeps what it once found out about a DeviceMesh, and a process that were
+        # another rank of an equal one later would get the groups of the first.
+        self._idle: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="meshcomm-pool-")
         self._started = 0
+
+    @property
+    def folder(self) -> Path:
+        """A folder that all ranks see and that goes with the pool."""
+        return Path(self._folder.name)
 
     def run(
         self,
@@ -80,124 +106,174 @@ class Pool:
         Raises:   RankFailure; a rank that does not return in time is ended, and its stacks are
                   in the text.
         """
+        ended = self.call(function, args, ranks=ranks, timeout_s=timeout_s, env=env)
+        failures = {rank: one.text for rank, one in enumerate(ended) if one.state != "returned"}
+        if failures and not allow:
+            raise RankFailure(failures, ranks)
+        return [one.value for one in ended]
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        ranks: int,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        capture: bool = False,
+        failed: Callable[[Any], bool] = lambda value: False,
+        settle_s: float = 15.0,
+        grace_s: float = 0.0,
+    ) -> list[Ended]:
+        """As `run`, but tells how each rank ended instead of raising.
+
+        capture:  keep what the ranks write to stdout and stderr for `Ended.out` and `err`.
+        failed:   whether a returned value means that the ranks must not be used again.
+        settle_s: what the others get to end by themselves after one rank failed.
+        grace_s:  what ranks get to answer after their stacks were taken, at the end of timeout_s.
+        """
         from meshcomm.mesh.exposure import serve_on_loopback
 
         store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
         assert store is not None
         workers = self._take(ranks)
-        for rank, worker in enumerate(workers):
-            variables = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                **(env or {}),
-            }
-            worker.pipe.send((function, args, variables))
-        results, failures = self._collect(workers, timeout_s)
-        if failures:
-            for worker in workers:
-                _end(worker)
-            if not allow:
-                raise RankFailure({rank: failures[rank][1] for rank in sorted(failures)}, ranks)
-            return [failures[r][0] if r in failures else results[r] for r in range(ranks)]
-        self._idle.extend(workers)
-        return [results[rank] for rank in range(ranks)]
+        try:
+            for rank, worker in enumerate(workers):
+                variables = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    **(env or {}),
+                }
+                with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
+                    worker.pipe.send(Call(function, args, variables, capture))
+            ended, reusable = self._collect(workers, timeout_s, failed, settle_s, grace_s)
+        except BaseException:
+            # Interrupted: nobody knows where the ranks are.
+            _end_all(workers)
+            raise
+        if any(one.state != "returned" or failed(one.value) for one in ended.values()):
+            reusable.clear()
+        if capture:
+            for rank, worker in enumerate(workers):
+                out, err = worker.files.written()
+                ended[rank] = replace(ended[rank], out=out, err=err)
+        self._idle.update({rank: workers[rank] for rank in sorted(reusable)})
+        _end_all([worker for rank, worker in enumerate(workers) if rank not in reusable])
+        return [ended[rank] for rank in range(ranks)]
 
     def close(self) -> None:
         """End every rank."""
-        for worker in self._idle:
-            _end(worker)
+        _end_all(list(self._idle.values()))
         self._idle.clear()
         self._folder.cleanup()
 
     def _take(self, count: int) -> list[_Worker]:
-        alive = [worker for worker in self._idle if worker.process.is_alive()]
-        taken, self._idle = alive[:count], alive[count:]
-        while len(taken) < count:
+        taken: list[_Worker] = []
+        fresh: list[_Worker] = []
+        for rank in range(count):
+            idle = self._idle.pop(rank, None)
+            if idle is not None and idle.process.is_alive():
+                taken.append(idle)
+                continue
             ours, theirs = self._context.Pipe()
-            stacks = Path(self._folder.name, f"stacks{self._started}")
+            files = Files(self.folder / f"rank{self._started}")
             self._started += 1
-            process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+            process = self._context.Process(target=serve, args=(theirs, files), daemon=True)
             process.start()
             theirs.close()
-            taken.append(_Worker(process, ours, stacks))
+            taken.append(_Worker(process, ours, files))
+            fresh.append(taken[-1])
+        for worker in fresh:
+            # The first ones wait until the fork server has loaded torch; no test's time runs yet.
+            if not worker.pipe.poll(_START_S) or not _says_ready(worker):
+                _end_all(taken)
+                raise RankFailure({0: f"a rank did not start within {_START_S:g} s"}, count)
         return taken
 
     def _collect(
-        self, workers: list[_Worker], timeout_s: float
-    ) -> tuple[dict[int, Any], dict[int, tuple[Any, str]]]:
-        results: dict[int, Any] = {}
-        failures: dict[int, tuple[Any, str]] = {}
+        self,
+        workers: list[_Worker],
+        timeout_s: float,
+        failed: Callable[[Any], bool],
+        settle_s: float,
+        grace_s: float,
+    ) -> tuple[dict[int, Ended], set[int]]:
+        ended: dict[int, Ended] = {}
+        stacks: dict[int, str] = {}
+        reusable: set[int] = set()
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and not stacks:
+                late = list(waiting.values())
+                texts = dump([(workers[rank].process.pid or 0, workers[rank].files.stacks) for rank in late])
+                stacks = dict(zip(late, texts, strict=True))
+                deadline = time.monotonic() + grace_s
+                continue
             if not ready:
-                for rank in waiting.values():
-                    text = f"did not return within {timeout_s:g} s\n{_stacks(workers[rank])}"
-                    failures[rank] = (TimeoutError(text), text)
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                try:
-                    good, value, text = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    workers[rank].process.join(5)
-                    text = f"died with exit code {workers[rank].process.exitcode}"
-                    good, value = False, ChildProcessError(text)
-                if good:
-                    results[rank] = value
-                else:
-                    failures[rank] = (value, text)
+                one, again = _ended(workers[rank])
+                ended[rank] = replace(one, stack=stacks.get(rank, one.stack))
+                if again:
+                    reusable.add(rank)
+                if not stacks and (one.state != "returned" or failed(one.value)):
                     # The others often wait for this one; give them a moment, then take stacks.
-                    deadline = min(deadline, time.monotonic() + 15.0)
-        return results, failures
+                    deadline = min(deadline, time.monotonic() + settle_s)
+        for rank in waiting.values():
+            said = stacks[rank].partition("\n")[2]
+            text = f"did not return within {timeout_s:g} s\n{said}"
+            ended[rank] = Ended("late", TimeoutError(text), text, stacks[rank])
+        return ended, reusable
 
 
-def _stacks(worker: _Worker) -> str:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    time.sleep(0.2)
-    return worker.stacks.read_text() if worker.stacks.exists() else ""
+def _ended(worker: _Worker) -> tuple[Ended, bool]:
+    """How the rank that has something to say ended, and whether it can take another call."""
+    try:
+        answer: Answer = worker.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join(5)
+        stack = worker.files.stacks.read_text() if worker.files.stacks.exists() else ""
+        text = how_it_died(worker.process.exitcode)
+        return Ended("died", ChildProcessError(text), text, stack), False
+    state: Literal["returned", "raised"] = "returned" if answer.good else "raised"
+    return Ended(state, answer.value, answer.text), answer.reusable
 
 
-def _end(worker: _Worker) -> None:
-    worker.pipe.close()
-    worker.process.kill()
-    worker.process.join()
+def _says_ready(worker: _Worker) -> bool:
+    try:
+        return bool(worker.pipe.recv() == READY)
+    except (EOFError, ConnectionResetError):
+        return False
 
 
-def _serve(pipe: Connection, stacks: str) -> None:
-    """One rank's life: take a call, make it, answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    file = open(stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    import torch
+def how_it_died(code: int | None) -> str:
+    """An exit code in words.
 
-    torch.set_num_threads(1)
-    # A collection would touch, and so copy, every page that the ranks share since the fork.
-    gc.freeze()
-    clean = dict(os.environ)
-    while True:
-        try:
-            function, args, variables = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        os.environ.clear()
-        os.environ.update({**clean, **variables})
-        try:
-            answer = (True, function(*args), "")
-        except BaseException as error:
-            answer = (False, error, traceback.format_exc())
-        sys.stdout.flush()
-        try:
-            pipe.send(answer)
-        except Exception as error:  # what was returned or raised cannot be pickled
-            _, value, text = answer
-            note = f"{type(value).__name__} cannot cross to the test: {error}\n{text}"
-            pipe.send((False, RuntimeError(note), note))
+    >>> how_it_died(-9), how_it_died(3)
+    ('was killed by SIGKILL', 'ended with exit code 3')
+    """
+    if code is None:
+        return "closed its connection to the test"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.pipe.close()
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()

@@ -57,17 +57,9 @@ def together(
     result: T | None = None
     try:
         result = action()
-    except MeshcommError as error:
-        failure = error
     except Exception as error:
-        failure = TrainingError(
-            f"{mesh.label} could not {what}",
-            given=f"{type(error).__name__}: {error}",
-            expected=expected,
-            hint=hint,
-        )
-        failure.__cause__ = error
-    said = b"" if failure is None else json.dumps(_parts(mesh, what, failure)).encode()
+        failure = failure_of(mesh, what, error, expected=expected, hint=hint)
+    said = b"" if failure is None else json.dumps(parts(mesh, what, failure)).encode()
     try:
         texts = bytes_of_every_rank(mesh, said)
     except CommunicationError:
@@ -82,7 +74,23 @@ def together(
     return result  # type: ignore[return-value]
 
 
-def _parts(mesh: Mesh, what: str, failure: MeshcommError) -> dict[str, str | None]:
+def failure_of(
+    mesh: Mesh, what: str, error: Exception, *, expected: str | None = None, hint: str | None = None
+) -> MeshcommError:
+    """`error` itself where it is a MeshcommError, else a TrainingError that says which rank could not `what`."""
+    if isinstance(error, MeshcommError):
+        return error
+    failure = TrainingError(
+        f"{mesh.label} could not {what}",
+        given=f"{type(error).__name__}: {error}",
+        expected=expected,
+        hint=hint,
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def parts(mesh: Mesh, what: str, failure: MeshcommError) -> dict[str, str | None]:
     """An error as the other ranks are told it: which rank could not do what, and its own words."""
     could_not = f"{mesh.label} could not {what}"
     return {

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshcomm.config import Config, TrainConfig
+from meshcomm.config import Config
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer, sections
-from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.splits import Splits
+from meshcomm.stages import Stage
 from meshcomm.train.agree import agree
 from meshcomm.train.checkpoint import Attempt, Beginning, Checkpoints
 from meshcomm.train.data import Batches, Corpus
@@ -25,6 +25,7 @@ from meshcomm.train.exchange import is_first, together
 from meshcomm.train.lock import Lock, compare, lock_of
 from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.model import Transformer, initialise
+from meshcomm.train.rates import learning_rate
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 
 _LOSSES = "run.losses"
@@ -65,21 +66,25 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
 def trainer_for(mesh: Mesh, config: Config) -> Trainer:
     """The trainer of the transformer that `config` describes, its weights drawn from the seed."""
 
-    def build(split: TensorSplit, stage: Stage) -> nn.Module:
+    def build(splits: Splits, stage: Stage) -> nn.Module:
         _, model, data, train = sections(mesh, config)
-        module = Transformer(split, model, stage, data.sequence)
+        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        module = Transformer(
+            splits,
+            model,
+            stage,
+            data.sequence,
+            seed=train.seed,
+            compute=compute,
+            recompute=train.recompute,
+        )
         initialise(module, model.layers, train.seed)
+        if train.compile:
+            for block in module.layers.values():
+                block.compile()
         return module
 
     return Trainer(mesh, config, build)
-
-
-def learning_rate(train: TrainConfig, step: int) -> float:
-    """Of step 1, 2, ...: linear up to `lr` at `warmup_steps`, then a cosine down to a tenth at the last."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    return train.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def _resumed(
@@ -168,7 +173,7 @@ def _steps(
         try:
             for step in range(len(losses) + 1, train.steps + 1):
                 lr = learning_rate(train, step)
-                loss = trainer.step(*batches(step), lr)
+                loss, norm = trainer.step(*batches(step), lr, step)
                 if not math.isfinite(loss):
                     raise TrainingError(
                         f"the loss of step {step} is {loss}",
@@ -184,6 +189,7 @@ def _steps(
                     line = Step(
                         step=step,
                         loss=loss,
+                        gradient_norm=norm,
                         lr=lr,
                         tokens=step * start.tokens_per_step,
                         tokens_per_s=(step - logged_step) * start.tokens_per_step / (now - logged),

@@ -69,7 +69,7 @@ class MetricsFile:
         self._file = self.path.open("x" if after is None else "a", encoding="utf-8")
 
     def write(self, step: Step) -> None:
-        """Append one line: step, loss, lr, tokens, tokens_per_s, seconds."""
+        """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds."""
         self._file.write(json.dumps(asdict(step)) + "\n")
         self._file.flush()
 

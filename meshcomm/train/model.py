@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshcomm.config import ModelConfig
+from meshcomm.parallel.dropout import Dropout, Drops
+from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -22,12 +28,13 @@ from meshcomm.parallel.tensor import (
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis. Equal on all ranks of the split, so not split."""
+    """x / rms(x) * weight over the last axis. Its weight is equal on all ranks of the split, so not split."""
 
     def __init__(self, split: TensorSplit, width: int, eps: float) -> None:
         super().__init__()
         self.weight = split.parameter(width, axis=None)
         self.eps = eps
+        split.partial(self, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
@@ -35,11 +42,13 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; heads are split."""
+    """Causal grouped-query attention with rotary positions; heads are split, and the sequence."""
 
-    def __init__(self, split: TensorSplit, config: ModelConfig) -> None:
+    def __init__(self, splits: Splits, config: ModelConfig) -> None:
         super().__init__()
         self.head = config.head_size
+        self.context = splits.context
+        split = splits.tensor
         split.share(config.kv_heads, "the key and value heads")
         self.wq = ColumnParallel(split, config.width, config.heads * self.head)
         self.wk = ColumnParallel(split, config.width, config.kv_heads * self.head)
@@ -47,11 +56,9 @@ class Attention(nn.Module):
         self.wo = RowParallel(split, config.heads * self.head, config.width)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width) -> the same shape; rotary (2, sequence, head / 2)."""
+        """(batch, sequence, width) -> the same shape; rotary (2, sequence, head / 2) of these tokens."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(
-            rotate(q, rotary), rotate(k, rotary), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -72,21 +79,41 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + feed-forward(norm x)."""
+    """x + attention(norm x), then x + feed-forward(norm x), or experts in its place."""
 
-    def __init__(self, split: TensorSplit, config: ModelConfig) -> None:
+    def __init__(self, splits: Splits, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.split = split
+        self.split = split = splits.tensor
         self.attn_norm = RMSNorm(split, config.width, config.norm_eps)
-        self.attn = Attention(split, config)
+        self.attn = Attention(splits, config)
         self.ff_norm = RMSNorm(split, config.width, config.norm_eps)
-        self.ff = FeedForward(split, config)
+        self.ff: FeedForward | Experts
+        if config.has_experts(layer):
+            self.ff = Experts(
+                splits.mesh,
+                splits.expert,
+                split,
+                width=config.width,
+                ff=config.ff,
+                experts=config.experts,
+                experts_per_token=config.experts_per_token,
+                capacity_factor=config.capacity_factor,
+                context=splits.context.dim or None,
+                balance_weight=splits.balance_weight,
+            )
+        else:
+            self.ff = FeedForward(split, config)
+        self.drop_attn = Dropout(config.dropout, f"{layer}.attn")
+        self.drop_ff = Dropout(config.dropout, f"{layer}.ff")
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width) -> the same shape."""
-        x = x + self.attn(self.split.enter(self.attn_norm(x)), rotary)
-        y: Tensor = self.ff(self.split.enter(self.ff_norm(x)))
-        return x + y
+    def forward(self, x: Tensor, rotary: Tensor, positions: Tensor, drops: Drops | None = None) -> Tensor:
+        """(batch, sequence, width) -> the same shape. positions: of the tokens between split layers."""
+        x = x + self.drop_attn(self.attn(self.split.enter(self.attn_norm(x)), rotary), drops)
+        y = self.ff_norm(x)
+        # Experts enter and leave by themselves: their router looks at what is not split.
+        y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(self.split.enter(y))
+        out: Tensor = x + self.drop_ff(y, drops)
+        return out
 
 
 class Transformer(nn.Module):
@@ -94,31 +121,88 @@ class Transformer(nn.Module):
 
     Parameters have the same names on every mesh, such as layers.3.attn.wq.weight, because layers
     are numbered through the whole model.
+
+    Args:
+        splits: how it is split.
+        config, stage: what it is, and which part of it.
+        sequence: tokens of a whole sample.
+        seed: what dropout follows from, with `step` and the samples' numbers.
+        compute: the type of matrix products; None: that of the parameters.
+        recompute: blocks keep their inputs only, and run again in backward.
     """
 
     rotary: Tensor
+    positions: Tensor
 
-    def __init__(self, split: TensorSplit, config: ModelConfig, stage: Stage, sequence: int) -> None:
+    def __init__(
+        self,
+        splits: Splits,
+        config: ModelConfig,
+        stage: Stage,
+        sequence: int,
+        *,
+        seed: int = 0,
+        compute: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
-        self.split = split
+        self.splits = splits
+        self.split = split = splits.tensor
+        self.seed = seed
+        self.step = 0
+        self.dropout = config.dropout
+        self.compute = compute
+        self.recompute = recompute
         vocab, width = config.vocabulary, config.width
         self.embed = VocabParallelEmbedding(split, vocab, width) if stage.is_first else None
-        self.layers = nn.ModuleDict({str(layer): Block(split, config) for layer in stage.layers})
+        self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
         self.norm = RMSNorm(split, width, config.norm_eps) if stage.is_last else None
         self.head = ColumnParallel(split, width, vocab) if stage.is_last else None
-        table = rotary_table(sequence, config.head_size, config.rope_theta)
+        self.tied = config.tied_embeddings
+        if self.tied and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+        here = splits.context.positions(sequence)
+        table = rotary_table(sequence, config.head_size, config.rope_theta)[:, here.cpu()]
         self.register_buffer("rotary", table.to(split.device, split.dtype), persistent=False)
+        self.register_buffer("positions", here, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weight that embedding and head share, where this stage has it."""
+        holder = self.embed or self.head if self.tied else None
+        return None if holder is None else holder.weight
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         """(batch, sequence) int64, or hidden (batch, sequence, width) behind the first stage ->
-        hidden, or on the last stage this rank's logits (batch, sequence, 256 / ranks)."""
-        if self.embed is not None:
-            x = self.embed(x)
-        for block in self.layers.values():
-            x = block(x, self.rotary)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.split.enter(self.norm(x)))
+        hidden, or on the last stage this rank's logits (batch, sequence, 256 / ranks).
+
+        The sequence is this rank's along context; of hidden states, with sequence_parallel, this
+        rank's slice of that. samples: int64 (batch,), their numbers in the global batch; needed where
+        something is dropped. `step`, an attribute, is the other thing that this follows from.
+        """
+        kind = x.device.type
+        mixed = torch.autocast(kind, self.compute) if self.compute else contextlib.nullcontext()
+        with mixed:
+            if self.embed is not None:
+                x = self.embed(x)
+            drops = None
+            if self.dropout and self.training and samples is not None:
+                here = self.positions[self.split.positions(x.shape[1])]
+                drops = Drops.at(self.seed, self.step, samples, here)
+            for block in self.layers.values():
+                x = self._through(block, x, drops)
+            if self.norm is not None and self.head is not None:
+                x = self.head(self.split.enter(self.norm(x))).to(self.split.dtype)
         return x
+
+    def _through(self, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:
+        given: tuple[Any, ...] = (x, self.rotary, self.positions, drops)
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing random is drawn from a generator: what is dropped follows from where it stands.
+            found: Tensor = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            return found
+        y: Tensor = block(*given)
+        return y
 
 
 def rotary_table(sequence: int, head: int, theta: float) -> Tensor:
@@ -142,15 +226,18 @@ def initialise(model: Transformer, layers: int, seed: int) -> None:
     So weights are the same on every mesh. One whole parameter is in memory at a time. Norms are 1.
     The rest is normal, with standard deviation 1 in the embedding and 1 / sqrt(inputs) in matrices;
     less by sqrt(2 * layers) in those that write to the residual stream, and less by 5 in the head,
-    so that all bytes start out about equally likely and the first loss is about ln 256 = 5.55.
+    so that all bytes start out about equally likely and the first loss is about ln 256 = 5.55. A
+    weight that embedding and head share is drawn as the head's.
     """
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if len(shape) == 1:
             assign(parameter, torch.ones(shape, dtype=model.split.dtype))
             continue
-        std = 1.0 if name.startswith("embed") else shape[1] ** -0.5
-        if name.endswith(("attn.wo.weight", "ff.w2.weight")):
+        if name == "embed.weight" and model.tied:
+            name = "head.weight"
+        std = 1.0 if name.startswith("embed") else shape[-1] ** -0.5
+        if name.endswith(("attn.wo.weight", "ff.w2.weight", "ff.experts.w2")):
             std /= (2 * layers) ** 0.5
         elif name.startswith("head"):
             std /= 5

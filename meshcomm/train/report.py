@@ -46,6 +46,8 @@ class Step:
     """1 for the first."""
     loss: float
     """Mean over the global batch, in nats per byte, before this step changed the weights."""
+    gradient_norm: float
+    """Of all gradients of the model together, before clipping."""
     lr: float
     tokens: int
     """Since the start, all ranks together."""

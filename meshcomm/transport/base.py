@@ -55,6 +55,10 @@ class Transport(ABC):
 
     group_name: str
 
+    def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+        """Told of this rank's next call on the dim `name`; whether the transport compares calls itself."""
+        return False
+
     @abstractmethod
     def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
         """What a blocking `all_reduce` of a contiguous tensor of a plain dtype comes down to.

@@ -8,6 +8,7 @@ with different names on their members never meet. Here a group is named by what 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -24,10 +25,14 @@ __all__ = [
     "AllgatherOptions",
     "SoloGroup",
     "backend_of",
+    "calls_under_way",
     "coalescing",
     "copy_all",
     "create_group",
     "default_store",
+    "flash_attention",
+    "flash_attention_backward",
+    "has_flash_attention",
     "live_groups",
     "operators",
     "profiling",
@@ -103,6 +108,63 @@ def backend_of(group: dist.ProcessGroup) -> str:
 def live_groups() -> int:
     """Number of process groups that exist in this process, the default one included."""
     return len(c10d._world.pg_names)
+
+
+def calls_under_way() -> list[dict[str, Any]]:
+    """Calls on any group of this process that torch's flight recorder holds as not yet over.
+
+    It also sees calls that were made past a mesh: by hand, by DTensor, FSDP or pipelining. Empty
+    where it is off, as by TORCH_FR_BUFFER_SIZE=0.
+    """
+    try:
+        dump: Any = bindings._dump_fr_trace_json  # type: ignore[attr-defined]
+        entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"]
+    except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
+        return []
+    return [
+        {
+            "call": entry.get("profiling_name", "a call"),
+            "group": (entry.get("process_group") or ["?"])[0],
+            "number": entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", 0),
+            "shapes": entry.get("input_sizes", []),
+        }
+        for entry in entries
+    ]
+
+
+def has_flash_attention(q: torch.Tensor) -> bool:
+    """Whether `flash_attention` takes queries of this device and dtype: torch's kernel for CPUs."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        and q.numel() > 0
+        and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    )
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the log-sum-exp of each query's scores, which the public function keeps to itself."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients for q, k, v; `out` and `lse` may be those over more keys than are in k."""
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
 
 
 def create_group(

@@ -1,0 +1,114 @@
+"""What an all-reduce is made of: steps, and in each step what one rank sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from meshcomm.errors import LayoutError
+
+
+class Send(NamedTuple):
+    """Chunks `first` to `last - 1`, as they were before the step, go to coord `peer`."""
+
+    peer: int
+    first: int
+    last: int
+
+
+class Receive(NamedTuple):
+    """Chunks `first` to `last - 1` come from coord `peer`.
+
+    reduce: they are combined with this rank's own, the operand of the lower coord on the left;
+            False: they replace this rank's own.
+    """
+
+    peer: int
+    first: int
+    last: int
+    reduce: bool
+
+
+class Step(NamedTuple):
+    """What one rank does in one step: all messages at once, then the receives take effect in this order.
+
+    Between two ranks the first send of a step meets the first receive, and so on.
+    """
+
+    sends: tuple[Send, ...] = ()
+    receives: tuple[Receive, ...] = ()
+
+
+IDLE = Step()
+
+
+@final
+class Schedule:
+    """An all-reduce over `size` ranks of data in `chunks` pieces, in `steps` steps.
+
+    A rank goes on to its next step when its own messages have come and gone; there is no barrier.
+    A rank's program depends on the arguments alone, so that each rank makes its own: `of(coord)`.
+
+    Args:
+        name: as `mesh.all_reduce(algorithm=)` has it.
+        size: number of ranks, 1 or more.
+        chunks: how many pieces the data is cut into, see `bounds`.
+        steps: the length of every rank's program.
+        program: from a coord to its Steps.
+    """
+
+    __slots__ = ("_program", "chunks", "name", "size", "steps")
+
+    def __init__(
+        self, name: str, size: int, chunks: int, steps: int, program: Callable[[int], tuple[Step, ...]]
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.chunks = chunks
+        self.steps = steps
+        self._program = program
+
+    def of(self, coord: int) -> tuple[Step, ...]:
+        """What rank `coord` does: `steps` Steps, some of them idle."""
+        if not 0 <= coord < self.size:
+            raise LayoutError(
+                f"the {self.name} all-reduce has no coord {coord}",
+                given=f"coord {coord}",
+                expected=f"0 to {self.size - 1}",
+            )
+        return self._program(coord)
+
+
+def bounds(length: int, chunks: int) -> list[int]:
+    """Where `length` elements are cut into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
+
+    The first pieces are one longer where they cannot all be equal; pieces may be empty.
+
+    >>> bounds(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    even, more = divmod(length, chunks)
+    return [i * even + min(i, more) for i in range(chunks + 1)]
+
+
+def check_counts(name: str, size: int, chunks: int = 1) -> None:
+    """Raise LayoutError unless `size` ranks and `chunks` pieces are whole numbers of 1 or more."""
+    for what, value in (("ranks", size), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise LayoutError(
+                f"no {name} all-reduce over {value!r} {what}",
+                given=f"{what}: {value!r}",
+                expected="a whole number, 1 or more",
+            )
+
+
+def check_inner(size: int, inner: int) -> None:
+    """Raise LayoutError unless `size` ranks form equal groups of `inner`."""
+    check_counts("two_level", size)
+    check_counts("two_level", inner)
+    if size % inner:
+        raise LayoutError(
+            f"no two_level all-reduce over {size} ranks in groups of {inner}",
+            given=f"{size} ranks, {inner} in a group",
+            expected=f"a group size that divides {size}",
+        )

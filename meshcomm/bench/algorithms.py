@@ -1,0 +1,67 @@
+"""Does an algorithm over messages beat the backend's own all_reduce? On real processes.
+
+`torchrun --nproc-per-node 8 -m meshcomm.bench.algorithms`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+
+import meshcomm
+from meshcomm.bench.timing import Row, compare, in_turn
+from meshcomm.comm.scheduled import SCHEDULED
+from meshcomm.mesh import Mesh
+
+SIZES: Final[Mapping[str, int]] = {
+    "64 B": 64,
+    "4 KiB": 4 << 10,
+    "64 KiB": 64 << 10,
+    "1 MiB": 1 << 20,
+    "4 MiB": 4 << 20,
+}
+
+
+def algorithms(mesh: Mesh, dim: str, sizes: Mapping[str, int] = SIZES, rounds: int = 9) -> list[Row]:
+    """One Row for each algorithm and size, beside `algorithm="flat"`; a round's time is the slowest rank's.
+
+    two_level is left out: it needs two dims. Called by every rank along `dim`; equal on all of them.
+    """
+    rows = []
+    for label, size in sizes.items():
+        x = torch.zeros(size // 4)
+        ways: dict[str, Callable[[], object]] = {
+            name: partial(mesh.all_reduce, dim, x, algorithm=name)
+            for name in ("flat", *SCHEDULED)
+            if name != "two_level"
+        }
+        calls = 20 if size < 1 << 16 else 4
+        found = in_turn(ways, rounds, calls, align=lambda: mesh.barrier(dim))
+        slowest = {name: _slowest(mesh, dim, times) for name, times in found.items()}
+        rows += [
+            compare(f"{name} of {label} / flat", times, slowest["flat"])
+            for name, times in slowest.items()
+            if name != "flat"
+        ]
+    return rows
+
+
+def _slowest(mesh: Mesh, dim: str, times: Sequence[float]) -> list[float]:
+    worst: list[float] = mesh.all_reduce(dim, torch.tensor(times, dtype=torch.float64), "max").tolist()
+    return worst
+
+
+def _main() -> None:
+    from meshcomm.bench.table import console, rows_table
+
+    with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
+        rows = algorithms(mesh, "dp")
+        if mesh.rank == 0:
+            console().print(rows_table(f"all_reduce over {mesh.size('dp')} ranks", rows))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,161 @@
+"""An all-reduce step by step over messages along a dim, as a schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from meshcomm.algorithms import (
+    Schedule,
+    double_tree,
+    halving_doubling,
+    recursive_doubling,
+    ring,
+    tree,
+    two_level,
+)
+from meshcomm.algorithms.schedule import bounds
+from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.shapes import into
+
+Scheduled: TypeAlias = Literal[
+    "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "two_level"
+]
+SCHEDULED: Final[tuple[str, ...]] = get_args(Scheduled)
+
+# A user's own messages along the dim must not meet these. Gloo keeps tags apart; NCCL matches by order.
+_TAG: Final = 1 << 30
+# Pieces of a tree's pipeline: smaller ones cost more than they hide, docs/benchmarks.md has the figures.
+_CHUNK_BYTES: Final = 8 << 20
+_MOST_CHUNKS: Final = 16
+
+_COMBINE: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class _Moves(NamedTuple):
+    """One step with chunks as elements: (peer, start, stop), and for receives whether they are reduced."""
+
+    sends: tuple[tuple[int, int, int], ...]
+    receives: tuple[tuple[int, int, int, bool], ...]
+
+
+def all_reduce(
+    comm: Communicator,
+    x: Tensor,
+    op: str,
+    factor: float | None,
+    algorithm: Scheduled,
+    inner: int = 1,
+    chunks: int | None = None,
+) -> Tensor:
+    """Reduce `x` in place over `comm`, as the schedule of `algorithm` says, and return it.
+
+    All arguments are equal on every rank, as for `Communicator.all_reduce`, whose checks, operations
+    and errors these are. Every rank gets bit-equal values: each sum is made by one rank and copied,
+    or by two from the same operands in the same order.
+    inner:  for "two_level", how many neighbouring coords form a group.
+    chunks: for the trees, in how many pieces the data of one tree follow one another; None: of 8 MiB
+            each, at most 16.
+    """
+    if x.numel() == 0:
+        # Every rank meets all the same, so that a skipped call is noticed.
+        return _settled(comm.checked_all_reduce(x, op, False, factor))
+    comm._door(x, "all_reduce", "all_reduce")
+    comm._check_op(op, x.dtype, factor, "all_reduce")
+    comm._begin("all_reduce", x, op=op, factor=factor, algorithm=algorithm)
+    try:
+        carried, plain_op = comm._carried(x, op, factor, "all_reduce")
+        flat = carried.detach().view(-1)
+        if chunks is None:
+            trees = 2 if algorithm == "double_tree" else 1
+            chunks = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES)))
+        moves = _moves(algorithm, comm.size, inner, chunks, comm.coord, flat.numel())
+        _run(comm, flat, moves, _COMBINE[plain_op], f"all_reduce by {algorithm}")
+        if plain_op == "avg":
+            flat.div_(comm.size)
+        return into(x, carried)
+    finally:
+        comm.recorder.inside = False
+
+
+def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -> Schedule:
+    """The schedule that `all_reduce` runs over `n` ranks."""
+    if algorithm == "two_level":
+        return two_level(n, inner)
+    if algorithm == "tree":
+        return tree(n, chunks)
+    if algorithm == "double_tree":
+        return double_tree(n, chunks)
+    return {"ring": ring, "recursive_doubling": recursive_doubling, "halving_doubling": halving_doubling}[
+        algorithm
+    ](n)
+
+
+@lru_cache(maxsize=64)
+def _moves(
+    algorithm: Scheduled, n: int, inner: int, chunks: int, coord: int, length: int
+) -> tuple[list[_Moves], int]:
+    """This rank's messages, without empty ones, and the most elements that one step reduces."""
+    schedule = schedule_of(algorithm, n, inner, chunks)
+    cuts = bounds(length, schedule.chunks)
+    found, most = [], 0
+    for step in schedule.of(coord):
+        sends = tuple((s.peer, cuts[s.first], cuts[s.last]) for s in step.sends)
+        receives = tuple((r.peer, cuts[r.first], cuts[r.last], r.reduce) for r in step.receives)
+        moves = _Moves(
+            tuple(each for each in sends if each[2] > each[1]),
+            tuple(each for each in receives if each[2] > each[1]),
+        )
+        if moves.sends or moves.receives:
+            found.append(moves)
+        most = max(most, sum(stop - start for _, start, stop, reduced in moves.receives if reduced))
+    return found, most
+
+
+def _run(
+    comm: Communicator,
+    flat: Tensor,
+    program: tuple[list[_Moves], int],
+    combine: Callable[..., Tensor],
+    call: str,
+) -> None:
+    steps, most = program
+    scratch = flat.new_empty(most)
+    own = comm.coord
+    for sends, receives in steps:
+        used, outs = 0, []
+        for _, start, stop, reduced in receives:
+            if reduced:
+                outs.append(scratch[used : used + stop - start])
+                used += stop - start
+            else:
+                outs.append(flat[start:stop])
+        comm.messages.exchange(
+            [(flat[start:stop], peer, _TAG) for peer, start, stop in sends],
+            [(out, each[0], _TAG) for out, each in zip(outs, receives, strict=True)],
+            call,
+        )
+        for out, (peer, start, stop, reduced) in zip(outs, receives, strict=True):
+            if reduced:
+                mine = flat[start:stop]
+                # The lower coord's on the left, so that two partners compute the same.
+                left, right = (mine, out) if own < peer else (out, mine)
+                combine(left, right, out=mine)
+
+
+def _settled(result: object) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result

@@ -1,0 +1,236 @@
+"""From a plan that all ranks agreed on to a live mesh: groups, watch, and what gives them back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.comm.verdict import name_of_rank
+from meshcomm.config import Config
+from meshcomm.layout import Group, Layout, Plan
+from meshcomm.mesh.agree import agree
+from meshcomm.mesh.environment import Environment, gloo_defaults
+from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
+from meshcomm.mesh.mesh import Mesh
+from meshcomm.mesh.process import Meeting, start_default_group
+from meshcomm.mesh.rank import end_rank
+from meshcomm.mesh.watch import Watch
+from meshcomm.mesh.worlds import Watching, World, prefixed
+from meshcomm.transport import SoloTransport, Transport
+
+
+def create_in_world(
+    world: World,
+    settings: Config,
+    joined: Meeting,
+    plan: Plan,
+    device: torch.device,
+    store: dist.Store,
+    prefix: str,
+    agree_s: float,
+) -> Mesh:
+    """This rank's mesh on the groups of a world that somebody else provides.
+
+    Called by: every rank of the world. store: under the mesh's own prefix. agree_s: what agreeing took.
+    """
+    began = time.perf_counter()
+
+    def create(group: Group, split: bool) -> Transport:
+        return world.open(group, prefix)
+
+    transports: dict[str, Transport] = {}
+    watch: Watching | None = None
+    if joined.rank in plan.layout:
+        transports = create_transports(plan, joined.rank, device=device, whole_world=False, create=create)
+        watch = world.watch(plan.layout.coords(joined.rank))
+    return _mesh(
+        settings,
+        joined.rank,
+        plan,
+        device,
+        store,
+        prefix,
+        transports,
+        {"agree": agree_s, "create": time.perf_counter() - began},
+        watch,
+        create,
+        transports.clear,
+        # The world compares every call itself, and is told of each.
+        validate_calls=None,
+    )
+
+
+def create_groups(
+    source: object,
+    settings: Config,
+    joined: Meeting,
+    plan: Plan,
+    device: torch.device,
+    store: dist.Store,
+    prefix: str,
+    environment: Environment,
+    agree_s: float,
+) -> Mesh:
+    """This rank's mesh on process groups of torch, each created by the ranks that are in it.
+
+    Called by: every rank of the job. source: what `init` was given; a DeviceMesh lends its groups.
+    environment: what the mesh has set, put back when it closes.
+    Raises:    CommunicationError naming the group that could not be made.
+    """
+    began = time.perf_counter()
+    rank = joined.rank
+    bind = settings.process.device_id is not False and device.type != "cpu"
+    connecting = gloo_defaults(joined.launch.one_host)
+    groups_store = dist.PrefixStore("groups", store)
+
+    def create(group: Group, split: bool) -> Transport:
+        with _applied(connecting):
+            return open_group(group, rank, groups_store, prefix, device, split)
+
+    with _applied(connecting):
+        owned = start_default_group(
+            joined,
+            dist.PrefixStore("world", store),
+            plan.defaults.backend,
+            device,
+            settings.mesh.timeout_s,
+            bind,
+        )
+        whole_world = plan.layout.world_size == joined.world_size
+        transports: dict[str, Transport] = {}
+        if rank in plan.layout:
+            try:
+                transports = create_transports(
+                    plan,
+                    rank,
+                    device=device,
+                    whole_world=whole_world,
+                    create=create,
+                    existing=_existing(source, plan, rank),
+                )
+            except BaseException:
+                if owned:
+                    dist.destroy_process_group()
+                raise
+
+    def on_close() -> None:
+        close_transports(transports)
+        # The groups' threads and sockets go with the last reference, so let go of them now.
+        transports.clear()
+        if owned and dist.is_initialized():
+            dist.destroy_process_group()
+        environment.restore()
+
+    watch: Watching | None = None
+    if rank in plan.layout and plan.for_rank(rank).groups:
+        watched = dist.PrefixStore("watch", dist.PrefixStore("mesh", store))
+        coords = plan.layout.coords(rank)
+        timeouts = {group.label: group.options.timeout_s for group in plan.for_rank(rank).groups}
+        launch = joined.launch
+        watch = Watch(
+            watched,
+            rank,
+            coords,
+            plan.layout.world_size,
+            settings.mesh.reports,
+            None if settings.mesh.validate_calls == "always" else settings.mesh.validate_calls,
+            timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
+            # A cause that is still silent, a grace after the timeout, will not speak.
+            end=lambda error: end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0),
+        )
+    limit = settings.mesh.validate_calls
+    return _mesh(
+        settings,
+        rank,
+        plan,
+        device,
+        store,
+        prefix,
+        transports,
+        {"agree": agree_s, "create": time.perf_counter() - began},
+        watch,
+        create,
+        on_close,
+        validate_calls=None if limit == "always" else limit,
+    )
+
+
+def _mesh(
+    settings: Config,
+    rank: int,
+    plan: Plan,
+    device: torch.device,
+    store: dist.Store,
+    prefix: str,
+    transports: dict[str, Transport],
+    startup_s: Mapping[str, float],
+    watch: Watching | None,
+    create: Callable[[Group, bool], Transport],
+    on_close: Callable[[], None],
+    *,
+    validate_calls: int | None,
+) -> Mesh:
+    def add(mesh: Mesh, wider: Plan, name: str) -> Transport:
+        agree(
+            prefixed(f"create/{name}", store),
+            mesh.rank,
+            mesh.world_size,
+            wider.facts(),
+            settings.mesh.timeout_s,
+            what=f"the merged dim {name}",
+            ranks=mesh.layout.ranks.tolist(),
+        )
+        family = wider.family(name)
+        if family.size == 1:
+            return SoloTransport(device)
+        if family.shares is not None:
+            return transports[family.shares]
+        return create(next(g for g in wider.for_rank(mesh.rank).groups if g.name == name), False)
+
+    return Mesh(
+        plan,
+        rank,
+        device=device,
+        store=prefixed("mesh", store),
+        prefix=prefix,
+        transports=transports,
+        validate_calls=validate_calls,
+        watch=watch,
+        startup_s=startup_s,
+        add=add,
+        on_close=on_close,
+    )
+
+
+class _applied:
+    """Variables that are set inside the block unless the user has set them."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+        self._environment = Environment()
+
+    def __enter__(self) -> None:
+        self._environment.default(self._variables)
+
+    def __exit__(self, *_: object) -> None:
+        self._environment.restore()
+
+
+def _existing(source: object, plan: Plan, rank: int) -> Existing | None:
+    """The DeviceMesh's own groups, where their rank order is the mesh's."""
+    if not isinstance(source, DeviceMesh):
+        return None
+    found: dict[str, dist.ProcessGroup] = {}
+    layout: Layout = plan.layout
+    for name in layout.dims:
+        group = source.get_group(name)
+        if (
+            layout.size(name) > 1
+            and dist.get_process_group_ranks(group) == layout.group_of(rank, name).tolist()
+        ):
+            found[name] = group
+    return found

@@ -1,0 +1,60 @@
+"""What a mesh stands on: real processes, or a world that somebody else provides for this context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.comm.recorder import Recorder
+from meshcomm.layout import Group
+from meshcomm.mesh.launcher import Launch
+from meshcomm.transport import Transport
+
+
+class Watching(Protocol):
+    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh lives."""
+
+    def record(self, label: str, ranks: list[int]) -> Recorder:
+        """A recorder for one more group."""
+        ...
+
+    def close(self) -> None:
+        """Stop answering. Harmless when repeated."""
+        ...
+
+
+class World(Protocol):
+    """Stands in for launcher, device, store and process groups: `meshcomm.init` builds on it unchanged.
+
+    launch: what a launcher would say of this rank. store: seen by all ranks of the world.
+    """
+
+    launch: Launch
+    store: dist.Store
+
+    def place(self, wanted: str) -> tuple[torch.device, str]:
+        """The device that the mesh is told of, and what backend "auto" means, where `wanted` was asked."""
+        ...
+
+    def open(self, group: Group, prefix: str) -> Transport:
+        """One group of a plan. Called by its ranks; groups of one name and prefix are the same group."""
+        ...
+
+    def watch(self, coords: Mapping[str, int]) -> Watching:
+        """The watch of one mesh on this rank; `coords` are its own in that mesh."""
+        ...
+
+
+# A context variable, as ranks that are threads of one process each live in a context of their own.
+WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
+
+
+def prefixed(prefix: str, store: dist.Store) -> dist.Store:
+    """`store` under a prefix of its own; a store that can do that itself does."""
+    own = getattr(store, "prefixed", None)
+    found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
+    return found

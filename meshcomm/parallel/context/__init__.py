@@ -1,0 +1,23 @@
+"""Context parallelism: the sequence split along one dim of the mesh, attention exact over all of it."""
+
+from meshcomm.parallel.context.order import (
+    Order,
+    gather_sequence,
+    sequence_positions,
+    split_sequence,
+    zigzag_positions,
+)
+from meshcomm.parallel.context.ring import ring_attention
+from meshcomm.parallel.context.split import ContextSplit
+from meshcomm.parallel.context.ulysses import ulysses_attention
+
+__all__ = [
+    "ContextSplit",
+    "Order",
+    "gather_sequence",
+    "ring_attention",
+    "sequence_positions",
+    "split_sequence",
+    "ulysses_attention",
+    "zigzag_positions",
+]

@@ -1,0 +1,31 @@
+"""Tensor parallelism: layers whose weights are split along one dim of the mesh.
+
+A column-parallel weight keeps a slice of its outputs on each rank, a row-parallel one a slice of
+its inputs; one after the other they need a single sum in forward (after the row-parallel layer,
+`leave`) and a single one in backward (before the column-parallel layers, `enter`). The scheme is
+that of Megatron-LM (Shoeybi et al. 2019), where `enter` is called f and `leave` g; with
+sequence_parallel it is that of Korthikanti et al. 2022, where they are g and its conjugate.
+"""
+
+from meshcomm.parallel.tensor.apply import tensor_parallel
+from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding
+from meshcomm.parallel.tensor.loss import cross_entropy
+from meshcomm.parallel.tensor.overlap import columns
+from meshcomm.parallel.tensor.parameters import assign, local, whole
+from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tensor.state import load_unsplit_state, unsplit_state
+
+__all__ = [
+    "ColumnParallel",
+    "RowParallel",
+    "TensorSplit",
+    "VocabParallelEmbedding",
+    "assign",
+    "columns",
+    "cross_entropy",
+    "load_unsplit_state",
+    "local",
+    "tensor_parallel",
+    "unsplit_state",
+    "whole",
+]

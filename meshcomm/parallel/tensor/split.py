@@ -1,0 +1,212 @@
+"""Along which dim weights are split, and what crosses from rank to rank where split layers begin and end."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.tensor.parameters import Part, local, remember
+
+_PARTIAL = "meshcomm_partial_gradients"
+
+
+@final
+class TensorSplit:
+    """Along which dim of the mesh weights are split; None, or a dim of size 1, splits nothing.
+
+    Args:
+        mesh: an open mesh.
+        dim: one dim of it.
+        dtype: of the parameters made here.
+        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the
+            sequence instead of all of it, so that memory and work there are divided by the ranks
+            too (Korthikanti et al. 2022). The bytes sent are the same: reduce_scatter and
+            all_gather are the two halves of the all_reduce. Parameters that work on slices have
+            partial gradients: see `partial`.
+        axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
+        overlap: `columns` gathers the sequence while it computes. Raises UnsupportedOp without
+            sequence_parallel, where nothing is gathered.
+
+    size, coord: of the dim. sequence_parallel: False where nothing is split.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        dim: str | None,
+        dtype: torch.dtype = torch.float32,
+        sequence_parallel: bool = False,
+        axis: int = 1,
+        *,
+        overlap: bool = False,
+    ) -> None:
+        if overlap and not sequence_parallel:
+            raise UnsupportedOp(
+                "overlap without sequence_parallel would have no effect",
+                given="overlap=True, sequence_parallel=False",
+                expected="sequence_parallel=True, where the sequence is gathered before split layers",
+                hint="leave overlap out",
+            )
+        self.mesh = mesh
+        self.dim = dim or ""
+        self.dtype = dtype
+        self.device = mesh.device
+        self.size = mesh.size(dim) if dim else 1
+        self.coord = mesh.coord(dim) if dim else 0
+        self.sequence_parallel = sequence_parallel and self.size > 1
+        self.axis = axis
+        self.overlap = overlap
+        self._device_mesh: Any = None
+        if self.size > 1:
+            try:
+                self._device_mesh = mesh[self.dim]
+            except UnsupportedOp:
+                # The simulator, which has no torch process groups: parameters are plain tensors.
+                self._device_mesh = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
+        """Itself: a copy of a module is on the same mesh."""
+        return self
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
+        """A parameter of the whole `shape`, its memory not yet written.
+
+        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers
+        and checkpoints see the whole tensor and layers compute on `local(parameter)`. Where
+        nothing is split, and in the simulator, it is a plain tensor: this rank's part.
+        """
+        part = list(shape)
+        if axis is not None:
+            part[axis] = self.share(shape[axis], f"axis {axis} of a weight of shape {shape}")
+        return self._wrapped(torch.empty(part, dtype=self.dtype, device=self.device), axis)
+
+    def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
+        """`parameter` with this rank's part of `value`, in its dtype and on its device; a copy."""
+        if axis is not None:
+            self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
+            value = value.chunk(self.size, axis)[self.coord]
+        made = self._wrapped(value.detach().clone(memory_format=torch.contiguous_format), axis)
+        made.requires_grad_(value.requires_grad)
+        return made
+
+    def _wrapped(self, data: Tensor, axis: int | None) -> nn.Parameter:
+        if self._device_mesh is not None:
+            placement: Placement = Replicate() if axis is None else Shard(axis)
+            data = DTensor.from_local(data, self._device_mesh, [placement], run_check=False)
+        made = nn.Parameter(data)
+        if self._device_mesh is None and self.size > 1 and axis is not None:
+            remember(made, Part(self.mesh, self.dim, axis))
+        return made
+
+    def share(self, whole: int, what: str) -> int:
+        """What one rank gets of `whole`. Raises ShapeError where it does not divide."""
+        if whole % self.size:
+            raise ShapeError(
+                f'{what} cannot be split along "{self.dim}"',
+                given=f"{whole}, and {self.size} ranks along {self.dim}",
+                expected=f"a multiple of {self.size}; {whole} % {self.size} = {whole % self.size}",
+                hint=f"{-(-whole // self.size) * self.size}, or a smaller {self.dim}",
+            )
+        return whole // self.size
+
+    # -- activations ----------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` before it meets split outputs; its gradient is summed over the ranks.
+
+        `x` is equal on all ranks. With sequence_parallel it is this rank's slice of the sequence,
+        the whole of it is returned, and the gradient is this rank's slice of the sum.
+        """
+        if self.size == 1:
+            return x
+        if self.sequence_parallel:
+            return self.mesh.functional.all_gather(self.dim, x, self.axis, grad="reduce_scatter")
+        return self.mesh.functional.identity(self.dim, x, grad="sum")
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks, after split inputs; the gradient passes unchanged.
+
+        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises
+        ShapeError where the sequence does not divide.
+        """
+        if self.size == 1:
+            return x
+        if self.sequence_parallel:
+            return self.mesh.functional.reduce_scatter(self.dim, x, self.axis)
+        return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
+
+    def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
+        """The whole sequence, for a part of the model that every rank computes alike; else `x`.
+
+        The gradient is this rank's slice. Parameters of such a part have complete gradients.
+        """
+        if not self.sequence_parallel:
+            return x
+        axis = self.axis if axis is None else axis
+        return self.mesh.functional.all_gather(self.dim, x, axis, grad="slice")
+
+    def scatter(self, x: Tensor, axis: int | None = None) -> Tensor:
+        """This rank's slice of a sequence that is equal on all ranks, the inverse of `gather`; else `x`.
+
+        The gradient is gathered. Raises ShapeError where the sequence does not divide.
+        """
+        if not self.sequence_parallel:
+            return x
+        return self.mesh.functional.slice(self.dim, x, self.axis if axis is None else axis)
+
+    def positions(self, sequence_local: int) -> Tensor:
+        """Where the tokens that this rank holds between split layers stand in the whole sequence.
+
+        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with
+        sequence_parallel, else 0 to sequence_local - 1. Under context parallelism "the whole" is
+        what one rank along that dim has: `context.positions(...)[split.positions(...)]`.
+        """
+        first = self.coord * sequence_local if self.sequence_parallel else 0
+        return torch.arange(first, first + sequence_local, device=self.device)
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def partial(self, module: nn.Module, *names: str) -> None:
+        """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
+
+        Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them.
+        The mark is the module's, by name, so it holds when fully_shard puts other parameters in
+        their places. Without sequence_parallel it says nothing.
+        """
+        marked = set(getattr(module, _PARTIAL, ())) | set(names)
+        setattr(module, _PARTIAL, tuple(sorted(marked)))
+
+    def partial_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The marked parameters in `module` by name, each once; none without sequence_parallel."""
+        if not self.sequence_parallel:
+            return {}
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, part in module.named_modules():
+            for name in getattr(part, _PARTIAL, ()):
+                parameter = part._parameters.get(name)
+                if parameter is not None:
+                    found.setdefault(id(parameter), (f"{prefix}.{name}".lstrip("."), parameter))
+        return dict(found.values())
+
+    def finish_gradients(self, module: nn.Module) -> None:
+        """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
+
+        Called by: every rank along the dim, once a step: after the last backward (and after what
+        sums gradients over other dims has finished), before norms, clipping and the optimiser.
+        One call a step instead of one in each backward of each layer: a norm's weight is so small
+        that its message costs its latency, times layers, times microbatches.
+        """
+        grads = [
+            local(parameter.grad)
+            for parameter in self.partial_parameters(module).values()
+            if parameter.grad is not None
+        ]
+        if grads:
+            self.mesh.all_reduce(self.dim, grads)

@@ -1,0 +1,195 @@
+"""A pipeline's schedule as plain facts, and the facts as a picture: a row per rank, time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, final
+
+from meshcomm.config import Config
+from meshcomm.config.wording import toml
+from meshcomm.errors import ConfigError
+from meshcomm.stages import Costs, model_stages, orders, part_costs, timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+Facts = dict[str, Any]
+
+_COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
+# Bands of a long schedule that are drawn, half of them from its beginning and half from its end.
+_BANDS: Final = 6
+
+
+def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
+    """What one step of the pipeline looks like, as data that JSON can hold.
+
+    Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, all stages
+    alike, messages free. Keys: name, dim, ranks, stages_per_rank, microbatches; slots (length of
+    the step); bubble (share of it in which a rank waits, mean over the ranks); stages: the layers
+    of each and its share of the model's multiply-adds; held: for each rank the most activations
+    it keeps, in microbatches of one stage; passes: for each rank [kind, stage, microbatch, start,
+    end], kind F forward, B backward, I backward for inputs, W for weights.
+
+    world_size: needed where a size is -1. Raises ConfigError where no pipeline is configured.
+    """
+    parallel, model, data, train = config.parallel, config.model, config.data, config.train
+    sizes = config.mesh.sizes(world_size)
+    if parallel is None or model is None or data is None or train is None:
+        raise _nothing(f"{config.source} has no training", "the sections [parallel] [model] [data] [train]")
+    if parallel.pipeline is None or sizes[parallel.pipeline] == 1:
+        given = (
+            "no parallel.pipeline" if parallel.pipeline is None else f"pipeline = {toml(parallel.pipeline)}"
+        )
+        raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
+    ranks, each = sizes[parallel.pipeline], parallel.stages_per_rank
+    microbatches = train.global_batch // (parallel.copies(sizes) * train.microbatch)
+    times = timeline(orders(parallel.schedule, ranks, each, microbatches), Costs())
+    parts = model_stages(model, data.sequence, ranks * each)
+    costs = part_costs(model, data.sequence).of_stages(parts)
+    return {
+        "name": parallel.schedule,
+        "dim": parallel.pipeline,
+        "ranks": ranks,
+        "stages_per_rank": each,
+        "microbatches": microbatches,
+        "slots": int(times.length),
+        "bubble": times.bubble,
+        "stages": [
+            {"layers": list(part), "share": cost / sum(costs)}
+            for part, cost in zip(parts, costs, strict=True)
+        ],
+        "held": [times.held(rank) for rank in range(ranks)],
+        "passes": [[[*slot.work, int(slot.start), int(slot.end)] for slot in slots] for slots in times.ranks],
+    }
+
+
+def _nothing(given: str, expected: str) -> ConfigError:
+    return ConfigError(
+        "there is no pipeline to draw the schedule of",
+        given=given,
+        expected=expected,
+        hint='mesh.dims = { pp = 4, ... } and parallel.pipeline = "pp", or leave --schedule out',
+    )
+
+
+@final
+class ScheduleView:
+    """`schedule_facts` for a rich console: as wide as that, folded into bands where time is longer.
+
+    A cell is one slot: F3 forward pass of microbatch 3, B3 its backward pass, I3 and W3 the halves
+    of that for inputs and weights; - the second slot of the same pass, . a slot in which the rank
+    waits. A letter behind says which of the rank's stages, where it has several.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        # What the longest label needs, and a space.
+        self._cell = 2 + len(str(facts["microbatches"] - 1)) + (facts["stages_per_rank"] > 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Headline, bands, legend."""
+        from rich.text import Text
+
+        facts = self._facts
+        yield Text(self.headline())
+        names = [f"{facts['dim']}={rank}" for rank in range(facts["ranks"])]
+        margin = max(len("slot"), *map(len, names)) + 2
+        columns = max(1, (options.max_width - margin) // self._cell)
+        rows = [self._cells(rank) for rank in range(facts["ranks"])]
+        starts = list(range(0, facts["slots"], columns))
+        left_out = starts[_BANDS // 2 : len(starts) - _BANDS // 2] if len(starts) > _BANDS + 1 else []
+        for start in starts:
+            if start in left_out:
+                if start == left_out[0]:
+                    end = left_out[-1] + columns
+                    yield Text(f"slots {start} to {end - 1} are not drawn: {_wider(columns, facts)}")
+                continue
+            yield Text("slot".ljust(margin) + self._ruler(start, min(start + columns, facts["slots"])))
+            for name, cells in zip(names, rows, strict=True):
+                line = Text(name.ljust(margin), no_wrap=True, overflow="crop")
+                for cell in cells[start : start + columns]:
+                    line.append_text(cell)
+                line.rstrip()
+                yield line
+        yield from self._legend()
+
+    def headline(self) -> str:
+        """Sizes, length and bubble, as one line."""
+        facts = self._facts
+        stages = facts["ranks"] * facts["stages_per_rank"]
+        return (
+            f"{facts['name']} along {facts['dim']}: {facts['ranks']} ranks, {stages} stages, "
+            f"{facts['microbatches']} microbatches; {facts['slots']} slots, "
+            f"bubble {100 * facts['bubble']:.1f}%"
+        )
+
+    def _ruler(self, start: int, end: int) -> str:
+        """The number of every fifth slot, where there is room for it."""
+        step = 5 if len(str(end)) <= 5 * self._cell - 1 else 10
+        marks = [
+            (str(slot) if slot == start or (slot % step == 0 and slot - start >= step) else "")
+            for slot in range(start, end)
+        ]
+        line = ""
+        for place, mark in enumerate(marks):
+            if mark:
+                line = line.ljust(place * self._cell) + mark
+        return line
+
+    def _cells(self, rank: int) -> list[Text]:
+        """One cell for each slot of the step."""
+        from rich.text import Text
+
+        facts, width = self._facts, self._cell
+        cells = [Text(".".ljust(width), style="dim")] * facts["slots"]
+        for kind, stage, microbatch, start, end in facts["passes"][rank]:
+            letter = _letter(stage // facts["ranks"]) if facts["stages_per_rank"] > 1 else ""
+            style = _COLOURS[stage % len(_COLOURS)] + ("" if kind == "F" else " bold")
+            cells[start] = Text(f"{kind}{microbatch}{letter}".ljust(width), style=style)
+            for slot in range(start + 1, end):
+                cells[slot] = Text("-".ljust(width), style=style)
+        return cells
+
+    def _legend(self) -> Iterator[Text]:
+        from rich.text import Text
+
+        facts = self._facts
+        kinds = "F forward 1 slot, B backward 2"
+        if any(kind in "IW" for row in facts["passes"] for kind, *_ in row):
+            kinds = "F forward 1 slot, I backward for inputs 1, W for weights 1, B both 2"
+        yield Text(f"{kinds}; - goes on, . waits; messages take no time")
+        yield Text(
+            "kept at once, in microbatches of one stage, by rank: " + " ".join(map(str, facts["held"]))
+        )
+        for number, stage in enumerate(facts["stages"]):
+            parts = ["embedding"] * (number == 0)
+            parts.append(f"layer{'s' if len(stage['layers']) > 1 else ''} {_span(stage['layers'])}")
+            parts += ["head"] * (number == len(facts["stages"]) - 1)
+            turn, rank = divmod(number, facts["ranks"])
+            letter = f" {_letter(turn)}" if facts["stages_per_rank"] > 1 else ""
+            text = Text(f"stage {number}", style=_COLOURS[number % len(_COLOURS)])
+            text.append(
+                f" on {facts['dim']}={rank}{letter}: {', '.join(parts)}; {100 * stage['share']:.1f}% of the work",
+                style="default",
+            )
+            yield text
+
+
+def schedule_view(facts: Facts) -> ScheduleView:
+    """`schedule_facts` for a rich console."""
+    return ScheduleView(facts)
+
+
+def _letter(turn: int) -> str:
+    """The rank's first stage is a; after z come A to Z, and then none is told from another."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return letters[turn] if turn < len(letters) else "+"
+
+
+def _span(layers: list[int]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _wider(columns: int, facts: Facts) -> str:
+    return f"{columns} of {facts['slots']} fit side by side; --json has all of them"

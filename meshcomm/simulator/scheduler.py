@@ -1,0 +1,293 @@
+"""Ranks as threads of which exactly one runs: who is next, and when nobody can be."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+
+from meshcomm.errors import UnsupportedOp
+from meshcomm.simulator.own import Own
+
+# Ranks keep little on the stack; what Python calls in Python is not there at all.
+_STACK_BYTES: Final = 4 * 1024 * 1024
+
+# So many questions in a row with nothing happening between them: nothing will.
+_POLLS: Final = 1_000
+
+
+class Unwound(BaseException):
+    """Ends the thread of a rank whose simulation is over. No Exception: no program should catch it."""
+
+
+class Wait(Protocol):
+    """What a rank that does not run waits for."""
+
+    @property
+    def actor(self) -> Actor:
+        """The rank that waits."""
+        ...
+
+
+@final
+class Actor:
+    """One simulated process.
+
+    wait: what it waits for, None while it runs or could. ended: its program is over, with `result`
+    or `error`. open: what it started and has not waited for, in order.
+    coords: by dim, in the first mesh that it was a member of.
+    """
+
+    __slots__ = (
+        "coords",
+        "ended",
+        "error",
+        "ident",
+        "lock",
+        "open",
+        "own",
+        "rank",
+        "result",
+        "thread",
+        "wait",
+    )
+
+    def __init__(self, rank: int, own: Own) -> None:
+        self.rank = rank
+        self.own = own
+        self.coords: dict[str, int] = {}
+        self.thread: threading.Thread | None = None
+        self.ident = 0
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.wait: Wait | None = None
+        self.open: dict[int, Any] = {}
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+@final
+class Scheduler:
+    """Hands one baton round. A rank runs until it must wait; then a seeded choice says who is next.
+
+    judge: called when nobody can run and not all have ended; it lets somebody run again and returns
+           None, or returns the error that ends the simulation.
+    """
+
+    def __init__(self, actors: list[Actor], seed: int, judge: Callable[[], BaseException | None]) -> None:
+        self.actors = actors
+        self.over = False
+        self.verdict: BaseException | None = None
+        self._judge = judge
+        self._random = random.Random(seed)
+        self._ready = list(actors)
+        self._left = len(actors)
+        self._polls = 0
+        self._main = threading.Lock()
+        self._main.acquire()
+        self._interrupt: BaseException | None = None
+        self._context = contextvars.copy_context()
+        self._body: Callable[[Actor], Any] = lambda actor: None
+
+    def run(self, body: Callable[[Actor], Any]) -> None:
+        """Call `body` for every actor, each in a thread of its own; return when all have ended."""
+        self._body = body
+        present = Own.present()
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            first = self._next()
+            assert first is not None
+            self._hand_to(first)
+            while True:
+                try:
+                    self._main.acquire()
+                    break
+                except BaseException as error:
+                    if self._interrupt is not None:
+                        raise
+                    # Whoever runs now finds it when it next gives the baton away.
+                    self._interrupt = error
+            for actor in self.actors:
+                if actor.thread is not None and actor.ended:
+                    actor.thread.join()
+        finally:
+            threading.stack_size(usual)
+            present.enter()
+
+    def wait(self, actor: Actor, on: Wait) -> None:
+        """Let others run until `wake`. Raises Unwound when the simulation is over."""
+        self.check()
+        _refuse_imports(actor)
+        actor.wait = on
+        self._switch(actor)
+
+    def pause(self, actor: Actor) -> None:
+        """Let others run that can; the caller stays ready."""
+        self.check()
+        if self._ready:
+            self._ready.append(actor)
+            self._switch(actor)
+
+    def poll(self, actor: Actor, on: Wait) -> None:
+        """`actor` asked for something that is not there; others run before it goes on.
+
+        A rank that asks on and on while nobody can change the answer waits for it.
+        """
+        if self.over:
+            raise Unwound
+        _refuse_imports(actor)
+        self._polls += 1
+        if self._polls > _POLLS:
+            self._polls = 0
+            self.wait(actor, on)
+        elif self._ready:
+            self._ready.append(actor)
+            self._switch(actor)
+
+    def maybe_pause(self, actor: Actor) -> None:
+        """`pause` now and then: where ranks meet in no fixed order, other schedules show other orders."""
+        if self._ready and self._random.random() < 0.25 and _importing() is None:
+            self.pause(actor)
+
+    def choose(self, count: int) -> int:
+        """A number below `count`, by the seed."""
+        return int(self._random.random() * count)
+
+    def wake(self, actor: Actor) -> None:
+        """What `actor` waits for has come."""
+        actor.wait = None
+        self._ready.append(actor)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody but the one that runs could run."""
+        return not self._ready
+
+    def check_thread(self, actor: Actor) -> None:
+        """Raise UnsupportedOp where another thread than the rank's own acts for it."""
+        if threading.get_ident() != actor.ident:
+            raise UnsupportedOp(
+                f"rank {actor.rank} communicates from a thread that is not its own",
+                given=f"thread {threading.current_thread().name}",
+                expected="all communication of a simulated rank in the thread that runs its program",
+                hint="meshcomm run starts processes, whose threads may all communicate",
+            )
+
+    def check(self) -> None:
+        """Something happens. Raises Unwound where the simulation is over."""
+        self._polls = 0
+        if self._interrupt is not None:
+            self.stop(self._interrupt)
+        if self.over:
+            raise Unwound
+
+    def stop(self, verdict: BaseException) -> None:
+        """End the simulation: every rank that lives is unwound, one after the other."""
+        if self.over:
+            return
+        self.over = True
+        self.verdict = verdict
+        begun = [actor for actor in self._ready if actor.thread is not None]
+        for actor in self.actors:
+            if actor.wait is not None:
+                actor.wait = None
+                begun.append(actor)
+            if actor.thread is None:
+                actor.ended = True
+                self._left -= 1
+        self._ready = begun
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _switch(self, actor: Actor) -> None:
+        following = self._next()
+        if following is not actor:
+            assert following is not None
+            actor.own.leave()
+            self._hand_to(following)
+            actor.lock.acquire()
+            actor.own.enter()
+        if self.over:
+            raise Unwound
+
+    def _next(self) -> Actor | None:
+        if self._interrupt is not None:
+            self.stop(self._interrupt)
+        while not self._ready:
+            if self._left == 0:
+                return None
+            try:
+                verdict = self._judge()
+                if verdict is None and not self._ready:
+                    verdict = AssertionError("the judge let nobody run and gave no verdict")
+            except BaseException as error:
+                verdict = error
+            if verdict is not None:
+                self.stop(verdict)
+        ready = self._ready
+        place = int(self._random.random() * len(ready))
+        ready[place], ready[-1] = ready[-1], ready[place]
+        return ready.pop()
+
+    def _hand_to(self, actor: Actor) -> None:
+        if actor.thread is not None:
+            actor.lock.release()
+            return
+        # Each rank sees the caller's context variables, and what it sets is its own.
+        context = self._context.copy()
+        name = f"meshcomm-rank-{actor.rank}"
+        actor.thread = threading.Thread(target=context.run, args=(self._live, actor), name=name, daemon=True)
+        actor.thread.start()
+
+    def _live(self, actor: Actor) -> None:
+        actor.ident = threading.get_ident()
+        actor.own.enter()
+        try:
+            actor.result = self._body(actor)
+        except Unwound:
+            pass
+        except BaseException as error:
+            if not self.over:
+                actor.error = error
+        try:
+            actor.own.leave()
+            actor.ended = True
+            self._left -= 1
+            following = self._next()
+            if following is not None:
+                self._hand_to(following)
+        except BaseException as error:
+            # Nobody is left who could hand the baton on; the caller must not wait for ever.
+            self.verdict, following = error, None
+        if following is None:
+            self._main.release()
+
+
+def _importing() -> str | None:
+    """The module that the caller's thread is importing, if it is."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load" and "importlib" in frame.f_code.co_filename:
+            return str(frame.f_locals.get("name", "a module"))
+        frame = frame.f_back
+    return None
+
+
+def _refuse_imports(actor: Actor) -> None:
+    """Raise UnsupportedOp where `actor` would wait while it imports a module.
+
+    The ranks share their modules: another rank that imports the same one would wait for this rank, in
+    a lock that the scheduler knows nothing of.
+    """
+    module = _importing()
+    if module is not None:
+        raise UnsupportedOp(
+            f"rank {actor.rank} waits for other ranks while it imports {module}, which all ranks share",
+            given=f"meshcomm.init, or communication, in the body of {module}",
+            expected="what waits for other ranks in the script itself, or in a function",
+            hint=f"put it into a function of {module}, and call that after the import",
+        )

@@ -1,0 +1,154 @@
+"""Which mesh does a test ask for? `@pytest.mark.mesh(dp=2, tp=2, ...)` read and checked, without torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from meshcomm.errors import MeshcommError, MeshTestError
+from meshcomm.layout import Layout
+
+VIAS: Final = ("simulator", "gloo")
+TIMEOUT_S: Final = 60.0
+
+_EXAMPLE = "@pytest.mark.mesh(dp=2, tp=2)"
+
+
+@final
+@dataclass(frozen=True)
+class MeshRequest:
+    """What the marker says. Fixtures see it in place of the mesh, which exists only on the ranks.
+
+    config: for `meshcomm.init`. world_size: ranks that run the test's body.
+    """
+
+    via: str
+    config: Mapping[str, Any]
+    layout: Layout
+    world_size: int
+    timeout_s: float
+
+    def label(self, rank: int) -> str:
+        """As `mesh.label` on that rank."""
+        if rank not in self.layout:
+            return f"rank {rank} (not in the mesh)"
+        return f"rank {rank} ({' '.join(f'{dim}={at}' for dim, at in self.layout.coords(rank).items())})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MeshTestError(
+            f"mesh.{name} is asked for in the main process, where no mesh is open",
+            given=f"mesh.{name} in a fixture or a hook",
+            expected="mesh used in the body of the test, which runs on every rank",
+            hint="move it into the test; a fixture's value is made once and given to every rank",
+        )
+
+
+def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
+    """What a test runs through, one after the other; raises MeshTestError for what is not there.
+
+    marker_via: the marker's `via`, None where it has none. override: `--mesh-via`.
+    """
+    if override is not None:
+        return (override,)
+    if marker_via is None:
+        return (VIAS[0],)
+    wanted = (marker_via,) if isinstance(marker_via, str) else marker_via
+    if (
+        not isinstance(wanted, Sequence)
+        or not wanted
+        or any(via not in VIAS for via in wanted)
+        or len(set(wanted)) != len(wanted)
+    ):
+        raise MeshTestError(
+            f"the marker mesh has via={marker_via!r}",
+            given=f"via={marker_via!r}",
+            expected=f"{' or '.join(map(repr, VIAS))}, or a tuple of both",
+            hint=f'via={VIAS!r} runs the test through each; default: "{VIAS[0]}"',
+        )
+    return tuple(wanted)
+
+
+def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequest:
+    """The marker's arguments as a request. Raises MeshTestError, or ConfigError for a mesh that cannot be.
+
+    args: nothing, or one mapping of dims for names that are no Python names or are keywords here.
+    """
+    from meshcomm.config import MeshConfig
+
+    keys = {name for name in MeshConfig.model_fields if name != "dims"}
+    own = {"via", "timeout_s", "world_size"}
+    dims = _dims(args, keywords, keys | own)
+    timeout_s = keywords.get("timeout_s", TIMEOUT_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise MeshTestError(
+            f"the marker mesh has timeout_s={timeout_s!r}",
+            given=f"timeout_s={timeout_s!r}",
+            expected="seconds, more than 0",
+            hint=f"default: {TIMEOUT_S:g}",
+        )
+    mesh = {
+        "device": "cpu",
+        # A test that hangs must not leave a folder of reports: all they say is in the test's own.
+        "reports": "",
+        **{name: value for name, value in keywords.items() if name in keys},
+        "dims": dims,
+        # The groups give up a little before the test, so that they can still say who has not come.
+        "timeout_s": max(timeout_s - 5.0, timeout_s * 0.7),
+    }
+    world = keywords.get("world_size")
+    try:
+        settings = MeshConfig(**mesh)
+        if world is None and settings.ranks is not None:
+            world = max(settings.ranks, default=0) + 1
+        layout = settings.plan(world).layout
+    except MeshcommError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise MeshTestError(
+            "the marker mesh cannot be read", given=str(error), expected=_EXAMPLE, hint="see meshcomm.init"
+        ) from None
+    return MeshRequest(via, {"mesh": mesh}, layout, world or layout.world_size, float(timeout_s))
+
+
+def _dims(args: Sequence[Any], keywords: Mapping[str, Any], known: set[str]) -> dict[str, int]:
+    if len(args) > 1 or (args and not isinstance(args[0], Mapping)):
+        raise MeshTestError(
+            "the marker mesh takes its dims by name",
+            given=", ".join(map(repr, args)),
+            expected=f"{_EXAMPLE}, or one mapping of dims",
+            hint='@pytest.mark.mesh({"dp": 2, "tp": 2}) for names that are no Python names',
+        )
+    dims: dict[str, int] = dict(args[0]) if args else {}
+    for name, value in keywords.items():
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+        if isinstance(value, bool) or not isinstance(value, int) or near:
+            raise MeshTestError(
+                f"the marker mesh has an unknown keyword {name!r}",
+                given=f"{name}={value!r}",
+                expected=f"dims with their sizes, or one of {', '.join(sorted(known))}",
+                hint=f'{near[0]}=..., or {{"{name}": size}} as first argument where a dim has that name'
+                if near
+                else f"{_EXAMPLE}: the size of a dim is a whole number",
+            )
+        if name in dims:
+            raise MeshTestError(
+                f"the marker mesh names dim {name!r} twice",
+                given=f"{name} in the mapping and as keyword",
+                expected="each dim once",
+                hint=_EXAMPLE,
+            )
+        dims[name] = value
+    if not dims:
+        raise MeshTestError(
+            "the test takes mesh, but no marker says which",
+            given="no dims",
+            expected=_EXAMPLE,
+            hint="above the test, on its class, or pytestmark = pytest.mark.mesh(dp=2, tp=2) in the module",
+        )
+    return dims

@@ -1,0 +1,145 @@
+"""The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/testing.md shows the use.
+
+pytest loads this file for every suite where meshcomm is installed, so it imports nothing but pytest, and it
+does nothing to tests that take no `mesh` of this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from meshcomm.testing.marker import MeshRequest
+    from meshcomm.testing.pool import Pool
+
+_POOL: pytest.StashKey[Pool] = pytest.StashKey()
+
+_MARKER = (
+    'mesh(via="simulator" | "gloo", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
+    "the fixture mesh, on every rank of a mesh with these dims; docs/guide/testing.md of meshcomm"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--mesh-via."""
+    parser.getgroup("meshcomm").addoption(
+        "--mesh-via",
+        choices=("simulator", "gloo"),
+        default=None,
+        help="run every mesh test through this, whatever its marker says",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks."""
+    pool = config.stash.get(_POOL, None)
+    if pool is not None:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def mesh_pool(pytestconfig: pytest.Config) -> Pool:
+    """The run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
+    return _pool(pytestconfig)
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> MeshRequest:
+    """In a test marked `mesh`, on each of its ranks: that rank's Mesh."""
+    from meshcomm.errors import MeshcommError
+    from meshcomm.testing.marker import read, vias
+
+    marker = request.node.get_closest_marker("mesh")
+    args, keywords = ((), {}) if marker is None else (marker.args, marker.kwargs)
+    try:
+        through = vias(keywords.get("via"), request.config.getoption("mesh_via"))
+        return read(args, keywords, getattr(request, "param", through[0]))
+    except MeshcommError as error:
+        problem = f"{type(error).__name__}: {error}"
+    pytest.fail(problem, pytrace=False)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """via=("simulator", "gloo") makes a test of each."""
+    marker = metafunc.definition.get_closest_marker("mesh")
+    if marker is None or "mesh" not in metafunc.fixturenames:
+        return
+    through = marker.kwargs.get("via")
+    if isinstance(through, (tuple, list)) and metafunc.config.getoption("mesh_via") is None:
+        metafunc.parametrize("mesh", [str(via) for via in through], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Run a mesh test's body on its ranks instead of here."""
+    if "mesh" not in pyfuncitem.funcargs:
+        return _without_mesh(pyfuncitem)
+    request = pyfuncitem.funcargs["mesh"]
+    # A fixture of this name may be somebody else's. Ours has loaded the file that it comes from.
+    marker = sys.modules.get("meshcomm.testing.marker")
+    if marker is None or not isinstance(request, marker.MeshRequest):
+        return None
+    from meshcomm.errors import ConfigError, MeshTestError
+    from meshcomm.testing.runs import settle, through_gloo
+
+    verdict = None
+    try:
+        if request.via == "gloo":
+            ends = through_gloo(pyfuncitem, request, _pool(pyfuncitem.config))
+        else:
+            from meshcomm.testing.simulated import through_simulator
+
+            ends, verdict = through_simulator(pyfuncitem, request)
+    except (MeshTestError, ConfigError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        settle(pyfuncitem, request, ends, verdict)
+        return True
+    pytest.fail(problem, pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the ranks' failures in place of the main process's."""
+    report = yield
+    if call.when == "call" and call.excinfo is not None and "mesh" in getattr(item, "funcargs", ()):
+        from meshcomm.testing.runs import FAILURE, SKIPPED
+
+        if FAILURE in item.stash and report.longrepr is not None:
+            report.longrepr = item.stash[FAILURE]
+        if SKIPPED in item.stash and report.skipped and item.stash[SKIPPED][0]:
+            report.longrepr = item.stash[SKIPPED]
+    return report
+
+
+def _pool(config: pytest.Config) -> Pool:
+    if _POOL not in config.stash:
+        from meshcomm.testing.pool import Pool
+
+        config.stash[_POOL] = Pool(("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body"))
+    return config.stash[_POOL]
+
+
+def _without_mesh(item: pytest.Function) -> Any:
+    """A marker with dims on the test itself, where nothing takes the mesh, would be without effect."""
+    for node, marker in item.iter_markers_with_node("mesh"):
+        if node is item and marker.kwargs:
+            pytest.fail(
+                f"MeshTestError: {item.name} is marked mesh({', '.join(marker.kwargs)}=...) and takes no mesh\n"
+                "  given:    a test without an argument `mesh`\n"
+                f"  expected: def {item.originalname}(mesh): its body then runs on every rank\n"
+                "  try:      the marker on the class or module, where some of its tests take no mesh",
+                pytrace=False,
+            )
+    return None

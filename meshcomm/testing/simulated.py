@@ -1,0 +1,231 @@
+"""Runs a test's body as every rank of the simulator, in the pytest process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TextIO, final
+
+import pytest
+
+from meshcomm.errors import ConfigError, MeshcommError, RankFailed
+from meshcomm.mesh import Mesh
+from meshcomm.simulator import simulate
+from meshcomm.simulator.scheduler import Unwound
+from meshcomm.testing.crossing import copies
+from meshcomm.testing.look import Look, is_users, leads_to_the_test, look_of
+from meshcomm.testing.marker import MeshRequest
+from meshcomm.testing.outcome import Outcome, outcome_of
+from meshcomm.testing.report import RankEnd
+from meshcomm.testing.runs import given
+from meshcomm.testing.stacks import told
+
+# How the simulator names the threads of its ranks.
+_THREAD: Final = "meshcomm-rank-"
+
+# What a rank gets that was told to end because the time is up.
+_GRACE_S: Final = 2.0
+
+
+@final
+class TimeUp(BaseException):
+    """The test's time is up. No Exception: no test should catch it."""
+
+
+def through_simulator(
+    item: pytest.Function, request: MeshRequest
+) -> tuple[list[RankEnd], MeshcommError | None]:
+    """The body of `item` as every rank, and the verdict on all of them together, if there is one."""
+    look = look_of(item.config)
+    arguments, of_self = given(item)
+    copy = copies(arguments, of_self)
+    outcomes: dict[int, Outcome] = {}
+    stacks: dict[int, str] = {}
+    streams = [_Streams(sys.stdout), _Streams(sys.stderr)]
+
+    def body(mesh: Mesh) -> None:
+        for stream in streams:
+            stream.here.rank = mesh.rank
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            loaded = copy()
+            function: Callable[..., object] = item.obj
+            if item.cls is not None:
+                instance = item.cls()
+                instance.__dict__.update(loaded.of_self)
+                function = getattr(instance, item.originalname)
+            try:
+                function(**{**loaded.arguments, "mesh": mesh})
+            except Unwound as end:
+                stacks[mesh.rank] = _stack_of(end, look)
+                failed.append(end)
+            except TimeUp:
+                failed.append(TimeUp())
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        outcome = outcome_of(run, request.label(mesh.rank), look)
+        if failed and isinstance(failed[0], (Unwound, TimeUp)):
+            raise failed[0]
+        outcomes[mesh.rank] = outcome
+        if failed and outcome.kind not in ("skipped", "exited"):
+            # The simulator lets the others go on as far as they can, and then says who waits for this one.
+            raise failed[0]
+
+    verdict: MeshcommError | None = None
+    late = False
+    with contextlib.ExitStack() as stack:
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            stack.enter_context(_replaced(name, stream))
+        watch = stack.enter_context(_Watch(request.timeout_s, look))
+        try:
+            simulate(body, request.config, world_size=request.world_size)
+        except RankFailed as error:
+            for rank, cause in error.by_rank.items():
+                if rank not in outcomes and not isinstance(cause, TimeUp):
+                    outcomes[rank] = outcome_of(_raising(cause), request.label(rank), look)
+        except ConfigError:
+            raise
+        except MeshcommError as error:
+            verdict = error
+        except TimeUp:
+            pass
+        late = watch.done
+    ends = [
+        RankEnd(
+            rank=rank,
+            outcome=outcomes.get(rank),
+            text=f"did not return within {request.timeout_s:g} s" if late else "waits for others",
+            stack=watch.stacks.get(rank, stacks.get(rank, "")),
+            out=streams[0].text(rank),
+            err=streams[1].text(rank),
+        )
+        for rank in range(request.world_size)
+    ]
+    return ends, verdict
+
+
+def _raising(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+def _stack_of(error: BaseException, look: Look) -> str:
+    """Where a rank was when the simulation was ended around it."""
+    return _told(traceback.extract_tb(error.__traceback__), look)
+
+
+def _told(summary: traceback.StackSummary, look: Look) -> str:
+    frames = [(frame.filename, str(frame.lineno), frame.name) for frame in summary]
+    if look.full:
+        return told(frames, lambda path: True, lambda path: False)
+    return told(frames, is_users, leads_to_the_test)
+
+
+@final
+class _Watch:
+    """Ends the ranks when the time is up; `stacks` is what they did then. Entered by the main thread."""
+
+    def __init__(self, timeout_s: float, look: Look) -> None:
+        self.done = False
+        self.stacks: dict[int, str] = {}
+        self._look = look
+        self._timeout_s = timeout_s
+        self._over = threading.Event()
+        self._usual: Any = None
+        self._thread = threading.Thread(target=self._watch, name="meshcomm-timeout", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        if threading.current_thread() is threading.main_thread():
+            self._usual = signal.signal(signal.SIGINT, self._interrupted)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._usual is not None:
+            signal.signal(signal.SIGINT, self._usual)
+
+    def _interrupted(self, number: int, frame: Any) -> None:
+        if not self.done:
+            self._usual(number, frame)
+        elif not self._over.is_set():
+            raise TimeUp
+
+    def _watch(self) -> None:
+        if self._over.wait(self._timeout_s):
+            return
+        for rank, _, frame in self._ranks():
+            stack = traceback.extract_stack(frame)
+            # A rank that waits for its first turn has nothing to tell.
+            begun = any(each.filename == __file__ for each in stack)
+            self.stacks[rank] = _told(stack, self._look) if begun else ""
+        self.done = True
+        deadline = time.monotonic() + _GRACE_S
+        while not self._over.wait(0.1):
+            for _, ident, frame in self._ranks():
+                # All but one rank wait for their turn, in the scheduler.
+                if frame.f_globals.get("__name__") != Unwound.__module__:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(ident), ctypes.py_object(TimeUp)
+                    )
+            if time.monotonic() > deadline and self._usual is not None:
+                # It is inside a call that no exception reaches. Leave it behind: the first interrupt
+                # asks the simulator to stop when the rank returns, the second no longer waits for that.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _ranks(self) -> Iterator[tuple[int, int, Any]]:
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread.name.startswith(_THREAD) and thread.ident in frames:
+                yield int(thread.name.removeprefix(_THREAD)), thread.ident, frames[thread.ident]
+
+
+@final
+class _Streams(io.TextIOBase):
+    """A text stream that keeps what ranks write apart; others write to the stream that was there."""
+
+    def __init__(self, usual: TextIO) -> None:
+        self.here = threading.local()
+        self._usual = usual
+        self._kept: dict[int, list[str]] = {}
+
+    def write(self, text: str) -> int:
+        rank = getattr(self.here, "rank", None)
+        if rank is None:
+            return self._usual.write(text)
+        self._kept.setdefault(rank, []).append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if getattr(self.here, "rank", None) is None:
+            self._usual.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def text(self, rank: int) -> str:
+        """What `rank` has written."""
+        return "".join(self._kept.get(rank, ()))
+
+
+@contextlib.contextmanager
+def _replaced(name: str, stream: _Streams) -> Iterator[None]:
+    before = getattr(sys, name)
+    setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        setattr(sys, name, before)

@@ -1,0 +1,424 @@
+"""Programs that differ between ranks: another call, a skipped one, another order, an exception."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from meshcomm.mesh import Mesh
+from tests.faults.death_rows import peers
+from tests.faults.row import (
+    DIFFERS_S,
+    ENDED_S,
+    MISSING_S,
+    TIMEOUT_S,
+    Program,
+    Rank,
+    Row,
+    check,
+    everyone,
+)
+
+_ODD: Final = 2
+_LINE: Final = {"dp": 4}
+_CUBE: Final = {"pp": 2, "dp": 2, "tp": 2}
+
+Call = Callable[[Mesh, bool], object]
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def _differs(name: str, fault: str, moment: str, call: Call, **more: Any) -> Row:
+    """Rank 2 of four makes another call than the others, and after the error all make the same again."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(**more.get("keys", {})) as mesh:
+            for _ in range(more.get("before", 1)):
+                check(mesh.all_reduce("dp", _x(3)), 4.0)
+            odd = me.number == _ODD
+            if odd and more.get("late"):
+                time.sleep(more["late"])
+            me.strike()
+            try:
+                call(mesh, odd)
+            finally:
+                # Nothing was sent: the group is as good as before.
+                check(mesh.all_reduce("dp", _x(3)), 4.0)
+
+    return Row(
+        name,
+        fault,
+        moment,
+        "dp",
+        program,
+        everyone("CallMismatchError"),
+        (_ODD,),
+        DIFFERS_S,
+        ENDED_S,
+        _LINE,
+        quick=more.get("quick", False),
+    )
+
+
+_GRADIENTS: Final[Call] = lambda m, odd: m.functional.all_reduce(  # noqa: E731
+    "dp", _x(4, 2 if odd else 3).requires_grad_(), grad="sum"
+)
+
+
+def _two_calls(mesh: Mesh, odd: bool) -> None:
+    """An all_reduce, then a broadcast; the odd rank the other way round."""
+    calls = [lambda: mesh.all_reduce("dp", _x(4)), lambda: mesh.broadcast("dp", _x(4), 0)]
+    for call in reversed(calls) if odd else calls:
+        call()
+
+
+def _skips(mesh: Mesh, odd: bool) -> None:
+    if not odd:
+        mesh.all_reduce("dp", _x(4))
+    mesh.all_gather("dp", _x(4))
+
+
+def _on(dim: str, victim: int, act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
+    """Three rounds of calls along `dim`; then `victim` does something else than the others."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(**keys) as mesh:
+            for _ in range(3):
+                check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
+            if me.number == victim:
+                me.strike()
+                act(me, mesh)
+            else:
+                check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
+
+    return program
+
+
+def _goes_elsewhere(me: Rank, mesh: Mesh) -> None:
+    """The rank goes on with its own work, and closes when the others have their errors."""
+    time.sleep(TIMEOUT_S + 2)
+
+
+def _raises(me: Rank, mesh: Mesh) -> None:
+    raise ValueError("the loss is not finite")
+
+
+def _skipped(name: str, dims: dict[str, int], dim: str, victim: int, **keys: Any) -> Row:
+    return Row(
+        name,
+        "skipped call" + (", calls not compared" if keys else ""),
+        "between calls",
+        dim,
+        _on(dim, victim, _goes_elsewhere, **keys),
+        {**peers(dims, dim, victim, "CollectiveTimeout"), victim: ""},
+        (victim,),
+        MISSING_S,
+        dims,
+    )
+
+
+def _leaves(
+    name: str, fault: str, act: Callable[[Rank, Mesh], object], error: str, dim: str, **more: Any
+) -> Row:
+    return Row(
+        name,
+        fault,
+        "between calls",
+        dim,
+        _on(dim, 5, act),
+        {**peers(_CUBE, dim, 5, "PeerLost"), 5: error},
+        (5,),
+        MISSING_S,
+        _CUBE,
+        **more,
+    )
+
+
+def _first_call(stays_s: float) -> Program:
+    """The first call on a group: rank 0 makes it, rank 1 does not and is done after `stays_s`."""
+
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            mesh.barrier(timeout_s=TIMEOUT_S)
+            if me.number == 0:
+                me.strike()
+                mesh.all_reduce("tp", _x(4))
+            time.sleep(stays_s)
+
+    return program
+
+
+def _another_dim(validate: int | str) -> Program:
+    """Rank 3 calls along dp where the others call along tp; nobody ever closes the circle."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(validate_calls=validate) as mesh:
+            mesh.warm_up()
+            me.strike()
+            check(mesh.all_reduce("dp" if me.number == 3 else "tp", _x(4)), 2.0)
+            time.sleep(TIMEOUT_S + 2)
+
+    return program
+
+
+def _crossed(validate: int | str) -> Program:
+    """Two calls along two dims, in the other order on ranks 1 and 2."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(validate_calls=validate) as mesh:
+            mesh.warm_up()
+            me.strike()
+            for dim in ("dp", "tp") if me.number in (1, 2) else ("tp", "dp"):
+                mesh.all_reduce(dim, _x(4))
+
+    return program
+
+
+def _asynchronous(me: Rank) -> None:
+    with me.mesh(validate_calls=0) as mesh:
+        mesh.warm_up()
+        me.strike()
+        if me.number == 1:
+            time.sleep(TIMEOUT_S + 2)
+        else:
+            check(mesh.all_reduce("dp", _x(4), async_op=True).wait(), 2.0)
+
+
+def _store_barrier(me: Rank) -> None:
+    with me.mesh() as mesh:
+        me.strike()
+        if me.number == 1:
+            time.sleep(TIMEOUT_S)
+        else:
+            mesh.barrier(timeout_s=1.0)
+
+
+def _hierarchical(me: Rank) -> None:
+    with me.mesh() as mesh:
+        mesh.warm_up()
+        me.strike()
+        if me.number == 5:
+            time.sleep(TIMEOUT_S + 2)
+        else:
+            mesh.all_reduce(("pp", "dp", "tp"), _x(4), algorithm="hierarchical")
+
+
+def _object_dies(me: Rank) -> None:
+    with me.mesh() as mesh:
+        check(torch.tensor(mesh.objects.all_gather("dp", me.number)), torch.arange(4.0))
+        if me.number == _ODD:
+            me.end("SIGKILL")
+        mesh.objects.all_gather("dp", {"step": 3})
+
+
+def _unpicklable_object(me: Rank) -> None:
+    with me.mesh() as mesh:
+        me.strike()
+        mesh.objects.all_gather("dp", object() if me.number == _ODD else me.number)
+
+
+def _training(odd: str) -> Program:
+    """Rank 2 has other settings of the part of the configuration that all ranks share."""
+    config = {
+        "mesh": {"dims": {"dp": 4}, "device": "cpu", "timeout_s": TIMEOUT_S},
+        "parallel": {"data": "dp"},
+        "model": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ff": 16},
+        "data": {"sequence": 32, "max_bytes": 20_000},
+        "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "warmup_steps": 1},
+    }
+
+    def program(me: Rank) -> None:
+        # Here, as few rows need it and it takes seconds where it is not loaded yet.
+        from meshcomm.config import load
+        from meshcomm.train.agree import agree
+
+        with me.mesh() as mesh:
+            own = [odd] if me.number == _ODD else []
+            settings = load(config, [f'train.out="{me.folder / "run"}"', *own])
+            me.strike()
+            agree(mesh, settings)
+
+    return program
+
+
+ROWS = [
+    _differs(
+        "other-shape",
+        "other shape",
+        "in all_reduce",
+        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
+        quick=True,
+    ),
+    _differs(
+        "other-shape-late",
+        "other shape, half a second late",
+        "in all_reduce",
+        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
+        late=0.5,
+    ),
+    _differs(
+        "other-shape-call-71",
+        'other shape, validate_calls = "always"',
+        "in call 71",
+        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
+        before=70,
+        keys={"validate_calls": "always"},
+    ),
+    _differs(
+        "other-dtype",
+        "other dtype",
+        "in all_reduce",
+        lambda m, odd: m.all_reduce("dp", _x(4, dtype=torch.float64 if odd else torch.float32)),
+    ),
+    _differs(
+        "other-reduce-op",
+        "other reduce op",
+        "in all_reduce",
+        lambda m, odd: m.all_reduce("dp", _x(4), "max" if odd else "sum"),
+    ),
+    _differs(
+        "other-root", "other root", "in broadcast", lambda m, odd: m.broadcast("dp", _x(4), 1 if odd else 0)
+    ),
+    _differs(
+        "other-root-scatter",
+        "other root",
+        "in scatter",
+        lambda m, odd: m.scatter("dp", _x(4), 2 if odd else 0),
+    ),
+    _differs(
+        "other-axis",
+        "other axis",
+        "in all_gather",
+        lambda m, odd: m.all_gather("dp", _x(4, 4), axis=1 if odd else 0),
+    ),
+    _differs(
+        "other-operation",
+        "other operation",
+        "in reduce_scatter",
+        lambda m, odd: m.all_to_all("dp", _x(4)) if odd else m.reduce_scatter("dp", _x(4)),
+        quick=True,
+    ),
+    _differs("other-shape-gradients", "other shape", "in functional.all_reduce", _GRADIENTS),
+    _differs("swapped-calls", "swapped order of two calls", "same dim", _two_calls),
+    _differs("skipped-then-another", "skipped call, the next one differs", "same dim", _skips),
+    _skipped("skipped-tp", _CUBE, "tp", 6),
+    _skipped("skipped-pp", _CUBE, "pp", 6, validate_calls=0),
+    _skipped("skipped-dp4", _LINE, "dp", 1, validate_calls=0),
+    _leaves("returns-early", "one rank is done and closes its mesh", lambda *_: None, "", "tp"),
+    _leaves("exception-tp", "exception on one rank", _raises, "ValueError", "tp", quick=True),
+    _leaves("exception-dp", "exception on one rank", _raises, "ValueError", "dp"),
+    *(
+        Row(
+            f"skipped-first-call-{word}",
+            f"skipped call; its rank ends {word} the timeout",
+            "first call on a group",
+            "tp",
+            _first_call(stays_s),
+            {0: "CollectiveTimeout|PeerLost|exit code 1", 1: "", 2: "", 3: ""},
+            (1,),
+            ENDED_S,
+        )
+        for word, stays_s in (("before", 1.0), ("after", TIMEOUT_S + 2))
+    ),
+    *(
+        Row(
+            f"call-on-another-dim-{word.replace(' ', '-')}",
+            f"call on another dim, calls {word}",
+            "between calls",
+            "dp, tp",
+            _another_dim(validate),
+            {0: "", 1: "", 2: "CollectiveTimeout", 3: "CollectiveTimeout"},
+            {2: (3,), 3: (1,)},
+        )
+        for word, validate in (("compared", 64), ("not compared", 0))
+    ),
+    *(
+        Row(
+            f"crossed-{word.replace(' ', '-')}",
+            f"swapped order of two calls, calls {word}",
+            "two dims",
+            "dp, tp",
+            _crossed(validate),
+            everyone("CollectiveTimeout"),
+            {0: (1,), 1: (3,), 2: (0,), 3: (2,)},
+        )
+        for word, validate in (("compared", 64), ("not compared", 0))
+    ),
+    Row(
+        "asynchronous",
+        "skipped call",
+        "in wait() of an asynchronous all_reduce",
+        "dp",
+        _asynchronous,
+        {0: "", 1: "", 2: "", 3: "CollectiveTimeout"},
+        (1,),
+    ),
+    Row(
+        "store-barrier",
+        "skipped barrier",
+        "in barrier(timeout_s=1)",
+        "all",
+        _store_barrier,
+        everyone("BarrierTimeout", r1=""),
+        (1,),
+        3.0,
+    ),
+    Row(
+        "hierarchical",
+        "skipped call",
+        "in a hierarchical all_reduce",
+        "pp, dp, tp",
+        _hierarchical,
+        everyone("CollectiveTimeout|PeerLost", 8, r5=""),
+        {1: (5,), 4: (5,), 7: (5,)},
+        MISSING_S,
+        _CUBE,
+    ),
+    Row(
+        "sigkill-objects",
+        "SIGKILL",
+        "in objects.all_gather",
+        "dp",
+        _object_dies,
+        {0: "PeerLost", 1: "PeerLost", 3: "PeerLost"},
+        (_ODD,),
+        MISSING_S,
+        _LINE,
+    ),
+    Row(
+        "unpicklable-object",
+        "an object that cannot cross on one rank",
+        "in objects.all_gather",
+        "dp",
+        _unpicklable_object,
+        everyone("ObjectError"),
+        (_ODD,),
+        DIFFERS_S,
+        ENDED_S,
+        _LINE,
+    ),
+    *(
+        Row(
+            f"other-{name}",
+            f"other {setting}",
+            "before the first step",
+            "dp",
+            _training(f"{setting}"),
+            everyone("TrainingError"),
+            (_ODD,),
+            DIFFERS_S,
+            ENDED_S,
+            _LINE,
+        )
+        for name, setting in (
+            ("learning-rate", "train.lr=0.1"),
+            ("model", "model.width=32"),
+            ("data", "data.max_bytes=19_000"),
+        )
+    ),
+]

@@ -1,0 +1,122 @@
+"""A rank is killed or stopped inside a collective, of every kind and along every dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from meshcomm.layout import Layout
+from tests.faults.collectives import CALLS, end_inside
+from tests.faults.row import ENDED_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
+
+_STEPS: Final = 20
+_STRUCK: Final = 3
+_ENDS: Final[tuple[End, ...]] = ("SIGKILL", "SIGSTOP")
+
+
+def ends_in(call: str, dim: str, victim: int, how: End, validate: int | str = 0) -> Program:
+    """Every rank makes the same calls, all numbers checked; `victim` ends inside the fourth."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(validate_calls=validate) as mesh:
+            for step in range(_STEPS):
+                if step == _STRUCK and me.number == victim:
+                    end_inside(me, mesh, dim, call, how)
+                CALLS[call](mesh, dim)
+
+    return program
+
+
+def peers(dims: Mapping[str, int], dim: str, victim: int, error: str) -> dict[int, str]:
+    """`error` on the other ranks of the victim's group along `dim`; the rest goes on."""
+    layout = Layout(dims)
+    group = {int(rank) for rank in layout.group_of(victim, dim)}
+    return {
+        int(rank): error if int(rank) in group else "" for rank in layout.ranks.flat if int(rank) != victim
+    }
+
+
+def _row(call: str, dims: Mapping[str, int], dim: str, victim: int, how: End, **more: Any) -> Row:
+    shape = "".join(f"{name}{size}" for name, size in dims.items())
+    return Row(
+        f"{how.lower()}-{call}-{shape}-{dim}",
+        how,
+        f"in {call}",
+        dim,
+        ends_in(call, dim, victim, how),
+        peers(dims, dim, victim, "PeerLost"),
+        (victim,),
+        MISSING_S,
+        dims,
+        **more,
+    )
+
+
+# Groups of four, where most survivors do not talk to the victim directly, and groups of two beside
+# others that have to go on. The dims take turns.
+_LINES: Final = ("dp", "tp", "pp")
+_SQUARES: Final = ("pp", "dp", "tp")
+
+
+def _in_validation(how: End) -> Row:
+    """While calls are compared, the first thing that moves is the comparison."""
+    dims = {"dp": 4}
+
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            for step in range(_STEPS):
+                if step == _STRUCK and me.number == 2:
+                    end_inside(me, mesh, "dp", "all_gather", how)
+                CALLS["broadcast"](mesh, "dp")
+
+    return Row(
+        f"{how.lower()}-in-validation",
+        how,
+        "in the comparison of a call",
+        "dp",
+        program,
+        peers(dims, "dp", 2, "PeerLost"),
+        (2,),
+        MISSING_S,
+        dims,
+    )
+
+
+def _before_the_first_call(how: End) -> Row:
+    """Everyone's mesh is open, and no two ranks of the group have talked yet."""
+
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            mesh.barrier("dp", timeout_s=TIMEOUT_S)
+            if me.number == 1:
+                me.end(how)
+            CALLS["all_reduce"](mesh, "tp")
+
+    dims = {"dp": 2, "tp": 2}
+    return Row(
+        f"{how.lower()}-before-the-first-call",
+        how,
+        "before the first call on a group",
+        "tp",
+        program,
+        peers(dims, "tp", 1, "PeerLost|exit code 1"),
+        (1,),
+        ENDED_S,
+    )
+
+
+_CUBE: Final = {"pp": 2, "dp": 2, "tp": 2}
+
+ROWS = [
+    *(
+        _row(call, {_LINES[i % 3]: 4}, _LINES[i % 3], 2, "SIGKILL", quick=call in ("all_reduce", "scatter"))
+        for i, call in enumerate(CALLS)
+    ),
+    *(
+        _row(call, {_SQUARES[i % 3]: 2, "cp": 2}, _SQUARES[i % 3], 3, "SIGSTOP")
+        for i, call in enumerate(CALLS)
+    ),
+    *(_row("all_reduce", _CUBE, dim, 5, how) for how, dim in zip((*_ENDS, "SIGKILL"), _CUBE, strict=True)),
+    *(_in_validation(how) for how in _ENDS),
+    *(_before_the_first_call(how) for how in _ENDS),
+]

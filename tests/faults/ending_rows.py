@@ -1,0 +1,350 @@
+"""The store dies under a live mesh, ranks die while closing, the disk is full while a checkpoint is saved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import meshcomm
+from meshcomm.mesh import Mesh
+from tests.faults.death_rows import peers
+from tests.faults.row import (
+    DIFFERS_S,
+    MISSING_S,
+    TIMEOUT_S,
+    End,
+    Program,
+    Rank,
+    Row,
+    check,
+    everyone,
+    without,
+)
+
+_VICTIM: Final = 1
+_SQUARE: Final = {"dp": 2, "tp": 2}
+
+
+# -- closing ------------------------------------------------------------------------------------------
+
+
+def _ends_in_close(how: End) -> Program:
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            mesh.warm_up()
+            if me.number == _VICTIM:
+                for transport in set(mesh._transports.values()):
+                    object.__setattr__(transport, "close", lambda: me.end(how))
+
+    return program
+
+
+def _ends_before_close(how: End) -> Program:
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            mesh.warm_up()
+            if me.number == _VICTIM:
+                me.end(how)
+
+    return program
+
+
+def _forgets(me: Rank) -> None:
+    """Rank 1 never closes its mesh; its process ends like that while the others still call."""
+    if me.number == _VICTIM:
+        mesh = meshcomm.init(
+            {
+                "mesh": {
+                    "dims": _SQUARE,
+                    "device": "cpu",
+                    "timeout_s": TIMEOUT_S,
+                    "reports": str(me.folder / "reports"),
+                }
+            }
+        )
+        mesh.all_reduce("tp", torch.ones(2))
+        me.strike()
+        return
+    with me.mesh() as mesh:
+        mesh.all_reduce("tp", torch.ones(2))
+        for _ in range(3):
+            check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+
+
+def _calls_after_close(me: Rank) -> None:
+    with me.mesh() as mesh:
+        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+        if me.number == _VICTIM:
+            me.strike()
+            mesh.close()
+        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+
+
+# -- the store ------------------------------------------------------------------------------------------
+
+
+def _store_ends(me: Rank, mesh: Mesh, dim: str = "tp") -> None:
+    """The store dies when every rank has used its group along `dim`."""
+    check(mesh.all_reduce(dim, torch.ones(2)), float(mesh.size(dim)))
+    me.say(f"used {me.number}")
+    if me.number == 0:
+        for rank in range(4):
+            me.wait_for(f"used {rank}")
+        me.end_server()
+        me.say("dead")
+    me.wait_for("dead")
+
+
+def _goes_on_without(me: Rank) -> None:
+    with me.mesh() as mesh:
+        mesh.warm_up()
+        _store_ends(me, mesh)
+        for _ in range(50):
+            check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+            check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
+
+
+def _meets_without(me: Rank) -> None:
+    """The first call along dp comes after the store is gone: the peers' addresses were to be found there."""
+    with me.mesh() as mesh:
+        _store_ends(me, mesh)
+        check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
+
+
+def _dies_without(me: Rank) -> None:
+    with me.mesh(dims={"dp": 4}) as mesh:
+        _store_ends(me, mesh, "dp")
+        if me.number == _VICTIM:
+            me.end("SIGKILL")
+        mesh.all_reduce("dp", torch.ones(2))
+
+
+def _asks_dead_store(me: Rank) -> None:
+    with me.mesh() as mesh:
+        _store_ends(me, mesh)
+        mesh.store.get("a note")
+
+
+def _never_set(me: Rank) -> None:
+    with me.mesh() as mesh:
+        me.strike()
+        if me.number == _VICTIM:
+            mesh.store.get("nobody sets this", timeout_s=1.0)
+
+
+def _host_dies(me: Rank) -> None:
+    """Rank 0, which holds the store, is killed between calls along tp."""
+    with me.mesh() as mesh:
+        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+        mesh.barrier()
+        if me.number == 0:
+            me.end("SIGKILL")
+        for _ in range(20):
+            check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+
+
+# -- saving -----------------------------------------------------------------------------------------------
+
+
+def _saves(fault: Callable[[Rank], None]) -> Program:
+    """Two checkpoints; the fault is in the second, and the first has to be whole afterwards."""
+
+    def program(me: Rank) -> None:
+        # Here, as few rows need it and it takes seconds where it is not loaded yet.
+        from meshcomm.config import TrainConfig
+        from meshcomm.train import Checkpoints
+        from meshcomm.train.lock import Lock
+
+        with me.mesh() as mesh:
+            settings = TrainConfig(
+                steps=9, global_batch=4, microbatch=1, out=str(me.folder / "run"), checkpoint_every=1
+            )
+            checkpoints = Checkpoints(mesh, settings)
+            # Equal on all ranks: each of them writes its share.
+            state = {f"w{i}": torch.full((4096,), float(i)) for i in range(8)}
+            first = checkpoints.save(Lock(1, 0.0, "", {}, {}, {}), state)
+            if me.number == _VICTIM:
+                fault(me)
+            try:
+                checkpoints.save(Lock(2, 0.0, "", {}, {}, {}), state)
+            finally:
+                at = time.monotonic()
+                _whole(checkpoints, first)
+                me.raised_at = at
+
+    return program
+
+
+def _whole(checkpoints: Any, first: Path) -> None:
+    """The first checkpoint is the last complete one, and has the numbers that were saved."""
+    from meshcomm.train import sharded
+
+    if checkpoints.complete() != [first]:
+        raise AssertionError(f"complete: {checkpoints.complete()}")
+    found = {f"w{i}": torch.zeros(4096) for i in range(8)}
+    sharded.read_alone(found, first)
+    for i in range(8):
+        check(found[f"w{i}"], float(i))
+
+
+def _small_files(me: Rank) -> None:
+    """The system refuses this process every file of more than 4 KiB: EFBIG instead of ENOSPC."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    me.strike()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def _no_space(me: Rank) -> None:
+    """What the file system says when it is full, at the sync of the rank's file."""
+
+    def full(_: int) -> None:
+        me.strike()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full
+
+
+def _ends_in_write(how: End) -> Callable[[Rank], None]:
+    def fault(me: Rank) -> None:
+        from meshcomm.train import sharded
+
+        sharded._Writer.write_data = lambda *_: me.end(how)  # type: ignore[method-assign, misc]
+
+    return fault
+
+
+ROWS = [
+    *(
+        Row(
+            f"{how.lower()}-{name}",
+            how,
+            moment,
+            "all",
+            program(how),
+            without(everyone(""), _VICTIM),
+            promise_s=MISSING_S,
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+        for name, moment, program in (
+            ("in-teardown", "in teardown", _ends_in_close),
+            ("before-teardown", "before teardown", _ends_before_close),
+        )
+    ),
+    Row(
+        "forgotten-close",
+        "a process ends without closing its mesh",
+        "between calls",
+        "tp",
+        _forgets,
+        {0: "PeerLost", 1: "", 2: "", 3: ""},
+        (_VICTIM,),
+    ),
+    Row(
+        "call-after-close",
+        "call on a closed mesh",
+        "after teardown",
+        "tp",
+        _calls_after_close,
+        {0: "PeerLost", 1: "MeshClosed", 2: "", 3: ""},
+        (_VICTIM,),
+    ),
+    Row(
+        "store-ends-live",
+        "store server dies",
+        "between calls",
+        "dp, tp",
+        _goes_on_without,
+        everyone(""),
+        server="own process",
+    ),
+    Row(
+        "store-ends-then-sigkill",
+        "store server dies, then SIGKILL",
+        "in all_reduce",
+        "dp",
+        _dies_without,
+        without(everyone("CommunicationError"), _VICTIM),
+        (),
+        MISSING_S,
+        {"dp": 4},
+        server="own process",
+        blameless=(0, 2, 3),
+    ),
+    Row(
+        "store-ends-then-first-call",
+        "store server dies",
+        "before the first call on a group",
+        "dp",
+        _meets_without,
+        everyone("StoreError|CommunicationError"),
+        server="own process",
+    ),
+    Row(
+        "store-ends-then-asked",
+        "store server dies",
+        "in store.get",
+        "all",
+        _asks_dead_store,
+        everyone("StoreError"),
+        server="own process",
+    ),
+    Row(
+        "store-key",
+        "a key that nobody sets",
+        "in store.get(timeout_s=1)",
+        "all",
+        _never_set,
+        {0: "", 1: "StoreTimeout", 2: "", 3: ""},
+        promise_s=3.0,
+    ),
+    Row(
+        "sigkill-host-of-the-store",
+        "SIGKILL of the rank that holds the store",
+        "in all_reduce",
+        "tp",
+        _host_dies,
+        peers(_SQUARE, "tp", 0, "PeerLost"),
+        (0,),
+        server="rank 0",
+    ),
+    Row(
+        "disk-full-efbig",
+        "disk full: RLIMIT_FSIZE, EFBIG",
+        "while saving",
+        "all",
+        _saves(_small_files),
+        everyone("TrainingError"),
+        (_VICTIM,),
+        DIFFERS_S,
+    ),
+    Row(
+        "disk-full-enospc",
+        "disk full: ENOSPC from fsync",
+        "while saving",
+        "all",
+        _saves(_no_space),
+        everyone("TrainingError"),
+        (_VICTIM,),
+        DIFFERS_S,
+    ),
+    *(
+        Row(
+            f"{how.lower()}-saving",
+            how,
+            "while saving",
+            "all",
+            _saves(_ends_in_write(how)),
+            {0: "PeerLost", 2: "PeerLost|CollectiveTimeout", 3: "PeerLost"},
+            {0: (1,), 2: (0,), 3: (1,)},
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+    ),
+]

@@ -1,0 +1,53 @@
+"""Did a row come out as it has to? Plain data in, a list of complaints out."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from tests.faults.row import Row
+from tests.faults.runner import Result, Said
+
+# What a busy machine may add to a promise. The page has the seconds as they were measured.
+SLACK_S: Final = 6.0
+
+
+def complaints(row: Row, result: Result) -> list[str]:
+    """Everything about `result` that is not as `row` expects; empty where all is well."""
+    found = [f"rank {rank} hangs:\n{stacks}" for rank, stacks in result.hung.items()]
+    survivors = set(row.expected)
+    for rank in row.started:
+        if rank not in survivors and rank not in result.gone and rank not in result.hung:
+            found.append(f"rank {rank} was to be killed or stopped, and said {result.said.get(rank)}")
+    for rank in sorted(survivors - set(result.hung)):
+        said = result.said.get(rank)
+        if said is None:
+            found.append(f"rank {rank} said nothing: {result.gone.get(rank)}")
+        elif said.kind not in row.expected[rank].split("|"):
+            found.append(
+                f"rank {rank}: {row.expected[rank] or 'no error'} expected, got {said.kind}\n{said.text}"
+            )
+        elif said.kind:
+            unnamed = [other for other in row.to_name(rank) if other not in names(said)]
+            blamed = [other for other in row.blameless if other in (said.named or ())]
+            if unnamed or blamed:
+                found.append(f"rank {rank} does not name {unnamed}, and blames {blamed}\n{said.text}")
+    if result.seconds is None:
+        found.append("nobody told when the fault was")
+    elif result.seconds > row.promise_s + SLACK_S:
+        found.append(f"{result.seconds:.1f} s after the fault, promised within {row.promise_s:g} s")
+    if result.left:
+        found.append(f"{result.left} processes of the row were left")
+    return found
+
+
+def names(said: Said) -> set[int]:
+    """The ranks that an error names: its own list where it has one, else those in its text."""
+    if said.named is not None:
+        return set(said.named)
+    found = set()
+    # "rank 2", "ranks 1 3", "ranks 0-2 5", "coord 2"
+    for listed in re.findall(r"\b(?:ranks?|coords?) ((?:\d+(?:-\d+)?(?:[ ,]+|\b))+)", said.text):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed):
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

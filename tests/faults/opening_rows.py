@@ -1,0 +1,471 @@
+"""Faults before and while the groups are made: who differs, who never comes, who dies on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.mesh import agree, groups
+from tests.faults.row import (
+    DIFFERS_S,
+    MISSING_S,
+    TIMEOUT_S,
+    End,
+    Program,
+    Rank,
+    Row,
+    check,
+    everyone,
+    without,
+)
+
+_ODD = 2
+
+
+def _opens(odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Program:
+    """Every rank opens the mesh; rank 2 with other settings."""
+
+    def program(me: Rank) -> None:
+        me.strike()
+        keys = dict(usual or {}) | (dict(odd) if me.number == _ODD else {})
+        with me.mesh(**keys) as mesh:
+            mesh.warm_up()
+
+    return program
+
+
+def _differs(
+    name: str, fault: str, odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None, **more: Any
+) -> Row:
+    return Row(
+        name,
+        fault,
+        "agreement",
+        more.pop("dim", "all"),
+        _opens(odd, usual),
+        everyone("MeshMismatchError"),
+        (_ODD,),
+        DIFFERS_S,
+        **more,
+    )
+
+
+def _other_version(me: Rank) -> None:
+    if me.number == _ODD:
+        torch.__version__ = "2.12.1+cpu"
+    _opens({})(me)
+
+
+def _unreadable(me: Rank) -> None:
+    me.strike()
+    with me.mesh(**({"timeout": 3} if me.number == _ODD else {})):
+        pass
+
+
+def _comes(me: Rank) -> None:
+    """Every rank that is there opens the mesh; the time counts from the last of them."""
+    me.strike()
+    with me.mesh() as mesh:
+        mesh.warm_up()
+
+
+def _ends_before(how: End) -> Program:
+    def program(me: Rank) -> None:
+        if me.number == 1:
+            me.end(how)
+        _comes(me)
+
+    return program
+
+
+def _ends_in_agreement(how: End) -> Program:
+    """Rank 1 has counted itself, and ends before it says who it is."""
+
+    def program(me: Rank) -> None:
+        if me.number == 1:
+            agree._announce = lambda *_: me.end(how)
+        _comes(me)
+
+    return program
+
+
+def _ends_signed_in(how: End) -> Program:
+    """Rank 1 has said that it is here, and ends while it waits for the verdict."""
+
+    def program(me: Rank) -> None:
+        if me.number == 1:
+            agree._get = lambda *_: me.end(how)
+        _then_used(me)
+
+    return program
+
+
+def _too_late(me: Rank) -> None:
+    """Rank 3 comes when the others have given up."""
+    if me.number == 3:
+        me.wait_for("gave up")
+    else:
+        me.strike()
+    try:
+        with me.mesh():
+            pass
+    finally:
+        me.say("gave up")
+
+
+def _then_used(me: Rank, dim: str = "tp") -> None:
+    """Gloo's groups connect when they are first used, so that is where a death on the way shows."""
+    with me.mesh() as mesh:
+        check(mesh.all_reduce(dim, torch.ones(3)), 2.0)
+
+
+def _in_default_group(act: Callable[[Rank], None]) -> Program:
+    """All have agreed; rank 1 does not come to torch's default group."""
+
+    def program(me: Rank) -> None:
+        if me.number == 1:
+            original = dist.init_process_group
+
+            def instead(*args: Any, **options: Any) -> None:
+                act(me)
+                original(*args, **options)
+
+            dist.init_process_group = instead
+        _then_used(me)
+
+    return program
+
+
+def _in_creation(dim: str, act: Callable[[Rank], None]) -> Program:
+    """All have agreed, and groups exist; rank 1 does not come to that of `dim`."""
+
+    def program(me: Rank) -> None:
+        if me.number == 1:
+            original = groups.create_group
+
+            def instead(**options: Any) -> Any:
+                if f"/{dim}/" in options["name"]:
+                    act(me)
+                return original(**options)
+
+            groups.create_group = instead
+        _then_used(me, dim)
+
+    return program
+
+
+def _fails(me: Rank) -> None:
+    me.strike()
+    raise RuntimeError("Too many open files")
+
+
+def _no_server(me: Rank) -> None:
+    if me.number == 0:
+        me.end_server()
+        me.say("dead")
+    me.wait_for("dead")
+    me.strike()
+    with me.mesh():
+        pass
+
+
+def _server_ends_in_agreement(me: Rank) -> None:
+    """Rank 1 never comes; the store goes when rank 0 waits for the verdict."""
+    if me.number == 0:
+        original = agree._get
+
+        def instead(*args: Any) -> bytes:
+            me.wait_for("here 2")
+            me.wait_for("here 3")
+            me.end_server()
+            return original(*args)
+
+        agree._get = instead
+    announce = agree._announce
+
+    def told(*args: Any) -> None:
+        announce(*args)
+        me.say(f"here {me.number}")
+
+    agree._announce = told
+    with me.mesh():
+        pass
+
+
+def _server_ends_in_creation(me: Rank) -> None:
+    original = groups.create_group
+
+    def instead(**options: Any) -> Any:
+        if me.number == 1:
+            me.end_server()
+            me.say("dead")
+        me.wait_for("dead")
+        return original(**options)
+
+    groups.create_group = instead
+    _then_used(me)
+
+
+def _live(odd: Callable[[Any], None]) -> Program:
+    """On a live mesh every rank declares one more merged dim; rank 2 does something else."""
+
+    def program(me: Rank) -> None:
+        with me.mesh() as mesh:
+            mesh.warm_up()
+            me.strike()
+            if me.number == _ODD:
+                odd(mesh)
+            else:
+                mesh.create("both", ("dp", "tp"))
+                check(mesh.all_reduce("both", torch.ones(3)), 4.0)
+
+    return program
+
+
+def _not_here(mesh: Any) -> None:
+    time.sleep(TIMEOUT_S + 1.5)  # the rank does something that has nothing to do with the mesh
+
+
+def _environment(**odd: str) -> Callable[[int], Mapping[str, str]]:
+    return lambda rank: odd if rank == _ODD else {}
+
+
+_MERGE = {"both": ["dp", "tp"]}
+# Rank 1 is lost before the groups are used along tp, and along dp.
+_LOST = {"tp": {0: "PeerLost", 2: "", 3: ""}, "dp": {0: "", 2: "", 3: "PeerLost"}}
+_NO_ONE = everyone("MeshMismatchError")
+
+ROWS = [
+    _differs("other-size", "wrong size", {"dims": {"dp": 1, "tp": 4}}, quick=True),
+    _differs("other-size-one-dim", "one dim more", {"dims": {"dp": 2, "cp": 1, "tp": 2}}, dim="cp"),
+    _differs("swapped-dims", "swapped dims", {"dims": {"tp": 2, "dp": 2}}),
+    _differs("other-rank-order", "other rank order", {"rank_order": [0, 2, 1, 3]}),
+    _differs("missing-merge", "missing merge", {"merge": {}}, {"merge": _MERGE}, dim="both"),
+    _differs("other-timeout", "other timeout", {"timeout_s": TIMEOUT_S + 1}),
+    _differs("other-dim-timeout", "other timeout", {"options": {"tp": {"timeout_s": 9.0}}}, dim="tp"),
+    _differs("other-validation", "other validate_calls", {"validate_calls": 0}),
+    replace(_differs("other-version", "other torch version", {}), program=_other_version),
+    Row(
+        "unreadable-config",
+        "one rank's config has an unknown key",
+        "agreement",
+        "all",
+        _unreadable,
+        everyone("MeshMismatchError", r2="ConfigError"),
+        (_ODD,),
+        DIFFERS_S,
+    ),
+    Row(
+        "wrong-world-size",
+        "wrong world size: WORLD_SIZE=5 on one rank",
+        "agreement",
+        "all",
+        _comes,
+        everyone("MeshMismatchError", r2="ConfigError"),
+        (_ODD,),
+        DIFFERS_S,
+        environment=_environment(WORLD_SIZE="5"),
+    ),
+    Row(
+        "wrong-world-size-minus-one",
+        "wrong world size: WORLD_SIZE=6 on one rank, dp = -1",
+        "agreement",
+        "dp",
+        _opens({}, {"dims": {"dp": -1, "tp": 2}}),
+        _NO_ONE,
+        (_ODD,),
+        DIFFERS_S,
+        environment=_environment(WORLD_SIZE="6"),
+    ),
+    Row(
+        "duplicate-rank",
+        "duplicate rank: two processes with RANK=1, none with 2",
+        "agreement",
+        "all",
+        _comes,
+        everyone("MeshMismatchError|LaunchError"),
+        {0: (1,), 1: (1,), 2: (1,), 3: (1,)},
+        environment=_environment(RANK="1"),
+    ),
+    Row(
+        "never-starts",
+        "a rank never starts",
+        "before agreement",
+        "all",
+        _comes,
+        without(_NO_ONE, 3),
+        (3,),
+        absent=(3,),
+    ),
+    Row(
+        "too-late",
+        "a rank comes after the others gave up",
+        "agreement",
+        "all",
+        _too_late,
+        _NO_ONE,
+        (3,),
+    ),
+    Row(
+        "two-never-start",
+        "two of eight ranks never start",
+        "before agreement",
+        "pp",
+        _comes,
+        without(everyone("MeshMismatchError", 8), 3, 6),
+        (3, 6),
+        dims={"pp": 2, "dp": 2, "tp": 2},
+        absent=(3, 6),
+    ),
+    *(
+        Row(
+            f"{how.lower()}-before-agreement",
+            how,
+            "before agreement",
+            "all",
+            _ends_before(how),
+            without(_NO_ONE, 1),
+            (1,),
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+    ),
+    *(
+        Row(
+            f"{how.lower()}-in-agreement",
+            how,
+            "agreement, counted",
+            "all",
+            _ends_in_agreement(how),
+            without(_NO_ONE, 1),
+            (1,),
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+    ),
+    *(
+        Row(
+            f"{how.lower()}-signed-in",
+            how,
+            "agreement, signed in",
+            "tp",
+            _ends_signed_in(how),
+            _LOST["tp"],
+            (1,),
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+    ),
+    *(
+        Row(
+            f"{how.lower()}-in-the-default-group",
+            how,
+            "creation, torch's default group",
+            "all",
+            _in_default_group(lambda me, how=how: me.end(how)),
+            _LOST["tp"],
+            (1,),
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+    ),
+    *(
+        Row(
+            f"{how.lower()}-in-creation-{dim}",
+            how,
+            "creation",
+            dim,
+            _in_creation(dim, lambda me, how=how: me.end(how)),
+            _LOST[dim],
+            (1,),
+        )
+        for how in ("SIGKILL", "SIGSTOP")
+        for dim in ("dp", "tp")
+    ),
+    Row(
+        "exception-in-creation",
+        "one rank cannot create a group",
+        "creation",
+        "tp",
+        _in_creation("tp", _fails),
+        {**_LOST["tp"], 1: "CommunicationError"},
+        (1,),
+    ),
+    Row(
+        "live-other-dims",
+        "mesh.create of another name on one rank",
+        "creation on a live mesh",
+        "both",
+        _live(lambda mesh: mesh.create("other", ("dp", "tp"))),
+        everyone("MeshMismatchError"),
+        {0: (_ODD,), 1: (_ODD,), 3: (_ODD,)},
+        MISSING_S,
+    ),
+    Row(
+        "live-other-order",
+        "mesh.create with other dims on one rank",
+        "creation on a live mesh",
+        "both",
+        _live(lambda mesh: mesh.create("both", ("tp", "dp"))),
+        everyone("MeshMismatchError"),
+        (_ODD,),
+        DIFFERS_S,
+    ),
+    Row(
+        "live-skipped",
+        "mesh.create skipped by one rank",
+        "creation on a live mesh",
+        "both",
+        _live(_not_here),
+        everyone("MeshMismatchError", r2=""),
+        (_ODD,),
+    ),
+    Row(
+        "store-ends-before",
+        "store server dies",
+        "before agreement",
+        "all",
+        _no_server,
+        everyone("LaunchError"),
+        server="own process",
+    ),
+    Row(
+        "store-ends-in-agreement",
+        "store server dies",
+        "agreement",
+        "all",
+        _server_ends_in_agreement,
+        without(everyone("MeshMismatchError|LaunchError|StoreError"), 1),
+        server="own process",
+        absent=(1,),
+    ),
+    Row(
+        "store-ends-in-creation",
+        "store server dies",
+        "creation",
+        "dp",
+        _server_ends_in_creation,
+        everyone("CommunicationError|StoreError|PeerLost"),
+        server="own process",
+    ),
+    Row(
+        "port-taken",
+        "port taken by another program",
+        "before agreement",
+        "all",
+        _comes,
+        everyone("LaunchError"),
+        server="taken by a socket",
+    ),
+    Row(
+        "port-taken-by-a-store",
+        "port taken by another job's store",
+        "before agreement",
+        "all",
+        _comes,
+        everyone("MeshMismatchError", r0="LaunchError"),
+        (0,),
+        server="taken by a store",
+    ),
+]

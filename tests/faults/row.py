@@ -1,0 +1,161 @@
+"""What is one row of the table: a fault, when and where it happens, and what has to follow from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, final
+
+import torch
+
+import meshcomm
+from meshcomm.mesh import Mesh
+
+TIMEOUT_S: Final = 2.0
+
+# What meshcomm promises: who differs is known 2 s after the last rank came, and who is missing 2 s
+# after the timeout.
+DIFFERS_S: Final = 2.0
+MISSING_S: Final = TIMEOUT_S + 2.0
+
+# A first call on a group that Gloo holds while it connects: a second after the timeout the process is ended,
+# and its error asks the others first.
+ENDED_S: Final = TIMEOUT_S + 2.75
+
+Program: TypeAlias = Callable[["Rank"], object]
+End: TypeAlias = Literal["SIGKILL", "SIGSTOP"]
+# Who holds the store: the test (as a launcher's agent does), a process of its own, rank 0, or nobody,
+# as the port is taken by a socket that says nothing or by the store of another job.
+Server: TypeAlias = Literal["agent", "own process", "rank 0", "taken by a socket", "taken by a store"]
+
+
+class WrongNumber(AssertionError):
+    """A call returned without an error and with wrong values. No row expects that."""
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """A fault and what has to follow.
+
+    program:  run by every rank that is started; what it raises is what the rank said.
+    expected: rank -> name of the error's class, several joined by "|"; "": it goes on to its end, with
+              right numbers. Ranks that are not in it are killed, stopped or never started.
+    named:    ranks that every error, but those of these ranks themselves, has to name; or, by rank, those
+              that its error has to name.
+    blameless: ranks that no error may list as missing or odd.
+    promise_s: seconds after the fault within which everyone has raised.
+    quick:    part of the short form that the normal suite runs.
+    flaw:     why meshcomm does not do yet what is expected here; "": it does.
+    sometimes: the flaw shows in some runs only.
+    """
+
+    name: str
+    fault: str
+    moment: str
+    dim: str
+    program: Program
+    expected: Mapping[int, str]
+    named: tuple[int, ...] | Mapping[int, tuple[int, ...]] = ()
+    promise_s: float = MISSING_S
+    dims: Mapping[str, int] = field(default_factory=lambda: {"dp": 2, "tp": 2})
+    absent: tuple[int, ...] = ()
+    server: Server = "agent"
+    blameless: tuple[int, ...] = ()
+    environment: Callable[[int], Mapping[str, str]] = lambda _: {}
+    quick: bool = False
+    flaw: str = ""
+    sometimes: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the job, those that are never started included."""
+        return prod(self.dims.values())
+
+    def to_name(self, rank: int) -> tuple[int, ...]:
+        """The ranks that the error of `rank` has to name."""
+        if isinstance(self.named, tuple):
+            return () if rank in self.named else self.named
+        return self.named.get(rank, ())
+
+    @property
+    def started(self) -> list[int]:
+        """The ranks that get a process."""
+        return [rank for rank in range(self.ranks) if rank not in self.absent]
+
+
+@final
+class Rank:
+    """One process's view of its row, given to the row's program.
+
+    number: which rank this is, as the row counts; the environment may say otherwise.
+    folder: a new folder that all ranks of the row share.
+    server: process id of the store's own process, 0 where it has none.
+    """
+
+    def __init__(self, number: int, row: Row, folder: Path, server: int, pipe: Connection) -> None:
+        self.number = number
+        self.row = row
+        self.folder = folder
+        self.raised_at: float | None = None
+        self._server = server
+        self._pipe = pipe
+
+    @contextmanager
+    def mesh(self, **keys: Any) -> Iterator[Mesh]:
+        """An open mesh of the row's dims. `keys`: of meshcomm.init, in place of the row's own."""
+        usual = {"dims": dict(self.row.dims), "device": "cpu", "timeout_s": TIMEOUT_S}
+        with meshcomm.init({"mesh": {**usual, "reports": str(self.folder / "reports"), **keys}}) as mesh:
+            try:
+                yield mesh
+            except BaseException:
+                # Closing comes after; what counts is when the program got its error.
+                self.raised_at = time.monotonic()
+                raise
+
+    def strike(self) -> None:
+        """The fault is now. Where several ranks or moments say so, the last one counts."""
+        self._pipe.send(("fault", time.monotonic()))
+
+    def end(self, how: End) -> None:
+        """End or stop this process, here and now: that is the fault."""
+        self.strike()
+        os.kill(os.getpid(), getattr(signal, how))
+
+    def end_server(self) -> None:
+        """Kill the process that holds the store: that is the fault."""
+        self.strike()
+        os.kill(self._server, signal.SIGKILL)
+
+    def wait_for(self, name: str) -> None:
+        """Block until some rank has said `name`: through the file system, which no fault touches."""
+        while not (self.folder / name).exists():
+            time.sleep(0.005)
+
+    def say(self, name: str) -> None:
+        """Let go whoever waits for `name`."""
+        (self.folder / name).touch()
+
+
+def check(found: torch.Tensor | None, expected: object) -> None:
+    """Raise WrongNumber unless every element of `found` is `expected`, a number or a tensor."""
+    wanted = torch.as_tensor(expected, dtype=torch.float32)
+    if found is None or not torch.equal(found.float(), wanted.expand(found.shape)):
+        raise WrongNumber(f"{found} instead of {expected}")
+
+
+def everyone(error: str, ranks: int = 4, **others: str) -> dict[int, str]:
+    """The same error on all ranks; `r2="..."` says otherwise of rank 2."""
+    return {rank: others.get(f"r{rank}", error) for rank in range(ranks)}
+
+
+def without(expected: Mapping[int, str], *gone: int) -> dict[int, str]:
+    """`expected` of the ranks that survive."""
+    return {rank: error for rank, error in expected.items() if rank not in gone}

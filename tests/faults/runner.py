@@ -1,0 +1,307 @@
+"""Run one row on real processes, and tell what became of each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final, final
+
+from tests.faults.row import Rank, Row
+
+# How much longer than promised a row may take: what still runs then hangs.
+_LIMIT_S: Final = 15.0
+# How long a rank that has its error may take to close its mesh and end.
+_ENDS_S: Final = 10.0
+
+# What the processes share from their birth. Where another test has started the fork server already,
+# they import what it lacks themselves.
+_PRELOAD: Final = [
+    "torch",
+    "torch.distributed",
+    "meshcomm.mesh",
+    "meshcomm.train",
+    "meshcomm.testing.pool",
+    "tests.faults.rows",
+]
+# How long the processes of a row may take to start.
+_STARTS_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one surviving rank said: its error, or "" where it went on to its end.
+
+    at: when, on the clock that all processes of a host share.
+    named: the ranks that the error names as odd or missing, where it has such a list.
+    """
+
+    kind: str
+    text: str
+    at: float
+    named: tuple[int, ...] | None = None
+
+
+@final
+@dataclass
+class Result:
+    """What became of a row.
+
+    said: by rank; of those that were neither killed nor stopped.
+    gone: rank -> "SIGKILL" or "SIGSTOP".
+    hung: rank -> its stacks; ranks that neither raised nor ended in time.
+    seconds: from the fault to the last error, or, where nobody raised, to the end of the last rank.
+    left: processes of the row that were there after its end.
+    """
+
+    said: dict[int, Said] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+    hung: dict[int, str] = field(default_factory=dict)
+    seconds: float | None = None
+    left: int = 0
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path
+
+
+def run(row: Row) -> Result:
+    """Run `row` from the start of its processes to the end of the last one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="meshcomm-fault-") as name, _store(row, context) as (port, pid):
+        folder = Path(name)
+        workers = []
+        try:
+            for rank in row.started:
+                ours, theirs = context.Pipe()
+                stacks = folder / f"stacks{rank}"
+                arguments = (row.name, rank, folder, pid, theirs, _environment(row, rank, port), stacks)
+                process = context.Process(target=_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                workers.append(_Worker(rank, process, ours, stacks))
+            _begin_together(workers)
+            return _watch(workers, row.promise_s + _LIMIT_S)
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.process.join()
+                worker.pipe.close()
+
+
+def _begin_together(workers: list[_Worker]) -> None:
+    """Wait until every process has loaded what it needs: nobody's timeout is to run while others import."""
+    deadline = time.monotonic() + _STARTS_S
+    for worker in workers:
+        if not worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"rank {worker.rank} did not start within {_STARTS_S:g} s")
+        assert worker.pipe.recv() == "ready"
+    for worker in workers:
+        worker.pipe.send("go")
+
+
+def _environment(row: Row, rank: int, port: int) -> dict[str, str]:
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(row.ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(row.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if row.server in ("agent", "own process"):
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return {**variables, **row.environment(rank)}
+
+
+# -- who holds the store ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _store(row: Row, context: Any) -> Iterator[tuple[int, int]]:
+    """The store's port, and the id of the process that holds it, 0 where that is not its own."""
+    if row.server in ("agent", "taken by a store"):
+        store = _serve()
+        yield store.port, 0
+        del store
+    elif row.server == "own process":
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_server, args=(theirs,), daemon=True)
+        process.start()
+        try:
+            yield ours.recv(), process.pid
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+    else:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            if row.server == "rank 0":
+                listener.close()
+            else:
+                listener.listen(64)
+            yield port, 0
+
+
+def _serve() -> Any:
+    from meshcomm.mesh.exposure import serve_on_loopback
+
+    store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=60))
+    assert store is not None
+    return store
+
+
+def _server(pipe: Connection) -> None:
+    store = _serve()
+    pipe.send(store.port)
+    signal.pause()
+
+
+# -- watching the ranks -----------------------------------------------------------------------------
+
+
+def _watch(workers: list[_Worker], limit_s: float) -> Result:
+    result = Result()
+    faults: list[float] = []
+    talking = {worker.pipe: worker for worker in workers}
+    waiting = {worker.process.sentinel: worker for worker in workers}
+    deadline = time.monotonic() + limit_s
+    while waiting and time.monotonic() < deadline:
+        for ready in wait([*talking, *waiting], timeout=0.25):
+            if isinstance(ready, Connection):
+                try:
+                    kind, value = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    talking.pop(ready)
+                    continue
+                if kind == "fault":
+                    faults.append(value)
+                    continue
+                result.said[talking[ready].rank] = value
+            elif waiting[ready].pipe not in talking:
+                _ended(waiting.pop(ready), result)
+        for worker in list(waiting.values()):
+            if _state(worker.process.pid) == "T":
+                result.gone[worker.rank] = "SIGSTOP"
+        if all(worker.rank in result.gone or worker.rank in result.said for worker in waiting.values()):
+            # Everyone has spoken: what is left to do is to close and to end.
+            deadline = min(deadline, time.monotonic() + _ENDS_S)
+        if waiting and all(worker.rank in result.gone for worker in waiting.values()):
+            break
+    stuck = [worker for worker in waiting.values() if worker.rank not in result.gone]
+    result.hung = {worker.rank: _stacks(worker) for worker in stuck}
+    sessions = {worker.process.pid for worker in workers}
+    for worker in workers:
+        if result.gone.get(worker.rank) == "SIGSTOP":
+            worker.process.kill()
+            worker.process.join()
+    result.left = len(_of_sessions(sessions))
+    # Where nobody has an error to raise, what counts is when everyone was through.
+    ends = [said.at for said in result.said.values() if said.kind] or [s.at for s in result.said.values()]
+    if ends and faults:
+        result.seconds = max(ends) - max(faults)
+    return result
+
+
+def _ended(worker: _Worker, result: Result) -> None:
+    worker.process.join()
+    code = worker.process.exitcode
+    if code == -signal.SIGKILL:
+        result.gone[worker.rank] = "SIGKILL"
+    elif worker.rank not in result.said or code != 0:
+        before = result.said.get(worker.rank)
+        text = _log(worker) if before is None else f"after {before.kind or 'its end'}: {before.text}"
+        result.said[worker.rank] = Said(f"exit code {code}", text, time.monotonic())
+
+
+def _state(pid: int | None) -> str:
+    """The kernel's letter for a process: T for a stopped one; "" where it is gone or nobody says."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _of_sessions(sessions: set[int | None]) -> list[int]:
+    """Processes whose session one of the ranks leads: itself and all that it started; zombies not counted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state != "Z":
+                found.append(int(path.name))
+    return found
+
+
+def _stacks(worker: _Worker) -> str:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    time.sleep(0.2)
+    return _log(worker)
+
+
+def _log(worker: _Worker) -> str:
+    """What the rank wrote to stderr, its stacks among it."""
+    return worker.stacks.read_text(errors="replace") if worker.stacks.exists() else ""
+
+
+# -- in a rank --------------------------------------------------------------------------------------
+
+
+def _rank(
+    name: str, rank: int, folder: Path, server: int, pipe: Connection, variables: dict[str, str], stacks: Path
+) -> None:
+    """One rank of the row `name`, from its first to its last breath."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stacks.open("w") as file:
+        # What torch's own log says is of interest only where something hangs.
+        os.dup2(file.fileno(), 2)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        os.environ.update(variables)
+        import torch
+
+        from tests.faults.rows import ROWS
+
+        torch.set_num_threads(1)
+        # A collection would touch, and so copy, every page that the ranks share since the fork.
+        gc.freeze()
+        me = Rank(rank, ROWS[name], folder, server, pipe)
+        pipe.send("ready")
+        pipe.recv()
+        pipe.send(("said", _outcome(me)))
+        pipe.close()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _outcome(me: Rank) -> Said:
+    from meshcomm.errors import MeshcommError
+
+    try:
+        me.row.program(me)
+    except BaseException as error:
+        at = me.raised_at or time.monotonic()
+        text = str(error) if isinstance(error, MeshcommError) else traceback.format_exc()
+        named = (*getattr(error, "odd_ranks", ()), *getattr(error, "missing", ()))
+        return Said(type(error).__name__, text, at, named or None)
+    return Said("", "", time.monotonic())

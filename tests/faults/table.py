@@ -1,0 +1,131 @@
+"""The table as a page: `python -m tests.faults.table` runs every row and writes docs/reference/faults.md.
+
+With names of rows it runs only these, and replaces their lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from meshcomm.layout.sizes import fold
+from tests.faults.judge import complaints, names
+from tests.faults.row import TIMEOUT_S, Row
+from tests.faults.rows import ROWS
+from tests.faults.runner import Result, Said, run
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
+
+_HEAD: Final = f"""# What happens when something goes wrong
+
+Made by `python -m tests.faults.table` from a run on real processes; `pytest -m faults` runs the same rows and checks them. In each row
+one thing goes wrong at one moment in a job of four or eight ranks, with a timeout of {TIMEOUT_S:g} s. No row may hang, and none may end in a wrong
+number: ranks that go on check the numbers of every call.
+
+- **seconds** run from the fault to the last error, measured; where nobody has an error to raise, to the end of the last rank. For a skipped
+  call, a rank that never comes or a stopped one the timeout is part of them. *at most* is what is promised: who differs is known
+  2 s after the last rank came, who is missing 2 s after the timeout.
+- **left** counts processes of the row that are there when all of it is over. Ranks that the row stops (SIGSTOP) are ended by the test,
+  as a launcher does.
+- *names* are the ranks that the error has in `missing` or `odd_ranks`, or in its text.
+"""
+
+
+_YET: Final = "## Not as it should be yet"
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """The page for the results of all rows, by name."""
+    lines = [
+        _HEAD,
+        f"{len(ROWS)} rows, run on {os.cpu_count()} cores.\n",
+        "| row | fault | moment | dim | what the surviving ranks raised | seconds | at most | left |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(row, results[name]) for name, row in ROWS.items()]
+    return "\n".join(lines + _flaws()) + "\n"
+
+
+def _flaws() -> list[str]:
+    """What rows marked with (*) stand for."""
+    listed = [f"- `{name}`: {row.flaw}" for name, row in ROWS.items() if row.flaw]
+    return ["", _YET, "", *listed] if listed else []
+
+
+def _line(row: Row, result: Result) -> str:
+    seconds = "-" if result.seconds is None else f"{max(0.0, result.seconds):.2f}"
+    cells = [
+        f"`{row.name}`" + (" (*)" if row.flaw else ""),
+        row.fault,
+        row.moment,
+        row.dim,
+        _raised(result),
+        seconds,
+        f"{row.promise_s:g}",
+        str(result.left),
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _raised(result: Result) -> str:
+    """Equal errors once, with all their ranks; the first line is that of the lowest of them."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, said in sorted(result.said.items()):
+        groups.setdefault((said.kind, tuple(sorted(names(said))) if said.kind else ()), []).append(rank)
+    parts = [_part(ranks, result.said[ranks[0]]) for ranks in groups.values()]
+    parts += [f"rank {rank} hung" for rank in result.hung]
+    return "<br>".join(parts)
+
+
+def _part(ranks: list[int], said: Said) -> str:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"
+    if not said.kind:
+        return f"{who}: no error, numbers right"
+    named = sorted(said.named or ())
+    listed = f", names {fold(named)}" if named else ""
+    return f"{who}: **{said.kind}**{listed}: {_first_line(said)}"
+
+
+def _first_line(said: Said) -> str:
+    lines = said.text.splitlines() or [""]
+    # Of an error that is not meshcomm's own there is the whole trace, which ends in what it says.
+    text = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    if said.kind.startswith("exit code"):
+        # A process that was ended has written why to its stderr.
+        text = next((line for line in lines if line.startswith("meshcomm.errors.")), text)
+    text = re.sub(r"\S*/meshcomm-fault-\w+/", "", text)
+    text = re.sub(r"/\S*/(\w+\.py)", r"\1", text)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def main(chosen: Sequence[str]) -> int:
+    """Run the `chosen` rows, or all, and write the page; 1 where a row is not as expected."""
+    results: dict[str, Result] = {}
+    bad = 0
+    for name in chosen or ROWS:
+        row = ROWS[name]
+        results[name] = result = run(row)
+        wrong = complaints(row, result)
+        unexpected = bool(wrong) != bool(row.flaw) and not row.sometimes
+        bad += unexpected
+        seconds = "   -" if result.seconds is None else f"{result.seconds:5.2f}"
+        print(f"{seconds} s  {name}" + (f"  NOT AS EXPECTED: {wrong}" if unexpected else ""), flush=True)
+    if not chosen:
+        PAGE.write_text(page(results), encoding="utf-8")
+        return 1 if bad else 0
+    text = PAGE.read_text(encoding="utf-8").splitlines()
+    for name, result in results.items():
+        at = next(i for i, line in enumerate(text) if line.startswith(f"| `{name}`"))
+        text[at] = _line(ROWS[name], result)
+    if _YET in text:
+        text = text[: text.index(_YET) - 1]
+    PAGE.write_text("\n".join(text + _flaws()) + "\n", encoding="utf-8")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""The fault table, row by row, on real processes; a short form of it in every run of the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.judge import complaints, names
+from tests.faults.rows import ROWS
+from tests.faults.runner import Result, Said, run
+from tests.faults.table import PAGE, page
+
+QUICK = [name for name, row in ROWS.items() if row.quick]
+
+
+def marked(name: str) -> object:
+    row = ROWS[name]
+    if not row.flaw:
+        return name
+    return pytest.param(name, marks=pytest.mark.xfail(strict=not row.sometimes, reason=row.flaw))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_short_form(name: str) -> None:
+    assert complaints(ROWS[name], run(ROWS[name])) == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", [marked(name) for name in ROWS])
+def test_row(name: str) -> None:
+    assert complaints(ROWS[name], run(ROWS[name])) == []
+
+
+def test_the_table_is_complete() -> None:
+    assert len(ROWS) >= 60
+    assert not [name for name in QUICK if ROWS[name].flaw]
+    faults = " ".join(row.fault + " " + row.name for row in ROWS.values())
+    for word in [
+        "wrong size",
+        "swapped dims",
+        "other rank order",
+        "missing merge",
+        "other timeout",
+        "version",
+        "never starts",
+        "SIGKILL",
+        "SIGSTOP",
+        "exception",
+        "skipped call",
+        "call on another dim",
+        "swapped order of two calls",
+        "other shape",
+        "other dtype",
+        "other reduce op",
+        "other root",
+        "two sends and no receive",
+        "receive from the wrong coord",
+        "store server dies",
+        "port taken",
+        "wrong world size",
+        "duplicate rank",
+        "disk full",
+    ]:
+        assert word in faults, word
+
+
+def test_the_page_has_every_row_of_the_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    shown = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert shown == list(ROWS)
+    # Head and rows are what the code makes; what was measured is the run's own.
+    empty = page({name: Result() for name in ROWS}).split("| row |")[0]
+    assert text.split("| row |")[0].rpartition("\n\n")[0].rpartition("\n\n")[0] in empty
+
+
+def test_what_a_row_complains_about() -> None:
+    row = ROWS["skipped-tp"]
+    good = Said("CollectiveTimeout", 'all_reduce along "tp" did not end', 0.0, (6,))
+    said = {rank: Said("", "", 0.0) for rank in range(7)} | {7: good}
+    assert complaints(row, Result(said, seconds=2.0)) == []
+
+    def one(**changes: object) -> str:
+        found = complaints(row, Result(**{"said": said, "seconds": 2.0, **changes}))  # type: ignore[arg-type]
+        assert len(found) == 1
+        return found[0]
+
+    assert one(seconds=60.0) == "60.0 s after the fault, promised within 4 s"
+    assert one(left=2) == "2 processes of the row were left"
+    assert one(said={**said, 7: Said("CollectiveTimeout", "", 0.0, (5,))}).startswith(
+        "rank 7 does not name [6]"
+    )
+    wrong = Said("WrongNumber", "3 instead of 2", 0.0)
+    assert one(said={**said, 0: wrong}).startswith("rank 0: no error expected, got WrongNumber")
+    del said[3]
+    assert one(said=said).startswith("rank 3 said nothing")
+    assert one(said=said, hung={3: "stack"}) == "rank 3 hangs:\nstack"
+
+
+def test_which_ranks_a_text_names() -> None:
+    assert names(Said("E", "ranks 1 3-5 differ, and rank 7 (dp=0 tp=2)", 0.0)) == {1, 3, 4, 5, 7}
+    assert names(Said("E", "what coord 2 has cannot be sent", 0.0)) == {2}
+    assert names(Said("E", "rank 1", 0.0, (4,))) == {4}

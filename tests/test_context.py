@@ -1,0 +1,444 @@
+"""Attention over a split sequence is attention over the whole one: results, gradients, balance, errors."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import threading
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshcomm
+from meshcomm.comm import Handle
+from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnknownDim, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.context import (
+    ContextSplit,
+    gather_sequence,
+    ring,
+    ring_attention,
+    sequence_positions,
+    split_sequence,
+    ulysses_attention,
+    zigzag_positions,
+)
+from meshcomm.parallel.context.block import (
+    attend_block,
+    block_gradients,
+    plain_attention,
+    plain_gradients,
+    wide,
+)
+from meshcomm.parallel.context.turns import block_at, rows, source_at
+from meshcomm.testing import Pool
+
+Attend = Callable[..., Tensor]
+KINDS: dict[str, Attend] = {"ring": ring_attention, "ulysses": ulysses_attention}
+BATCH, SEQUENCE, HEAD = 2, 24, 6
+
+
+def draw(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v and the gradient of the result, of the whole sequence."""
+    made = torch.Generator().manual_seed(heads * 100 + kv_heads)
+    return [
+        torch.randn(BATCH, count, SEQUENCE, HEAD, generator=made, dtype=torch.float64).to(dtype)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def one_process(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, scale: float | None
+) -> list[Tensor]:
+    """The result and its gradients for q, k, v, by torch on the whole sequence."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def split_up(
+    mesh: Mesh, dim: str, attend: Attend, order: Any, whole: list[Tensor], **how: Any
+) -> list[Tensor]:
+    """The same by `attend` on parts of the sequence, gathered."""
+    q, k, v, dout = (split_sequence(x, 2, mesh, dim, order) for x in whole)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = attend(mesh, dim, q, k, v, order=order, **how)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    assert out.dtype == q.dtype
+    return [gather_sequence(x.detach(), 2, mesh, dim, order) for x in (out, *gradients)]
+
+
+def farthest(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+CASES = [
+    (kind, order, causal, heads, kv_heads, scale)
+    for (kind, order), causal in product(product(KINDS, ("zigzag", "contiguous")), (True, False))
+    for heads, kv_heads, scale in ((12, 12, None), (12, 2, 0.7), (12, 1, None))
+]
+
+
+def every_case(mesh: Mesh) -> list[tuple[Any, float]]:
+    found = []
+    for kind, order, causal, heads, kv_heads, scale in CASES:
+        whole = draw(heads, kv_heads)
+        mine = split_up(mesh, "cp", KINDS[kind], order, whole, causal=causal, scale=scale)
+        error = farthest(mine, one_process(*whole, causal, scale))
+        found.append(((kind, order, causal, heads, kv_heads), error))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_split_attention_is_that_of_one_process(n: int) -> None:
+    # Values are about 1; sums of 24 terms in another order differ by some 1e-15.
+    for found in meshcomm.simulate(every_case, dims={"cp": n}):
+        assert len(found) == 24
+        assert [case for case, error in found if not error < 1e-12] == []
+
+
+def on_processes() -> tuple[float, float]:
+    with meshcomm.init(dims={"dp": 2, "cp": 2}, device="cpu", timeout_s=30) as mesh:
+        whole = [x + mesh.coord("dp") for x in draw(4, 2)]
+        wanted = one_process(*whole, True, None)
+        return (
+            farthest(split_up(mesh, "cp", ring_attention, "zigzag", whole), wanted),
+            farthest(split_up(mesh, "cp", ulysses_attention, "contiguous", whole), wanted),
+        )
+
+
+def test_on_processes(pool: Pool) -> None:
+    assert all(error < 1e-12 for errors in pool.run(on_processes, ranks=4) for error in errors)
+
+
+# -- precision ---------------------------------------------------------------------------------
+
+
+def narrow(mesh: Mesh, dtype: torch.dtype, autocast: bool) -> list[float]:
+    whole = draw(4, 2, dtype)
+    given = [x.float() for x in whole[:3]] + whole[3:] if autocast else whole
+    wanted = one_process(*(x.double() for x in whole), True, None)
+    errors = []
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        for kind in KINDS:
+            q, k, v, dout = (split_sequence(x, 2, mesh, "cp", "zigzag") for x in given)
+            q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+            out = KINDS[kind](mesh, "cp", q, k, v, order="zigzag")
+            assert out.dtype == dtype
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+            assert [x.dtype for x in gradients] == [given[0].dtype] * 3
+            parts = [split_sequence(x, 2, mesh, "cp", "zigzag") for x in wanted]
+            errors.append(farthest([out.detach(), *gradients], parts))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "bound"),
+    [(torch.float32, False, 1e-5), (torch.bfloat16, False, 0.05), (torch.bfloat16, True, 0.05)],
+)
+def test_narrow_dtypes(dtype: torch.dtype, autocast: bool, bound: float) -> None:
+    # Some units in the last place of values up to 4: 2^-23 and 2^-8 of them.
+    whole = draw(4, 2, dtype)
+    plain = farthest(one_process(*whole, True, None), one_process(*(x.double() for x in whole), True, None))
+    for errors in meshcomm.simulate(narrow, dims={"cp": 4}, args=(dtype, autocast)):
+        assert all(error < min(bound, 3 * plain) for error in errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("causal", "keys"), [(True, 10), (False, 6)])
+def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys: int) -> None:
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, BATCH, 6, 10, HEAD).to(dtype)
+    k, v = torch.randn(2, BATCH, 2, keys, HEAD).to(dtype)
+    out, lse = plain_attention(q, k, v, causal, 0.3)
+    assert out.dtype == lse.dtype == wide(dtype)
+    # More keys elsewhere: a larger denominator than this block's.
+    more = (0.7 * out).to(dtype), lse + 0.4
+    bound = 1e-12 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
+    assert farthest(list(attend_block(q, k, v, causal, 0.3)), [out, lse]) < bound
+    exact = plain_gradients(*(x.double() for x in (dout, q, k, v, *more)), causal, 0.3)
+    for gradients in (block_gradients, plain_gradients):
+        assert farthest(list(gradients(dout, q, k, v, *more, causal, 0.3)), list(exact)) < bound
+
+
+def test_the_formula_carries_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "attend_block", plain_attention)
+    monkeypatch.setattr(ring, "block_gradients", plain_gradients)
+    for found in meshcomm.simulate(every_case, dims={"cp": 2}):
+        assert all(error < 1e-12 for _, error in found)
+
+
+# -- who computes what, when -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_cover_each_pair_once(n: int, order: Any, causal: bool) -> None:
+    length = 4
+    counted = torch.zeros(n * length, n * length, dtype=torch.int64)
+    area = torch.zeros(n, n)
+    for coord, turn in product(range(n), range(n)):
+        block = block_at(turn, n, coord, order, causal)
+        if block is None:
+            continue
+        mine = sequence_positions(n * length, n, coord, order)[rows(block.queries, length)]
+        theirs = sequence_positions(n * length, n, source_at(turn, n, coord), order)[rows(block.keys, length)]
+        assert turn or block.queries == "all"
+        pairs = torch.ones(len(mine), len(theirs), dtype=torch.int64)
+        area[coord, turn] = pairs.numel() / (2 if block.causal else 1)
+        counted[mine[:, None], theirs] += pairs.tril() if block.causal else pairs
+    wanted = torch.ones_like(counted)
+    assert torch.equal(counted, wanted.tril() if causal else wanted)
+    if causal and order == "zigzag":
+        assert (area == length * length / 2).all()
+
+
+class Trace:
+    """What each rank's thread does, in its order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: dict[int, list[Any]] = {}
+        for name in ("attend_block", "block_gradients"):
+            patch.setattr(ring, name, self._computing(getattr(ring, name)))
+        start, wait = Mesh.exchange, Handle.wait
+
+        def exchange(mesh: Any, *args: Any, **more: Any) -> Any:
+            self.add("start")
+            return start(mesh, *args, **more)
+
+        def waiting(handle: Any, *args: Any) -> Any:
+            self.add("wait")
+            return wait(handle, *args)
+
+        patch.setattr(Mesh, "exchange", exchange)
+        patch.setattr(Handle, "wait", waiting)
+
+    def add(self, event: Any) -> None:
+        self.events.setdefault(threading.get_ident(), []).append(event)
+
+    def _computing(self, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            q, k = args[:2] if len(args) == 5 else args[1:3]
+            causal, sizes = args[-2], (q.shape[2], k.shape[2])
+            self.add(sizes[0] * sizes[1] / (2 if causal else 1))
+            return function(*args)
+
+        return call
+
+
+def both_ways(mesh: Mesh, order: Any) -> None:
+    q, k, v, dout = (split_sequence(x, 2, mesh, "cp", order) for x in draw(2, 1))
+    q.requires_grad_()
+    ring_attention(mesh, "cp", q, k, v, order=order).backward(dout)
+
+
+def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(monkeypatch)
+    meshcomm.simulate(both_ways, dims={"cp": 3}, args=("zigzag",))
+    half = (SEQUENCE // 3) ** 2 / 2
+    forward = ["start", half, "wait"] * 2 + [half]
+    # The first start and the last wait of a turn are those of keys and values; between them those of
+    # their gradients, which come while a block is computed and go on while the next one is.
+    backward = ["start", half, "start", "wait", "start", half, "wait", "start", "wait"]
+    backward += [half, "wait", "start", "wait"]
+    assert list(trace.events.values()) == [forward + backward] * 3
+
+
+def test_what_a_mask_would_hide_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(monkeypatch)
+    meshcomm.simulate(both_ways, dims={"cp": 4}, args=("contiguous",))
+    work = sorted(sum(e for e in events if not isinstance(e, str)) for events in trace.events.values())
+    whole = (SEQUENCE // 4) ** 2
+    # Forward and backward: a rank with c before it computes half a block and c whole ones.
+    assert work == [2 * (0.5 + c) * whole for c in range(4)]
+    trace.events.clear()
+    meshcomm.simulate(both_ways, dims={"cp": 4}, args=("zigzag",))
+    work = [sum(e for e in events if not isinstance(e, str)) for events in trace.events.values()]
+    assert work == [2 * 4 * whole / 2] * 4
+
+
+def cross(mesh: Mesh) -> float:
+    q, k, v, dout = draw(4, 2)
+    q, dout = q[:, :, :8], dout[:, :, :8]
+    mine = split_up(mesh, "cp", ring_attention, "contiguous", [q, k, v, dout], causal=False)
+    return farthest(mine, one_process(q, k, v, dout, False, None))
+
+
+def test_keys_of_another_sequence() -> None:
+    assert max(meshcomm.simulate(cross, dims={"cp": 4})) < 1e-12
+
+
+def under_way(mesh: Mesh) -> list[float]:
+    n, coord = mesh.size("cp"), mesh.coord("cp")
+    sent, coming = torch.full((3,), float(coord)), [torch.empty(3), torch.empty(3)]
+    handle = mesh.exchange(
+        "cp",
+        [(sent, (coord + 1) % n, 5), (sent, (coord - 1) % n, 6)],
+        [(coming[0], (coord - 1) % n, 5), (coming[1], (coord + 1) % n, 6)],
+        async_op=True,
+    )
+    received = handle.wait()
+    assert received[0] is coming[0] and received[1] is coming[1] and handle.wait() is received
+    assert mesh.exchange("cp", async_op=True).wait() == []
+    return [x[2].item() for x in received]
+
+
+def test_an_exchange_that_is_only_started() -> None:
+    found = meshcomm.simulate(under_way, dims={"cp": 3})
+    assert found == [[2.0, 1.0], [0.0, 2.0], [1.0, 0.0]]
+
+
+def test_the_guides_examples_hold() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "context.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "context.md", "exec"), {"__name__": "guide"})
+    case = doctest.DocTestParser().get_doctest(text.replace("```", ""), {}, "context.md", None, 0)
+    assert len(case.examples) == 2
+    assert doctest.DocTestRunner(verbose=False).run(case).failed == 0
+
+
+# -- the split ---------------------------------------------------------------------------------
+
+
+def test_positions() -> None:
+    assert [zigzag_positions(8, 2, c).tolist() for c in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+    assert sequence_positions(6, 3, 2, "contiguous").tolist() == [4, 5]
+    with pytest.raises(ShapeError) as raised:
+        zigzag_positions(12, 4, 0)
+    assert str(raised.value) == (
+        "a sequence of 12 cannot be split in zigzag order over 4 ranks\n"
+        "  given:    12 tokens, 8 chunks\n"
+        "  expected: a multiple of 8; 12 % 8 = 4\n"
+        '  try:      16 tokens, or order="contiguous"'
+    )
+    with pytest.raises(ShapeError, match=r"expected: a multiple of 3; 10 % 3 = 1\n  try:      12 tokens$"):
+        sequence_positions(10, 3, 0, "contiguous")
+    with pytest.raises(LayoutError, match="coord 4 holds no part of the sequence"):
+        zigzag_positions(16, 4, 4)
+    with pytest.raises(UnsupportedOp, match="cannot be split in the order 'striped'"):
+        sequence_positions(8, 2, 0, "striped")  # type: ignore[arg-type]
+
+
+def there_and_back(mesh: Mesh, order: Any) -> None:
+    ids = torch.arange(2 * 12).reshape(2, 12)
+    mine = split_sequence(ids, -1, mesh, "cp", order)
+    assert mine[0].tolist() == sequence_positions(12, 3, mesh.coord("cp"), order).tolist()
+    assert torch.equal(gather_sequence(mine, 1, mesh, "cp", order), ids)
+    # Each rank's loss counts its own tokens by its coord; the sum of all of them is what is meant.
+    x = (mine.double() * 0.5).requires_grad_()
+    whole = gather_sequence(x, 1, mesh, "cp", order, grad="reduce_scatter")
+    (whole * (mesh.coord("cp") + 1) * ids).sum().backward()
+    assert torch.equal(x.grad, mine * 6.0)
+    with pytest.raises(AutogradError, match="all_gather"):
+        gather_sequence(x, 1, mesh, "cp", order)
+    # What is split has the gradient of this rank's tokens.
+    table = torch.zeros(12, 2, requires_grad=True)
+    split_sequence(table, 0, mesh, "cp", order).sum().backward()
+    assert torch.equal(
+        table.grad[:, 0].nonzero().flatten(), sequence_positions(12, 3, mesh.coord("cp"), order)
+    )
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_split_and_gather(order: Any) -> None:
+    meshcomm.simulate(there_and_back, dims={"cp": 3}, args=(order,))
+
+
+def switched(mesh: Mesh) -> None:
+    whole = draw(4, 2)
+    wanted = one_process(*whole, True, None)[0]
+    for dim, attention in product((None, "tp", "cp"), ("ring", "ulysses")):
+        split = ContextSplit(mesh, dim, attention)
+        alone = dim != "cp"
+        assert (split.size, split.coord) == ((1, 0) if alone else (2, mesh.coord("cp")))
+        assert split.order == ("zigzag" if attention == "ring" else "contiguous")
+        assert torch.equal(split.positions(SEQUENCE), split.split(torch.arange(SEQUENCE), 0))
+        q, k, v = (split.split(x, 2) for x in whole[:3])
+        out = split.attend(q, k, v)
+        if alone:
+            assert q is whole[0] and torch.equal(out, wanted)
+        assert farthest([split.gather(out, 2)], [wanted]) < 1e-12
+    out = ContextSplit(mesh, "cp", "ulysses", order="zigzag").attend(
+        *(split_sequence(x, 2, mesh, "cp", "zigzag") for x in whole[:3])
+    )
+    assert farthest([out], [split_sequence(wanted, 2, mesh, "cp", "zigzag")]) < 1e-12
+    with pytest.raises(UnsupportedOp, match="there is no attention 'flash' over a split sequence"):
+        ContextSplit(mesh, None, "flash")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedOp, match="order 'striped'"):
+        ContextSplit(mesh, "cp", order="striped")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="10 % 4 = 2"):
+        ContextSplit(mesh, "cp").positions(10)
+    with pytest.raises(UnknownDim, match="ctx"):
+        ContextSplit(mesh, "ctx")
+
+
+def test_one_object_for_a_model() -> None:
+    meshcomm.simulate(switched, dims={"dp": 2, "cp": 2, "tp": 1})
+
+
+def named_like_an_axis(mesh: Mesh) -> float:
+    whole = draw(4, 2)
+    return farthest(split_up(mesh, "s", ulysses_attention, "zigzag", whole), one_process(*whole, True, None))
+
+
+def test_a_dim_may_be_called_like_an_axis() -> None:
+    assert max(meshcomm.simulate(named_like_an_axis, dims={"b": 1, "s": 2, "d": 1})) < 1e-12
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def refusals(mesh: Mesh) -> None:
+    def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    good = x(1, 6, 4, 2)
+    wrong: list[tuple[Attend, tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = [
+        (ring_attention, (good[0], good, good), {}, "do not fit together"),
+        (ring_attention, (good, good, good[..., :1]), {}, "do not fit together"),
+        (ring_attention, (good, x(2, 6, 4, 2), x(2, 6, 4, 2)), {}, "do not fit together"),
+        (ring_attention, (good, good[:, :4], good[:, :4]), {}, "a multiple of 4 heads in q, got 6"),
+        (ring_attention, (good, good[:, :0], good[:, :0]), {}, "expected: a head in k and v"),
+        (ring_attention, (good, good.double(), good), {}, "need one floating-point dtype"),
+        (ring_attention, (good.long(),) * 3, {}, "need one floating-point dtype"),
+        (ring_attention, (good, good[:, :, :2], good[:, :, :2]), {}, "q and k are of different length"),
+        (ulysses_attention, (good, good[:, :, :2], good[:, :, :2]), {"causal": False}, "of different length"),
+        (ring_attention, (good[:, :, :3],) * 3, {}, "an even number of tokens on each rank"),
+        (ulysses_attention, (good,) * 3, {}, "a multiple of 4 heads; 6 % 4 = 2"),
+        (ulysses_attention, (good,) * 3, {}, "1 or 2 or 3 along cp, or ring_attention"),
+        (ring_attention, (good.to("meta"),) * 3, {}, "cannot carry this tensor"),
+        (ulysses_attention, ([0.0], good, good), {}, "was given a list"),  # type: ignore[list-item]
+    ]
+    for attend, tensors, how, text in wrong:
+        with pytest.raises(ShapeError, match=text):
+            attend(mesh, "cp", *tensors, **how)
+    with pytest.raises(UnsupportedOp, match="order 'natural'"):
+        ring_attention(mesh, "cp", good, good, good, order="natural")  # type: ignore[arg-type]
+    with pytest.raises(UnknownDim):
+        ring_attention(mesh, "nowhere", good, good, good)
+    with pytest.raises(ShapeError) as raised:
+        ring_attention(mesh, "cp", good[:, :, :3], good[:, :, :3], good[:, :, :3])
+    assert str(raised.value).splitlines() == [
+        f'ring_attention along "cp" on {mesh.label}: an odd number of tokens cannot be two chunks of a zig-zag',
+        "  given:    q (1, 6, 3, 2), k (1, 6, 3, 2), v (1, 6, 3, 2)",
+        "  expected: an even number of tokens on each rank",
+        '  try:      a sequence of a multiple of 8, or order="contiguous"',
+    ]
+    with pytest.raises(ShapeError, match=r"split_sequence along .* has no axis 2"):
+        split_sequence(x(4, 4), 2, mesh, "cp", "contiguous")
+    with pytest.raises(ShapeError, match="a multiple of 4; 6 % 4 = 2"):
+        split_sequence(x(6), 0, mesh, "cp", "contiguous")
+    with pytest.raises(ShapeError, match="12 % 8 = 4"):
+        gather_sequence(x(3), 0, mesh, "cp", "zigzag")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    meshcomm.simulate(refusals, dims={"cp": 4})

@@ -1,0 +1,523 @@
+"""What crosses dims: the gradient norm against NumPy over whole gradients, dropout masks against one
+process and plain Python integers, learning rates and parameter groups against their formulas."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import meshcomm
+from meshcomm.config import TrainConfig
+from meshcomm.errors import LayoutError, RankFailed, ShapeError, TrainingError, UnknownDim
+from meshcomm.mesh import Mesh
+from meshcomm.parallel import TensorSplit, assign, whole
+from meshcomm.parallel.decay import decay_groups
+from meshcomm.parallel.dropout import Dropout, Drops, _number
+from meshcomm.parallel.expert import Experts
+from meshcomm.parallel.norm import GradientNorm, split_dims
+from meshcomm.testing import Pool
+from meshcomm.train.rates import learning_rate
+
+# -- the gradient norm ----------------------------------------------------------------------------
+
+# Whole gradients of each of two stages: name -> (shape, axis split along each dim).
+KINDS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
+    "norm": ((7,), {}),
+    "matrix": ((6, 8), {"tp": 1}),
+    "sharded": ((8, 3), {"data": 0}),
+    "both": ((8, 4), {"fsdp": 0, "tp": 1}),
+    "expert": ((4, 3, 2), {"ep": 0, "tp": 2}),
+    "tied": ((6, 4), {"tp": 0}),
+}
+
+
+def gradient(stage: int, name: str, dtype: torch.dtype) -> Tensor:
+    """The tied one is the same on both stages."""
+    seed = [list(KINDS).index(name), 0 if name == "tied" else stage]
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(KINDS[name][0])).to(dtype)
+
+
+def expected_norm(dtype: torch.dtype = torch.float64) -> float:
+    parts = [
+        gradient(stage, name, dtype).double().numpy().ravel()
+        for stage in (0, 1)
+        for name in KINDS
+        if (stage, name) != (1, "tied")
+    ]
+    return float(np.linalg.norm(np.concatenate(parts)))
+
+
+def parameters(mesh: Mesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """This rank's parts, with their gradients."""
+    found = {}
+    for name, (_, axes) in KINDS.items():
+        value = gradient(mesh.coord("pp"), name, dtype)
+        for dim, axis in axes.items():
+            value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
+        found[name] = nn.Parameter(torch.zeros_like(value))
+        found[name].grad = value.clone()
+    return found
+
+
+def measured(mesh: Mesh, plant: str = "", dtype: torch.dtype = torch.float64) -> tuple[float, float, bool]:
+    """The norm; the norm after clipping to a third of it; whether every gradient was scaled so."""
+    held = parameters(mesh, dtype)
+    dims = {name: tuple(axes) for name, (_, axes) in KINDS.items()}
+    if plant == "replicated counted twice":
+        dims["norm"] = ("tp",)
+    if plant == "expert's dim forgotten":
+        dims["expert"] = ("tp",)
+    skip = [held["tied"]] if mesh.coord("pp") == 1 and plant != "tied counted twice" else []
+    norm = GradientNorm(
+        mesh,
+        [(held[name], dims[name]) for name in KINDS],
+        pipeline=None if plant == "pipeline not summed" else "pp",
+        skip=skip,
+    )
+    before = norm.clip_(expected_norm() / 3)
+    assert before.dtype == torch.float64 and before.shape == ()
+    fresh = parameters(mesh, dtype)
+    scale = expected_norm() / 3 / before.item()
+    scaled = all(
+        torch.allclose(held[name].grad, fresh[name].grad * scale, rtol=1e-6)  # type: ignore[arg-type, operator]
+        for name in KINDS
+    )
+    return before.item(), norm.norm().item(), scaled
+
+
+def on_eight(plant: str = "", dtype: torch.dtype = torch.float64, **sizes: int) -> list[tuple[Any, ...]]:
+    dims = {"pp": 2, "dp": 1, "fsdp": 2, "tp": 2} | sizes
+    data = dims["dp"] * dims["fsdp"]
+    ep = 2 if data > 1 else 1
+    return meshcomm.simulate(
+        measured,
+        dims=dims,
+        merge={"data": ["dp", "fsdp"]},
+        views={"expert": {"pp": 2, "edp": data // ep, "ep": ep, "tp": dims["tp"]}},
+        args=(plant, dtype),
+    )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "tp": 1}, {"dp": 2}, {"fsdp": 1}], ids=str)
+def test_every_parameter_counts_once(sizes: dict[str, int]) -> None:
+    for before, after, scaled in on_eight(**sizes):
+        assert before == pytest.approx(expected_norm(), rel=1e-13)
+        assert after == pytest.approx(expected_norm() / 3, rel=1e-13)
+        assert scaled
+
+
+def test_float32_is_added_up_in_float64() -> None:
+    for before, _, _ in on_eight(dtype=torch.float32):
+        assert before == pytest.approx(expected_norm(torch.float32), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    ["replicated counted twice", "expert's dim forgotten", "tied counted twice", "pipeline not summed"],
+)
+def test_a_wrong_norm_is_seen(plant: str) -> None:
+    for before, _, _ in on_eight(plant):
+        assert abs(before / expected_norm() - 1) > 1e-3
+
+
+def test_what_is_not_finite_is_returned_and_nothing_is_scaled() -> None:
+    def program(mesh: Mesh, bad: float) -> tuple[float, list[float]]:
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.tensor([1.0, 2.0, bad if mesh.rank == 1 else 3.0])
+        norm = GradientNorm(mesh, [(parameter, ("tp",))]).clip_(0.1)
+        return norm.item(), parameter.grad.tolist()
+
+    for bad, check in ((math.inf, math.isinf), (math.nan, math.isnan)):
+        results = meshcomm.simulate(program, dims={"tp": 2}, args=(bad,))
+        assert all(check(norm) for norm, _ in results)
+        assert results[0][1] == [1.0, 2.0, 3.0]
+    # A small norm, and one of zero, leave gradients as they are.
+    one = nn.Parameter(torch.zeros(2))
+    with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
+        for values in ([0.0, 0.0], [0.25, -0.5]):
+            one.grad = torch.tensor(values)
+            assert GradientNorm(mesh, [(one, ("tp",))]).clip_(1.0).item() == math.hypot(*values)
+            assert one.grad.tolist() == values
+
+
+def test_mistakes_in_a_norm_are_named() -> None:
+    def fails(kind: type[Exception], text: str, **given: Any) -> None:
+        def program(mesh: Mesh) -> None:
+            a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, 4))
+            a.grad = torch.zeros(2)
+            pairs = {"a": (a, given.get("dims", ())), "b": (b, ()), "again": (a, ())}
+            chosen = [pairs[name] for name in given.get("of", "a").split()]
+            skip = [b] if given.get("skip") else []
+            norm = GradientNorm(
+                mesh, chosen, pipeline=given.get("pipeline"), skip=skip, names=given.get("names", ())
+            )
+            norm.clip_(given.get("most", 1.0))
+
+        with pytest.raises(RankFailed) as caught:
+            meshcomm.simulate(program, dims={"pp": 2, "tp": 2}, merge={"all": ["pp", "tp"]})
+        error = caught.value.__cause__
+        assert type(error) is kind
+        assert text in str(error)
+
+    fails(TrainingError, "1 of 2 parameters have no gradient", of="a b")
+    fails(TrainingError, "given:    number 1, (3, 4)", of="a b")
+    fails(TrainingError, "given:    head.weight", of="a b", names=["norm", "head.weight"])
+    fails(TrainingError, "given:    max_norm = 0.0", most=0.0)
+    fails(UnknownDim, "tq", dims=("tq",))
+    fails(LayoutError, "split along tp twice", dims=("all", "tp"))
+    fails(LayoutError, "split along pp twice", dims=("all",), pipeline="pp")
+    fails(LayoutError, "is in the norm twice", of="a again")
+    fails(LayoutError, "1 of 1 in skip are not among", skip=True)
+    fails(LayoutError, "1 names, 2 parameters", of="a b", names=["norm"])
+
+
+def test_parameters_say_how_they_are_split() -> None:
+    def program(mesh: Mesh) -> list[tuple[str, ...]]:
+        splits = [TensorSplit(mesh, dim) for dim in ("tp", "one", None)]
+        made = [split.parameter(4, 6, axis=axis) for split in splits for axis in (0, 1, None)]
+        return [split_dims(parameter) for parameter in made]
+
+    found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2, "one": 1})
+    assert found == [[("tp",), ("tp",), (), (), (), (), (), (), ()]] * 4
+
+
+def test_frozen_parameters_have_no_part() -> None:
+    frozen, free = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
+    free.grad = torch.tensor([3.0, 4.0])
+    with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
+        assert GradientNorm(mesh, [(frozen, ()), (free, ())]).norm().item() == 5.0
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+SEED, STEP, BATCH, SEQUENCE, FEATURES = 3, 17, 8, 12, 10
+
+
+def by_integers(p: float, site: str, sample: int, position: int, feature: int) -> bool:
+    """Whether one process keeps an element: the definition, in Python's unbounded integers."""
+
+    def hashed(text: str) -> int:
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def mixed(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    def number(state: int, index: int) -> int:
+        return mixed((state + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
+
+    key = number(hashed(f"{SEED} {STEP}"), sample)
+    word = number(number(mixed(key ^ hashed(site)), position), feature // 2)
+    half = word >> 32 if feature % 2 else word % 2**32
+    # Read as a signed number, a half is dropped when it is among the lowest share p.
+    return (half + 2**31) % 2**32 >= round(p * 2**32)
+
+
+@functools.cache
+def one_process(p: float, site: str) -> Tensor:
+    return torch.tensor(
+        [
+            [[by_integers(p, site, b, s, f) for f in range(FEATURES)] for s in range(SEQUENCE)]
+            for b in range(BATCH)
+        ]
+    )
+
+
+def test_the_generator_is_splitmix64() -> None:
+    known = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431)
+    found = _number(torch.tensor(1234567), torch.arange(4))
+    assert [value % 2**64 for value in found.tolist()] == list(known)
+
+
+@pytest.mark.parametrize(("p", "site"), [(0.5, "3.attn"), (0.1, "3.ff"), (0.999, "0.attn")])
+def test_a_mask_is_that_of_python_integers(p: float, site: str) -> None:
+    drops = Drops.at(SEED, STEP, torch.arange(BATCH), torch.arange(SEQUENCE))
+    keep = Dropout(p, site).keep(drops, torch.Size((BATCH, SEQUENCE, FEATURES)))
+    assert torch.equal(keep, one_process(p, site))
+    assert keep.shape == (BATCH, SEQUENCE, FEATURES)
+
+
+def part_of_the_mask(mesh: Mesh, plant: str) -> tuple[bool, Tensor]:
+    """Two microbatches and an uneven slice of the features: are they one process's? And the first mask."""
+    share, width = BATCH // mesh.size("dp"), SEQUENCE // mesh.size("cp")
+    first = mesh.coord("dp") * share
+    positions = torch.arange(SEQUENCE).view(-1, mesh.size("cp"))[:, mesh.coord("cp")]
+    features = range(3, FEATURES) if mesh.coord("tp") else range(3)
+    drop = Dropout(0.5, "3.attn")
+    masks, right = [], True
+    for micro in (0, 1):
+        samples = torch.arange(first + micro * share // 2, first + (micro + 1) * share // 2)
+        if plant == "the same along dp":
+            samples = samples - first
+        if plant == "by the place in the microbatch":
+            samples = torch.arange(share // 2)
+        there = torch.arange(width) if plant == "by the place on the rank" else positions
+        at = 0 if plant == "features counted from the rank's" else features[0]
+        drops = Drops.at(SEED, STEP, samples, there)
+        keep = drop.keep(drops, torch.Size((share // 2, width, len(features))), at)
+        rows = slice(first + micro * share // 2, first + (micro + 1) * share // 2)
+        right &= torch.equal(keep, one_process(0.5, "3.attn")[rows, positions][..., list(features)])
+        # What tp ranks hold whole.
+        masks.append(drop.keep(drops, torch.Size((share // 2, width, FEATURES))))
+    return right, masks[0]
+
+
+def masks_on_eight(plant: str = "") -> list[tuple[bool, Tensor]]:
+    return meshcomm.simulate(part_of_the_mask, dims={"dp": 2, "cp": 2, "tp": 2}, args=(plant,))
+
+
+def test_every_mesh_drops_what_one_process_drops() -> None:
+    found = masks_on_eight()
+    assert all(right for right, _ in found)
+    for rank in range(0, 8, 2):
+        assert torch.equal(found[rank][1], found[rank + 1][1]), "ranks along tp hold the same activations"
+    for rank in range(4):
+        assert not torch.equal(found[rank][1], found[rank + 4][1]), "ranks along dp hold other samples"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "the same along dp",
+        "by the place in the microbatch",
+        "by the place on the rank",
+        "features counted from the rank's",
+    ],
+)
+def test_a_mask_of_another_place_is_seen(plant: str) -> None:
+    assert not all(right for right, _ in masks_on_eight(plant))
+
+
+def test_masks_are_independent_and_uniform() -> None:
+    """Bounds of five standard deviations; chi-square over byte values to about 1e-6."""
+    batch, sequence, features = 32, 64, 128
+    samples, positions = torch.arange(batch), torch.arange(sequence)
+
+    def words(step: int, site: str, p: float = 0.5, of: Tensor = samples) -> Tensor:
+        keep = Dropout(p, site).keep(
+            Drops.at(SEED, step, of, positions), torch.Size((batch, sequence, features))
+        )
+        return keep.double()
+
+    n = batch * sequence * features
+    for p in (0.5, 0.1, 0.9):
+        keep = words(1, "0.attn", p)
+        assert abs(keep.mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+    here = words(1, "0.attn") - 0.5
+    neighbours = {
+        "feature": (here[..., 1:], here[..., :-1]),
+        "position": (here[:, 1:], here[:, :-1]),
+        "sample": (here[1:], here[:-1]),
+        "far sample": (here, words(1, "0.attn", of=samples + 2**40) - 0.5),
+        "step": (here, words(2, "0.attn") - 0.5),
+        "site": (here, words(1, "0.ff") - 0.5),
+        "layer": (here, words(1, "1.attn") - 0.5),
+        # Sample and position, or step and sample, in exchanged roles.
+        "transposed": (here[:, :32], here[:, :32].transpose(0, 1) + torch.eye(32)[..., None] * 9),
+    }
+    for name, (a, b) in neighbours.items():
+        apart = b.abs() < 1
+        correlation = (a[apart] * b[apart]).mean().item() * 4
+        assert abs(correlation) < 5 / math.sqrt(apart.sum().item()), name
+    # Rows and columns of it, which a weak mix would show.
+    for axes in ((0, 1), (0, 2), (1, 2)):
+        means = here.mean(axes)
+        assert (means.abs() * 2 * math.sqrt(n / means.numel()) < 5).all()
+
+    bits = _number(torch.arange(64)[:, None], torch.arange(2048)).view(torch.uint8)
+    for byte in range(8):
+        counts = torch.bincount(bits.view(-1, 8)[:, byte].int(), minlength=256).double()
+        even = counts.sum() / 256
+        assert ((counts - even) ** 2 / even).sum().item() < 255 + 5 * math.sqrt(2 * 255)
+    ones = torch.stack([(bits >> bit & 1).double().mean() for bit in range(8)])
+    assert ((ones - 0.5).abs() < 2.5 / math.sqrt(bits.numel())).all()
+
+
+def test_a_seed_means_the_same_numbers_for_ever() -> None:
+    drops = Drops.at(0, 1, torch.arange(3), torch.arange(2))
+    assert drops.keys.tolist() == [-6043980424572639240, 5489981380185723003, -5527408334897693866]
+    keep = Dropout(0.5, "0.attn").keep(drops, torch.Size((3, 2, 4)))
+    assert "".join(map(str, keep.flatten().int().tolist())) == "001000011101010001101010"
+
+
+def test_dropout_scales_what_it_keeps() -> None:
+    drops = Drops.at(SEED, STEP, torch.arange(BATCH), torch.arange(SEQUENCE))
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.full((BATCH, SEQUENCE, FEATURES), 3.0, dtype=dtype, requires_grad=True)
+        y = Dropout(0.25, "3.attn")(x, drops)
+        y.sum().backward()
+        keep = one_process(0.25, "3.attn")
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, torch.where(keep, 4.0, 0.0).to(dtype), rtol=0, atol=0)
+        torch.testing.assert_close(x.grad, torch.where(keep, 4 / 3, 0.0).to(dtype))
+    for off in (Dropout(0.0, "3.attn"), Dropout(0.25, "3.attn").eval()):
+        assert off(x) is x
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(6, 6, dtype=torch.float64)
+        self.drop = Dropout(0.4, "1.ff")
+
+    def forward(self, x: Tensor, drops: Drops) -> Tensor:
+        return x + self.drop(self.w(x).relu(), drops)
+
+
+def test_a_block_that_runs_again_in_backward_drops_the_same() -> None:
+    """Also with another microbatch's forward in between, as in a pipeline."""
+    torch.manual_seed(0)
+    block = Blocks()
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    given = [Drops.at(0, 1, torch.arange(4) + 4 * micro, torch.arange(5)) for micro in (0, 1)]
+    grads = []
+    for again in (False, True):
+        block.zero_grad()
+        run: Any = functools.partial(checkpoint, block, use_reentrant=False) if again else block
+        losses = [run(x[micro], given[micro]).square().sum() for micro in (0, 1)]
+        for loss in losses:
+            loss.backward()
+        grads.append(block.w.weight.grad)
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+
+
+def test_a_compiled_block_drops_the_same_and_compiles_once() -> None:
+    torch.manual_seed(0)
+    block = Blocks()
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(block, fullgraph=True, backend=count)
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    for step in (1, 2, 3):
+        drops = Drops.at(0, step, torch.arange(4), torch.arange(5))
+        assert torch.equal(compiled(x, drops), block(x, drops))
+    assert len(graphs) == 1
+
+
+def test_mistakes_with_dropout_are_named() -> None:
+    samples, positions = torch.arange(2), torch.arange(3)
+    drops = Drops.at(0, 1, samples, positions)
+    with pytest.raises(TrainingError, match=r"p = 1\.0\n  expected: 0 <= p < 1"):
+        Dropout(1.0, "0.attn")
+    with pytest.raises(TrainingError, match=r"dropout 0\.attn is not told which samples"):
+        Dropout(0.5, "0.attn")(torch.zeros(2, 3, 4))
+    with pytest.raises(ShapeError, match=r"x of shape \(2, 4, 4\); 2 samples, 3 positions"):
+        Dropout(0.5, "0.attn")(torch.zeros(2, 4, 4), drops)
+    with pytest.raises(ShapeError, match=r"samples of shape \(2,\), torch\.float32"):
+        Drops.at(0, 1, samples.float(), positions)
+    with pytest.raises(ShapeError, match=r"positions of shape \(1, 3\), torch\.int64"):
+        Drops.at(0, 1, samples, positions[None])
+
+
+# -- learning rates -------------------------------------------------------------------------------
+
+
+def rates(**given: Any) -> list[float]:
+    train = TrainConfig(global_batch=1, microbatch=1, **given)
+    return [learning_rate(train, step) for step in range(1, train.steps + 1)]
+
+
+def test_the_default_rates_are_those_they_were() -> None:
+    """Warm-up, then 0.1 + 0.45 (1 + cos): to the last bit."""
+    lr, warmup, steps = 3e-3, 5, 60
+
+    def before(step: int) -> float:
+        if step <= warmup:
+            return lr * step / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+    assert rates(steps=steps, warmup_steps=warmup, lr=lr) == [before(step) for step in range(1, steps + 1)]
+
+
+def test_schedules_end_where_they_say() -> None:
+    for schedule in ("cosine", "linear"):
+        for least in (0.0, 0.25, 1.0):
+            found = rates(steps=20, warmup_steps=4, lr=2.0, schedule=schedule, min_lr_ratio=least)
+            assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+            assert found[-1] == pytest.approx(2 * least, abs=1e-15)
+            assert found[11] == pytest.approx(1 + least), "halfway"
+            assert found[4:] == sorted(found[4:], reverse=True)
+    linear = rates(steps=11, lr=1.0, schedule="linear", min_lr_ratio=0.0)
+    assert np.allclose(np.diff(linear), -1 / 11)
+    assert rates(steps=5, warmup_steps=2, lr=1.0, schedule="constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates(steps=3, warmup_steps=3, lr=3.0) == [1.0, 2.0, 3.0]
+
+
+# -- groups, and all of it on processes -----------------------------------------------------------
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3))
+    groups = decay_groups(model)
+    assert [group.get("weight_decay") for group in groups] == [None, 0.0]
+    matrices = {id(p) for p in (model[0].weight, model[1].weight)}
+    assert {id(p) for p in groups[0]["params"]} == matrices
+    assert len(groups[1]["params"]) == 3
+
+
+def on_processes(shard: bool) -> None:
+    dims = {"fsdp": 2, "tp": 2} if shard else {"dp": 2, "tp": 2}
+    views = {} if shard else {"expert": {"ep": 2, "tp": 2}}
+    with meshcomm.init(dims=dims, views=views, device="cpu", timeout_s=30) as mesh:
+        split = TensorSplit(mesh, "tp", torch.float64)
+        model = nn.ModuleDict()
+        for name, axis in (("column", 0), ("row", 1)):
+            model[name] = nn.Module()
+            model[name].weight = split.parameter(4, 6, axis=axis)
+        model["norm"] = nn.Module()
+        # Three rows on two ranks of FSDP: parts are uneven.
+        model["norm"].weight = split.parameter(3, axis=None)
+        if shard:
+            for part in model.values():
+                fully_shard(part, mesh=mesh["fsdp"])
+        else:
+            model["ff"] = Experts(mesh, "ep", split, width=4, ff=6, experts=4, experts_per_token=2)
+            model["head"] = nn.Linear(4, 2, dtype=torch.float64)
+        held = dict(model.named_parameters())
+        squares = 0.0
+        for number, (name, parameter) in enumerate(held.items()):
+            value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)).double()
+            squares += value.square().sum().item()
+            if shard:
+                parameter.grad = parameter.detach().clone()
+            assign(parameter, value)
+            parameter.grad = parameter.detach().clone()
+            assert torch.equal(whole(parameter.grad), value), name
+        norm = GradientNorm(mesh, [(p, split_dims(p)) for p in held.values()], names=held)
+        assert norm.clip_(1.0).item() == pytest.approx(math.sqrt(squares), rel=1e-13)
+        assert norm.norm().item() == pytest.approx(1.0, rel=1e-13)
+
+        with pytest.raises(LayoutError, match=r"column\.weight is split along other dims"):
+            GradientNorm(mesh, [(held["column.weight"], ())], names=["column.weight"])
+
+        groups = decay_groups(model)
+        assert sum(len(group["params"]) for group in groups) == len(held)
+        before = {name: whole(parameter).clone() for name, parameter in held.items()}
+        torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5, fused=True).step()
+        for name, parameter in held.items():
+            # One step of AdamW moves by lr against the gradient's sign, and decays.
+            old, sign = before[name], before[name].sign()
+            decay = 0.5 if parameter.ndim > 1 else 0.0
+            torch.testing.assert_close(
+                whole(parameter), old * (1 - 0.1 * decay) - 0.1 * sign, rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["experts", "fsdp"])
+def test_on_processes(pool: Pool, shard: bool) -> None:
+    pool.run(on_processes, shard, ranks=4)

@@ -1,0 +1,60 @@
+"""Stragglers: who comes late to the calls that ranks make together."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.comm.lateness import Lateness, arrivals
+from meshcomm.testing import Pool
+
+
+def test_arrivals_by_hand() -> None:
+    # Call 9 has left the ring of coord 0, call 12 has not reached coord 2.
+    found = arrivals(
+        [[10, 11, 12], [9, 10, 11], [9, 10, 11]],
+        [[1_000, 5_000, 9_000], [7, 4_000, 2_000], [7, 1_000, 8_000]],
+        ranks=[3, 4, 5],
+    )
+    assert found.calls == 2
+    assert found.mean_s == pytest.approx((1.5e-6, 1.5e-6, 3e-6))
+    assert found.worst_s == pytest.approx((3e-6, 3e-6, 6e-6))
+    assert found.last == (0.0, 0.5, 0.5)
+    assert found.latest == 2
+    assert arrivals([[0], [0]], [[0], [0]], ranks=[0, 1]).calls == 0
+
+
+def slow_rank() -> Lateness:
+    with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        x = torch.ones(2)
+        for _ in range(10):
+            if mesh.rank == 5:
+                time.sleep(0.05)
+            mesh.all_reduce("tp", x, op="avg")
+            mesh.all_reduce("dp", x, op="avg")
+        return mesh.lateness()
+
+
+def test_the_slow_rank_is_found_along_its_dim(pool: Pool) -> None:
+    everyone = pool.run(slow_rank)
+    for rank, found in enumerate(everyone):
+        assert found.hosts == 1
+        assert found.stragglers["tp"] == everyone[0].stragglers["tp"]
+        assert found.stragglers["tp"].rank == 5
+        assert 0.025 < found.stragglers["tp"].mean_s < 5
+        assert set(found.groups) == {"pp", "dp", "tp"}
+        assert found.groups["pp"].calls == 0
+        own = found.groups["tp"]
+        assert own.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert own.calls == 10
+    late = everyone[4].groups["tp"]
+    assert late.last[1] > 0.8
+    assert late.mean_s[1] > 0.025
+    # Rank 4 was held up by rank 5, and so comes late along dp, with nobody late before it along tp.
+    text = str(everyone[4])
+    assert "tp, 10 calls" in text
+    assert "latest of the whole mesh along" in text
+    assert "tp: rank 5, " in text

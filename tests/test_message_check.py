@@ -1,0 +1,91 @@
+"""Both ends of a message are compared before its data moves, whichever comes second."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.errors import CallMismatchError, CollectiveTimeout
+from meshcomm.testing import Pool
+
+CASES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "shorter": (torch.ones(4), torch.zeros(8)),
+    "longer": (torch.ones(8), torch.zeros(4)),
+    "dtype": (torch.ones(4), torch.zeros(4, dtype=torch.int32)),
+}
+
+
+def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int, ...]]:
+    """Rank 0 sends to rank 1; coord `late` comes second."""
+    x, out = CASES[case]
+    options = {"pp": {"timeout_s": 2.0}}
+    config = {
+        "dims": {"pp": 2},
+        "device": "cpu",
+        "options": options,
+        "validate_calls": validate,
+        "reports": "",
+    }
+    with meshcomm.init({"mesh": config}) as mesh:
+        for _ in range(5 if validate == "always" else 1):
+            mesh.shift("pp", torch.ones(2))  # tag 0, and equal at both ends
+        mesh.barrier()
+        if mesh.coord("pp") == late:
+            mesh.store.wait(["first"])
+            time.sleep(0.3)  # the first is blocked in its call
+        else:
+            mesh.store.set("first", b"")
+        try:
+            if mesh.coord("pp") == 0:
+                mesh.send("pp", x, dst=1)
+            else:
+                mesh.recv("pp", out, src=0)
+        except (CallMismatchError, CollectiveTimeout) as error:
+            found = type(error).__name__, str(error), getattr(error, "odd_ranks", ())
+        else:
+            found = "none", "", ()
+        time.sleep(2 if mesh.coord("pp") == late else 0)  # stay while the other asks
+        return found
+
+
+@pytest.mark.parametrize(
+    ("case", "late", "validate"), [("shorter", 0, 64), ("longer", 1, "always"), ("dtype", 1, 64)]
+)
+def test_the_second_to_come_names_both_ends(pool: Pool, case: str, late: int, validate: Any) -> None:
+    found = pool.run(ends, case, late, validate, ranks=2)
+    kind, text, odd = found[late]
+    assert (kind, odd) == ("CallMismatchError", (0, 1))
+    x, out = CASES[case]
+    number = 6 if validate == "always" else 2
+    assert (
+        f"message {number} with tag 0 from rank 0 to rank 1 on pp[] means two things; nothing was sent"
+        in text
+    )
+    assert f"rank 0 sends float32 ({x.numel()}) at {__file__}:" in text
+    assert (
+        f"rank 1 has room for {str(out.dtype).removeprefix('torch.')} ({out.numel()}) at {__file__}:" in text
+    )
+    kind, text, _ = found[1 - late]
+    assert kind == "CollectiveTimeout"
+    done = "received 1 of 2" if late == 1 else "sent 1 of 2"
+    if number == 2:
+        assert f"rank {late} (pp={late}) has {done} with tag 0; it is at " in text
+
+
+def unread(validate: int) -> float:
+    with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=20, validate_calls=validate) as mesh:
+        out = torch.zeros(8)
+        for _ in range(6):
+            if mesh.coord("pp") == 0:
+                mesh.send("pp", torch.ones(8), dst=1)
+            else:
+                mesh.recv("pp", out, src=0)
+        return out.sum().item()
+
+
+def test_equal_ends_pass(pool: Pool) -> None:
+    assert pool.run(unread, 64, ranks=2)[1] == 8.0

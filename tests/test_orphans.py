@@ -1,0 +1,212 @@
+"""No process outlives its job, and a job of one host cannot be reached from elsewhere; real launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshcomm.mesh import guard
+from tests.test_jobs import CONFIG, alive, finish, start
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def gone(folder: Path, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive(folder) == []
+
+
+# A rank that is stopped, one that ignores SIGTERM, and what ranks start: in their own session too.
+STUBBORN = """
+import subprocess
+mesh = meshcomm.init()
+mesh.all_reduce("dp", torch.ones(1))
+mesh.all_reduce("tp", torch.ones(1))
+subprocess.Popen(["sleep", "1000"], start_new_session=mesh.rank == 1)
+if mesh.rank == 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+mesh.barrier("dp")
+mesh.barrier("tp")
+"""
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        STUBBORN
+        + """
+if mesh.rank == 0:
+    print("up", flush=True)
+if mesh.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1000)
+"""
+    )
+    job = start(tmp_path, script)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    # The launcher, four ranks, and what each has started.
+    assert len(alive(tmp_path)) >= 9
+    job.kill()
+    assert gone(tmp_path, 30)
+    job.communicate(timeout=30)
+
+
+def test_nothing_outlives_a_job_that_fails(tmp_path: Path) -> None:
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    script = (
+        STUBBORN
+        + """
+if mesh.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if mesh.rank == 3:
+    open("failed", "w").close()
+    raise KeyError("planted")
+time.sleep(1000)
+"""
+    )
+    try:
+        code, out, err = finish(start(tmp_path, script))
+    finally:
+        del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    # torch itself waits half a minute for ranks that are stopped, or deaf.
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 25
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-2:] == [
+        "meshcomm: rank 3 (dp=1 tp=1) failed: KeyError: 'planted', at script.py:17 in <module>",
+        "meshcomm: ranks 0-2 followed: lost a peer, or were ended by the launcher",
+    ]
+    assert alive(tmp_path) == []
+
+
+LISTENERS = """
+from pathlib import Path
+
+def listening(pid):
+    mine = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            mine.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in mine:
+                found.append(words[1].split(":")[0])
+    return found
+"""
+
+
+def test_a_job_of_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    script = (
+        LISTENERS
+        + """
+import subprocess
+with meshcomm.init() as mesh:
+    mesh.all_reduce("dp", torch.ones(1))
+    mesh.all_reduce("tp", torch.ones(1))
+    sys.stdout.write(f"{mesh.rank} {sorted(set(listening(os.getpid())))}\\n")
+    if mesh.rank == 0:
+        sys.stdout.write(f"launcher {sorted(set(listening(os.getppid())))}\\n")
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    mesh.barrier("dp")
+    mesh.barrier("tp")
+"""
+    )
+    code, out, err = finish(start(tmp_path, script))
+    assert (code, err) == (0, "")
+    # 127.0.0.1, as the kernel writes it.
+    assert sorted(out.splitlines()) == [
+        *(f"{rank} ['0100007F']" for rank in range(4)),
+        "launcher ['0100007F']",
+    ]
+    # Nor does what a rank has left running outlive a job that ended well.
+    assert alive(tmp_path) == []
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once(tmp_path: Path) -> None:
+    # torchrun's default keeps its store over restarts: of the ranks of the first attempt one has
+    # opened a mesh, and one has told an error.
+    script = f"""
+import os, torch, meshcomm
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+if not again and os.environ["RANK"] == "1":
+    raise ValueError("first")
+with meshcomm.init() as mesh:
+    mesh.all_reduce("dp", torch.ones(1))
+place = {{"init": "tcp", "address": "127.0.0.1:{free_port()}"}}
+with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process": place}}) as mesh:
+    total = mesh.all_reduce("dp", torch.tensor([mesh.rank + 1]))
+    if mesh.rank == 0:
+        print(total.item(), flush=True)
+    mesh.barrier("dp")
+    if mesh.rank == 1:
+        raise ValueError("second")
+    for _ in range(1000):
+        mesh.all_reduce("dp", torch.ones(1))
+"""
+    (tmp_path / "mesh.toml").write_text(CONFIG.replace("{ dp = 2, tp = 2 }", "{ dp = 2 }"))
+    (tmp_path / "script.py").write_text(script)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-port", str(free_port()), "-m", "meshcomm", "run", "mesh.toml", "script.py"]
+    env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert done.stdout == "3\n", done.stderr
+    assert done.stderr.count("ValueError: first\n") == done.stderr.count("ValueError: second\n") == 1
+    assert "PeerLost" not in done.stderr and "meshcomm: rank" not in done.stderr
+    # Its store listens on every address, and that is said, with what helps.
+    warning = "ExposedRendezvous: others can reach the job's store at 127.0.0.1:"
+    assert done.stderr.count(warning) == 1
+    assert "  try:      meshcomm run CONFIG SCRIPT or meshcomm train CONFIG, whose store" in done.stderr
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["", "poll=True"])
+def test_a_process_ends_with_its_parent(how: str) -> None:
+    child = (
+        "import sys, time, importlib.util as u\n"
+        f"spec = u.spec_from_file_location('guard', {guard.__file__!r})\n"
+        "guard = u.module_from_spec(spec); spec.loader.exec_module(guard)\n"
+        f"guard.end_with_parent({how}); print('up', flush=True); time.sleep(1000)"
+    )
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "up\n"
+    parent.kill()
+    # The child holds the other end of the pipe for as long as it lives.
+    assert parent.communicate(timeout=30)[0] == ""
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
+    child = (
+        "import sys; sys.path[:] = [p for p in sys.path if p]\n"
+        "import importlib.util as u\n"
+        f"spec = u.spec_from_file_location('guard', {guard.__file__!r})\n"
+        "guard = u.module_from_spec(spec); spec.loader.exec_module(guard)\n"
+        "guard.end_with_parent(1 << 22)\nprint('alive')"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", child], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")

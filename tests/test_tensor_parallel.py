@@ -1,0 +1,611 @@
+"""Modules that know nothing of meshes, split by a plan, against themselves before: every value.
+
+float64 throughout: what is left of a difference is the order of additions, so 1e-12 leaves room and
+no real mistake fits into it. Ranks are threads of this process (`simulate`), where parameters are
+plain parts; one test is on processes, where they are DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import meshcomm
+from meshcomm.config import MeshConfig
+from meshcomm.errors import (
+    ConfigError,
+    MeshMismatchError,
+    RankFailed,
+    ShapeError,
+    UnsupportedOp,
+)
+from meshcomm.mesh import Mesh
+from meshcomm.parallel import GradientSync
+from meshcomm.parallel.tensor import (
+    ColumnParallel,
+    RowParallel,
+    TensorSplit,
+    VocabParallelEmbedding,
+    assign,
+    columns,
+    cross_entropy,
+    load_unsplit_state,
+    tensor_parallel,
+    unsplit_state,
+    whole,
+)
+from meshcomm.parallel.tensor import modules as modules_file
+from meshcomm.parallel.tensor.fused import kept
+from meshcomm.testing import Pool
+from meshcomm.train.sharded import read, write
+
+VOCAB, WIDTH, TOKENS = 16, 16, 8
+
+
+def close(actual: Tensor | None, expected: Tensor | None, what: str = "") -> None:
+    assert actual is not None
+    assert expected is not None
+    torch.testing.assert_close(
+        actual.detach(), expected.detach(), rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}"
+    )
+
+
+# -- modules of users -----------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """q, k and v in one weight, equal (GPT-2) or fewer heads for k and v."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, WIDTH // heads
+        self.qkv = nn.Linear(WIDTH, (heads + 2 * kv_heads) * self.size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        parts = self.qkv(x).split([n * self.size for n in counts], -1)
+        q, k, v = (p.view(b, t, n, self.size).transpose(1, 2) for p, n in zip(parts, counts, strict=True))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
+
+
+class Separate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH // 2, bias=False)
+        self.v, self.out = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
+
+
+class MultiHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.register_buffer("mask", torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, weights = self.inner(x, x, x, attn_mask=self.mask)
+        return cast(Tensor, out * weights.detach().square().sum())
+
+
+class Block(nn.Module):
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), attn, nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
+
+
+class Small(nn.Module):
+    """A GPT with tied embeddings; `recompute` runs its blocks a second time in backward."""
+
+    def __init__(self, kind: str, recompute: bool = False) -> None:
+        super().__init__()
+        makes: dict[str, Callable[[], nn.Module]] = {
+            "fused": lambda: Fused(4, 4),
+            "gqa": lambda: Fused(8, 4),
+            "separate": Separate,
+            "multihead": MultiHead,
+        }
+        self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Block(makes[kind]()) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.recompute = recompute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return cast(Tensor, self.head(self.norm(x)))
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "fused": {
+        "layers.*.attn": {"style": "enter", "set": {"heads": "split", "kv_heads": "split"}},
+        "layers.*.attn.qkv": "column:3",
+        "layers.*.attn.out": "row",
+    },
+    "gqa": {
+        "layers.*.attn": {"style": "enter", "set": {"heads": "split", "kv_heads": "split"}},
+        "layers.*.attn.qkv": {"style": "column", "parts": [16, 8, 8]},
+        "layers.*.attn.out": "row",
+    },
+    "separate": {"layers.*.attn.[qkv]": "column", "layers.*.attn.out": "row"},
+    "multihead": {"layers.*.attn.inner": "attention"},
+}
+
+
+def plan_of(kind: str) -> dict[str, Any]:
+    return {
+        **ATTENTION[kind],
+        "embed": "vocab",
+        "places": {"style": "replicate", "input": "whole", "axis": 0},
+        "**.norm*": "sequence",
+        "layers.*.mlp.0": "column",
+        "layers.*.mlp.2": "row",
+        "head": "column",
+    }
+
+
+def module_of(kind: str, recompute: bool = False) -> Small:
+    # Threads share torch's generator: the numbers are made once and copied.
+    return copy.deepcopy(made(kind, recompute))
+
+
+@functools.cache
+def made(kind: str, recompute: bool) -> Small:
+    torch.manual_seed(1)
+    module = Small(kind, recompute).double()
+    for name, parameter in module.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            nn.init.normal_(parameter, 0.5)
+    return module
+
+
+IDS = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+TARGETS = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+TARGETS[0, 2:5] = -100
+
+
+def step(module: nn.Module, split: TensorSplit | None) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Logits, every whole gradient, and the weights after a step of AdamW."""
+    # A key's bias has no effect and a gradient of 1e-17: eps keeps it from being blown up to a step.
+    optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
+    logits = module(IDS)
+    if split is None:
+        loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+    else:
+        loss = cross_entropy(split, logits, TARGETS)
+    loss.backward()
+    if split is not None:
+        split.finish_gradients(module)
+        logits = split.mesh.all_gather(split.dim, logits.detach(), -1)
+    grads = {name: whole(cast(Tensor, p.grad), p) for name, p in module.named_parameters()}
+    optimiser.step()
+    return logits, grads, unsplit_state(module)
+
+
+def expected_of(kind: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    return step(module_of(kind), None)
+
+
+def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> None:
+    module = module_of(kind, recompute)
+    names = list(module.state_dict())
+    split = tensor_parallel(module, mesh, "tp", plan_of(kind), sequence_parallel=sequence, example=(IDS,))
+    assert list(module.state_dict()) == names
+    compare(module, split, kind)
+
+
+def compare(module: nn.Module, split: TensorSplit, kind: str) -> None:
+    logits, grads, weights = step(module, split)
+    ref_logits, ref_grads, ref_weights = expected_of(kind)
+    close(logits, ref_logits, "logits")
+    sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "multihead": [16] * 3, "separate": []}[kind]
+    assert list(grads) == list(ref_grads)
+    for name, grad in ref_grads.items():
+        close(grads[name], kept(grad, sizes) if "qkv" in name or "in_proj" in name else grad, name)
+    assert list(weights) == list(ref_weights)
+    for name, weight in ref_weights.items():
+        close(weights[name], weight, name)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("kind", list(ATTENTION))
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_split_module_has_the_outputs_gradients_and_steps_of_the_whole_one(
+    size: int, kind: str, sequence: bool
+) -> None:
+    meshcomm.simulate(parity, dims={"tp": size}, args=(kind, sequence))
+
+
+def test_blocks_that_are_recomputed_in_backward() -> None:
+    meshcomm.simulate(parity, dims={"dp": 2, "tp": 2}, args=("separate", True, True))
+
+
+def entries(mesh: Mesh, sequence: bool) -> int:
+    module = module_of("separate")
+    tensor_parallel(module, mesh, "tp", plan_of("separate"), sequence_parallel=sequence)
+    before = ENTERED[mesh.rank]
+    module(IDS).sum().backward()
+    module(IDS).sum().backward()
+    entry = cast(Any, module.layers[0]).attn.q.meshcomm_entry
+    assert entry._given is None and entry._entered is None  # nothing is held between two calls
+    return ENTERED[mesh.rank] - before
+
+
+ENTERED = [0, 0]
+
+
+def test_columns_that_read_the_same_tensor_enter_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = TensorSplit.enter
+
+    def counted(split: TensorSplit, x: Tensor) -> Tensor:
+        ENTERED[split.coord] += 1
+        return enter(split, x)
+
+    monkeypatch.setattr(TensorSplit, "enter", counted)
+    # Each block's q, k and v, its feed-forward, and the head; twice.
+    assert meshcomm.simulate(entries, dims={"tp": 2}, args=(True,)) == [10, 10]
+
+
+class Twice(nn.Module):
+    """Reads an input, writes into it, and reads it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        with torch.no_grad():
+            a = self.a(x)
+        x.mul_(2.0)
+        return cast(Tensor, self.out(a + self.a(x) * self.b(x)))
+
+
+def written(mesh: Mesh, module: nn.Module) -> None:
+    x = torch.ones(1, 4, WIDTH, dtype=torch.float64)
+    plan = {"a": "column", "b": "column", "out": "row"}
+    tensor_parallel(module, mesh, "tp", plan, example=(x,))
+
+
+def test_a_tensor_that_was_written_to_enters_again() -> None:
+    meshcomm.simulate(written, dims={"tp": 2}, args=(Twice().double(),))
+
+
+# -- wrong on purpose -----------------------------------------------------------------------------
+
+
+def fails(kind: str, sequence: bool, match: str) -> RankFailed:
+    with pytest.raises(RankFailed, match=match) as caught:
+        meshcomm.simulate(parity, dims={"tp": 2}, args=(kind, sequence))
+    return caught.value
+
+
+def test_a_missing_sum_behind_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorSplit, "leave", lambda split, x: x)
+    fails("separate", False, "output 0: off by")
+
+
+def test_a_missing_sum_of_input_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorSplit, "enter", lambda split, x: x)
+    error = fails("separate", False, "gradient of embed.weight: off by")
+    assert "output" not in str(error).split("expected:")[0]
+
+
+def test_norms_whose_gradients_are_not_summed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorSplit, "partial_parameters", lambda split, module: {})
+    fails("separate", True, r"gradient of layers.0.norm1.weight: off by")
+
+
+def test_q_k_and_v_that_are_cut_as_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION["fused"], "layers.*.attn.qkv", "column")
+    fails("fused", False, "output 0: off by")
+
+
+def test_a_plan_that_splits_norms_work_as_replicated_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules_file, "work_on_slices_of_the_sequence", lambda split, module: None)
+    monkeypatch.setattr(
+        "meshcomm.parallel.tensor.apply.work_on_slices_of_the_sequence", lambda split, module: None
+    )
+    fails("separate", True, r"gradient of layers.0.norm1.weight: off by")
+
+
+def other_weights(mesh: Mesh) -> None:
+    module = module_of("separate")
+    if mesh.rank == 5:
+        with torch.no_grad():
+            cast(Any, module.norm).bias[3] += 1e-9
+    plan = plan_of("separate")
+    if mesh.rank > 3:
+        with pytest.raises(
+            MeshMismatchError, match=r'norm\.bias differs along "tp" before it is split'
+        ) as caught:
+            tensor_parallel(module, mesh, "tp", plan)
+        assert caught.value.odd_ranks == (5,)
+        assert "given:    rank 5 of [4, 5, 6, 7]" in str(caught.value)
+    else:
+        tensor_parallel(module, mesh, "tp", plan)
+
+
+def other_plans(mesh: Mesh) -> None:
+    plan = plan_of("separate") | ({"head": "column:whole"} if mesh.rank == 2 else {})
+    with pytest.raises(
+        MeshMismatchError, match="the plan, or the names and shapes of the parameters, differs"
+    ):
+        tensor_parallel(module_of("separate"), mesh, "tp", plan)
+
+
+def test_ranks_with_other_weights_or_plans_are_named() -> None:
+    meshcomm.simulate(other_weights, dims={"dp": 2, "tp": 4})
+    meshcomm.simulate(other_plans, dims={"tp": 4})
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("layers.*.atn.q", "column", 'matches no part of the module; did you mean "layers.*.attn.q"?'),
+    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "attention"'),
+    ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, this is not one'),
+    ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
+    ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
+    ("odd", "row", '"odd", a Linear: 6 inputs are not divisible by tp: 6 % 4 = 2'),
+    ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
+    ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),
+    ("layers.*.attn.q", {"style": "column", "parts": [10, 6]}, "not divisible by tp: 2 % 4 = 2"),
+    ("layers.*.attn.q", {"style": "column", "part": 2}, "has no 'part'; it has style, parts, output, set"),
+    ("layers.*.attn.q", {"style": "column", "output": "all"}, 'output is \'all\'; it is "split" or "whole"'),
+    ("layers.*.attn.q", 3, "3 is neither a style"),
+    ("layers.0.attn", {"set": {"haeds": "split"}}, "it has no attribute 'haeds' to set"),
+    ("layers.0.attn", {"set": {"heads": "split"}}, "heads = 6 is not divisible by tp: 6 % 4 = 2"),
+    ("layers.0.attn", {"set": {"name": "split"}}, "name = 'a' is no whole number"),
+    ("layers.0.attn.q", {"style": "row"}, 'is matched by "layers.*.attn.[qkv]" and by "layers.0.attn.q"'),
+    ("layers.0", "sequence", 'has style "sequence", and "layers.0.attn.q" inside of it one of its own'),
+    ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
+    ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
+    ("ten", "attention", 'style "attention" splits an nn.MultiheadAttention'),
+    ("capped", "vocab", "an embedding with max_norm cannot be split"),
+]
+
+
+def wrong(mesh: Mesh, module: nn.Module) -> None:
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    for pattern, entry, text in WRONG:
+        plan = plan_of("separate")
+        # What would match the same parts.
+        plan.pop("**.norm*")
+        if pattern == "layers.*.attn.q":
+            plan.pop("layers.*.attn.[qkv]")
+        plan[pattern] = entry
+        with pytest.raises(ConfigError) as caught:
+            tensor_parallel(module, mesh, "tp", plan)
+        assert text in str(caught.value), f"{pattern}, {entry}: {caught.value}"
+    with pytest.raises(ConfigError) as caught:
+        tensor_parallel(module, mesh, "tp", {"norm": "row", "nrm": "row"})
+    assert str(caught.value).startswith('the plan to split a Small along "tp" has 2 problems\n')
+    with pytest.raises(ConfigError, match="these have none: odd, ten, capped"):
+        tensor_parallel(module, mesh, "tp", plan_of("separate"), sequence_parallel=True)
+    # Nothing of it changed the module.
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert type(module) is Small and type(module.norm) is nn.LayerNorm
+
+
+def test_plans_that_do_not_fit_are_refused_with_everything_that_is_wrong() -> None:
+    module: Any = module_of("separate")
+    module.odd, module.ten = nn.Linear(6, 6), nn.Embedding(10, 4)
+    module.capped = nn.Embedding(8, 4, max_norm=1.0)
+    module.layers[0].attn.heads, module.layers[0].attn.name = 6, "a"
+    meshcomm.simulate(wrong, dims={"tp": 4}, args=(module,))
+
+
+def states(mesh: Mesh) -> None:
+    module = module_of("gqa")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    tensor_parallel(module, mesh, "tp", plan_of("gqa"))
+    state = unsplit_state(module)
+    assert list(state) == list(before)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    doubled = {name: value * 2 for name, value in before.items()}
+    load_unsplit_state(module, doubled)
+    assert all(torch.equal(value, before[name] * 2) for name, value in unsplit_state(module).items())
+    with pytest.raises(ShapeError, match=r"norm\.bais is unknown; did you mean") as caught:
+        load_unsplit_state(module, {**before, "norm.bais": before["norm.bias"], "norm.weight": torch.ones(3)})
+    assert "norm.weight has shape (3,)" in str(caught.value)
+
+
+def test_the_state_of_the_whole_module_comes_out_and_goes_in() -> None:
+    meshcomm.simulate(states, dims={"tp": 4})
+
+
+# -- layers of one's own with sequence_parallel ---------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self, split: TensorSplit) -> None:
+        super().__init__()
+        self.weight = split.parameter(WIDTH, axis=None)
+        split.partial(self, "weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return F.rms_norm(x, (WIDTH,), weight)
+
+
+class Own(nn.Module):
+    def __init__(self, split: TensorSplit) -> None:
+        super().__init__()
+        self.split = split
+        self.embed = VocabParallelEmbedding(split, VOCAB, WIDTH)
+        self.norm = Norm(split)
+        self.a = ColumnParallel(split, WIDTH, 32, bias=True)
+        self.b = ColumnParallel(split, WIDTH, 32)
+        self.out = RowParallel(split, 32, WIDTH, bias=True)
+        self.alike = nn.Parameter(torch.full((TOKENS, 1), 0.5, dtype=torch.float64))
+        self.head = ColumnParallel(split, WIDTH, VOCAB)
+        for number, p in enumerate(self.parameters()):
+            shape, generator = tuple(p.shape), torch.Generator().manual_seed(number)
+            part = getattr(p, "meshcomm_part", None)
+            if part is not None:
+                shape = tuple(n * (split.size if a == part.axis else 1) for a, n in enumerate(shape))
+            assign(p, torch.randn(shape, generator=generator, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        split = self.split
+        x = self.embed(ids)
+        places = split.positions(x.shape[1])
+        x = x * (1 + 0.1 * places[:, None])
+        a, b = columns(split, self.norm(x), self.a, self.b)
+        x = x + self.out(F.silu(a) * b)
+        # A part that needs all of the sequence, and that all ranks compute alike.
+        x = x + split.scatter((split.gather(x) * self.alike).cumsum(1))
+        return cast(Tensor, self.head(split.enter(x)))
+
+
+def own_layers(mesh: Mesh, sequence: bool, overlap: bool) -> None:
+    found = []
+    for dim in (None, "tp"):
+        split = TensorSplit(mesh, dim, torch.float64, sequence, overlap=overlap)
+        module = Own(split)
+        cross_entropy(split, module(IDS), TARGETS).backward()
+        split.finish_gradients(module)
+        assert len(split.partial_parameters(module)) == (2 if sequence and dim else 0)
+        found.append({name: whole(cast(Tensor, p.grad), p) for name, p in module.named_parameters()})
+    for name, expected in found[0].items():
+        close(found[1][name], expected, name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
+def test_own_layers_with_the_sequence_split(size: int, sequence: bool, overlap: bool) -> None:
+    meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence, overlap))
+
+
+def refusals(mesh: Mesh) -> None:
+    with pytest.raises(UnsupportedOp, match="overlap without sequence_parallel would have no effect"):
+        TensorSplit(mesh, "tp", overlap=True)
+    split = TensorSplit(mesh, "tp", torch.float64, True)
+    assert split.positions(3).tolist() == [3 * mesh.rank, 3 * mesh.rank + 1, 3 * mesh.rank + 2]
+    assert TensorSplit(mesh, "tp").positions(3).tolist() == [0, 1, 2]
+    with pytest.raises(ShapeError):
+        split.leave(torch.ones(2, 7, 4))  # 7 tokens on 4 ranks
+    with pytest.raises(ShapeError, match="an embedding's ids are outside of the vocabulary on rank"):
+        Own(split)(IDS + VOCAB)
+    logits = torch.zeros(2, 3, 4)
+    with pytest.raises(ShapeError, match=r"targets are outside of the vocabulary(.|\n)*-1 to 2"):
+        cross_entropy(split, logits, torch.tensor([[0, 1, -1], [2, 2, 2]]))
+    with pytest.raises(UnsupportedOp, match="has no reduction 'none'"):
+        cross_entropy(split, logits, torch.zeros(2, 3, dtype=torch.int64), reduction=cast(Any, "none"))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    meshcomm.simulate(refusals, dims={"tp": 4})
+
+
+def losses(mesh: Mesh) -> None:
+    split = TensorSplit(mesh, "tp", torch.float64)
+    plain = torch.randn(2, TOKENS, VOCAB, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    none, some = torch.full_like(TARGETS, 5), torch.where(TARGETS < 0, 5, TARGETS)
+    for targets, ignore in ((TARGETS, -100), (none, 5), (some, 5)):
+        for reduction in ("mean", "sum"):
+            how: Any = {"ignore_index": ignore, "reduction": reduction}
+            ref = plain.clone().requires_grad_()
+            expected = F.cross_entropy(ref.flatten(0, 1), targets.flatten(), **how)
+            expected.backward()
+            mine = plain.chunk(split.size, -1)[split.coord].clone().requires_grad_()
+            loss = cross_entropy(split, mine, targets, **how)
+            loss.backward()
+            if targets is none and reduction == "mean":
+                assert loss.isnan() and expected.isnan()
+                continue
+            close(loss, expected)
+            close(mine.grad, cast(Tensor, ref.grad).chunk(split.size, -1)[split.coord])
+    half = plain.bfloat16()
+    loss = cross_entropy(split, half.chunk(split.size, -1)[split.coord], TARGETS)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(half.float().flatten(0, 1), TARGETS.flatten()))
+
+
+def test_the_loss_leaves_out_what_does_not_count() -> None:
+    meshcomm.simulate(losses, dims={"tp": 4})
+
+
+# -- processes: DTensors, with data parallelism, and checkpoints -----------------------------------
+
+
+def on_processes(folder: str) -> None:
+    with meshcomm.init(MeshConfig(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30.0)) as mesh:
+        parity(mesh, "multihead", True)
+        for wrap in (summed, sharded):
+            module = module_of("gqa")
+            split = tensor_parallel(module, mesh, "tp", plan_of("gqa"), sequence_parallel=True)
+            assert all(isinstance(p, DTensor) for p in module.parameters())
+            qkv = cast(Any, module.layers[0]).attn.qkv
+            assert isinstance(qkv, nn.Linear)
+            assert cast(DTensor, qkv.weight).placements == (Shard(0),)
+            assert cast(DTensor, module.norm.weight).placements == (Replicate(),)
+            wrap(mesh, module, split)
+            optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
+            optimiser.step()
+            state = unsplit_state(module)
+            for name, weight in expected_of("gqa")[2].items():
+                close(state[name], weight, name)
+        write(mesh, module.state_dict(), Path(folder) / "saved")
+    with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:
+        other = module_of("gqa")
+        tensor_parallel(other, mesh, "tp", plan_of("gqa"))
+        read(mesh, other.state_dict(), Path(folder) / "saved")
+        assert all(torch.equal(value, state[name]) for name, value in unsplit_state(other).items())
+
+
+def backward(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
+    """This rank's sample of the batch, its loss divided by the number of tokens of all."""
+    dp = mesh.coord("dp")
+    loss = cross_entropy(split, module(IDS[dp : dp + 1]), TARGETS[dp : dp + 1], reduction="sum")
+    (loss / int((TARGETS >= 0).sum())).backward()
+
+
+def summed(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
+    sync = GradientSync(mesh, "dp", module.named_parameters(), microbatches=1, bucket_mb=1.0)
+    sync.start()
+    backward(mesh, module, split)
+    sync.finish()
+    split.finish_gradients(module)
+
+
+def sharded(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
+    for layer in cast(Any, module).layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(module, mesh=mesh["dp"])
+    backward(mesh, module, split)
+    split.finish_gradients(module)
+    for parameter in module.parameters():
+        # fully_shard takes the mean over dp, the loss is a share of the sum.
+        cast(Tensor, parameter.grad).mul_(2)
+
+
+def test_on_processes_with_data_parallelism_and_a_checkpoint_for_another_mesh(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(on_processes, str(tmp_path), ranks=4)
