@@ -61,9 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dp4 tp2 tied": _case({"dp": 4, "tp": 2}, {"data": "dp", "tensor": "tp"}, tied_embeddings=True),
     "cp2 dp2 tp2": _case({"dp": 2, "cp": 2, "tp": 2}, _CP),
     "cp2 dp2 tp2 sequence": _case({"dp": 2, "cp": 2, "tp": 2}, {**_CP, "sequence_parallel": True}),
-    "pp2 cp2 tp2": _case(
-        {"pp": 2, "cp": 2, "tp": 2}, {"pipeline": "pp", "context": "cp", "tensor": "tp"}
-    ),
+    "pp2 cp2 tp2": _case({"pp": 2, "cp": 2, "tp": 2}, {"pipeline": "pp", "context": "cp", "tensor": "tp"}),
     "cp4 tp2 ulysses": _case({"cp": 4, "tp": 2}, {"context": "cp", "tensor": "tp", "attention": "ulysses"}),
     "cp8 ring": _case({"cp": 8}, {"context": "cp"}),
     "dp4 cp2 ulysses": _case({"dp": 4, "cp": 2}, {"data": "dp", "context": "cp", "attention": "ulysses"}),
@@ -76,11 +74,13 @@ CASES: dict[str, dict[str, Any]] = {
     "shard2 cp2 tp2": _case(
         {"fsdp": 2, "cp": 2, "tp": 2}, {"shard": "fsdp", "context": "cp", "tensor": "tp"}
     ),
-    "ep4 edp2": _case(
-        {"dp": 8}, {"data": "dp", "expert": "ep"}, {"expert": {"edp": 2, "ep": 4}}, **_EXPERTS
-    ),
+    "ep4 edp2": _case({"dp": 8}, {"data": "dp", "expert": "ep"}, {"expert": {"edp": 2, "ep": 4}}, **_EXPERTS),
     "ep8 capacity": _case(
-        {"dp": 8}, {"data": "dp", "expert": "ep"}, {"expert": {"edp": 1, "ep": 8}}, **_EXPERTS, capacity_factor=1.0
+        {"dp": 8},
+        {"data": "dp", "expert": "ep"},
+        {"expert": {"edp": 1, "ep": 8}},
+        **_EXPERTS,
+        capacity_factor=1.0,
     ),
     "pp2 ep2 tp2": _case(
         {"pp": 2, "dp": 2, "tp": 2},

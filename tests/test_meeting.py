@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -241,17 +240,22 @@ def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
 # -- two processes of one rank ----------------------------------------------------------------------
 
 
+def name_of(process: int) -> str:
+    started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    mine = process_name()
+    assert f"process {os.getpid()} of " in mine
+    return (
+        mine.replace(f"process {os.getpid()} of ", f"process {process} of ").rpartition(" ")[0]
+        + f" {started}"
+    )
+
+
 def processes() -> tuple[str, str]:
     """The name of a process that runs, and that of one which has ended."""
-    ended = subprocess.run(
-        [sys.executable, "-c", "from meshcomm.mesh.owner import process_name as n; print(n())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    running = process_name().replace(f"process {os.getpid()} of ", f"process {os.getppid()} of ")
-    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return running.rpartition(" ")[0] + f" {started}", ended
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        ended = name_of(other.pid)
+        assert is_running(ended)
+    return name_of(os.getppid()), ended
 
 
 def twice(store: Any, first: str, kept: bool) -> str:

@@ -47,6 +47,7 @@ from meshcomm.parallel.tensor import (
 )
 from meshcomm.parallel.tensor import modules as modules_file
 from meshcomm.parallel.tensor.fused import kept
+from meshcomm.parallel.tensor.parameters import parts_of
 from meshcomm.testing import Pool
 from meshcomm.train.sharded import read, write
 
@@ -466,7 +467,7 @@ class Own(nn.Module):
         self.head = ColumnParallel(split, WIDTH, VOCAB)
         for number, p in enumerate(self.parameters()):
             shape, generator = tuple(p.shape), torch.Generator().manual_seed(number)
-            part = getattr(p, "meshcomm_part", None)
+            part = next(iter(parts_of(p)), None)
             if part is not None:
                 shape = tuple(n * (split.size if a == part.axis else 1) for a, n in enumerate(shape))
             assign(p, torch.randn(shape, generator=generator, dtype=torch.float64))
@@ -517,6 +518,20 @@ def refusals(mesh: Mesh) -> None:
         cross_entropy(split, logits, torch.tensor([[0, 1, -1], [2, 2, 2]]))
     with pytest.raises(UnsupportedOp, match="has no reduction 'none'"):
         cross_entropy(split, logits, torch.zeros(2, 3, dtype=torch.int64), reduction=cast(Any, "none"))
+
+
+def alone(mesh: Mesh, module: Any) -> None:
+    plan = plan_of("fused") | {"layers.0.attn": {"set": {"size": 5}}}
+    state = module.state_dict()
+    split = tensor_parallel(module, mesh, "tp", plan, sequence_parallel=True)
+    assert split.size == 1 and not split.sequence_parallel
+    assert (module.layers[0].attn.heads, module.layers[0].attn.size) == (4, 5)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert type(module.head) is nn.Linear
+
+
+def test_on_one_rank_only_what_is_set_is_set() -> None:
+    meshcomm.simulate(alone, dims={"dp": 2, "tp": 1}, args=(module_of("fused"),))
 
 
 def test_what_cannot_be_is_refused() -> None:

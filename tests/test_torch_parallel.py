@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshcomm
@@ -79,3 +79,17 @@ def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
                     torch.testing.assert_close(
                         got, want, rtol=1e-10, atol=1e-12, msg=f"rank {rank}, {dims}, {order}"
                     )
+
+
+def opened_again() -> list[list[float]]:
+    found = []
+    for _ in range(2):
+        with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+            part = DTensor.from_local(torch.ones(1) * mesh.rank, mesh["tp"], [Shard(0)], run_check=False)
+            found.append(part.full_tensor().tolist())
+    return found
+
+
+def test_a_mesh_that_is_opened_again_has_device_meshes_of_its_own(pool: Pool) -> None:
+    found = pool.run(opened_again, ranks=4)
+    assert found == [[[0.0, 1.0]] * 2] * 2 + [[[2.0, 3.0]] * 2] * 2

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport import ProcessGroupTransport, Transport
-from meshcomm.transport.torch_private import SoloGroup
+from meshcomm.transport.torch_private import SoloGroup, forget_device_meshes
 
 
 @final
@@ -67,6 +67,8 @@ class TorchMeshes:
 
     def close(self) -> None:
         """Forget the meshes and the groups of size 1."""
+        if self._made:
+            forget_device_meshes()
         self._made.clear()
         for group in self._solo.values():
             group.close()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import _PART, Part, local
+from meshcomm.parallel.tensor.parameters import local, parts_of
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20
@@ -197,14 +197,12 @@ def _checked(
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
     """The dims that a parameter is split along, as it says itself: what GradientNorm asks for.
 
-    Those a DTensor is sharded along; in the simulator, where parameters are plain, the dim of the
-    TensorSplit that made it; () for other plain tensors, also for the simulator's experts, whose
-    dims must be said by who split them. Raises LayoutError for a DTensor on a DeviceMesh without
+    Those a DTensor is sharded along; in the simulator, where parameters are plain, those that whoever
+    split it has noted; () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without
     names, which is none of a mesh's own.
     """
     if not isinstance(parameter, DTensor):
-        part: Part | None = getattr(parameter, _PART, None)
-        return () if part is None or part.mesh.size(part.dim) == 1 else (part.dim,)
+        return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
     where = parameter.device_mesh
     if where.mesh_dim_names is None:
         raise LayoutError(

@@ -7,6 +7,7 @@ thread may use, and only look there, as waiting would keep other threads of the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -24,6 +25,7 @@ _FIRST_PAUSE_S: Final = 0.005
 _LAST_PAUSE_S: Final = 0.25
 # What a rank that has said that it cannot end in time gets to tell the others.
 _MARGIN_S: Final = 2.0
+
 
 @final
 class Background:
@@ -62,6 +64,7 @@ class Background:
         self._verdict = f"meshcomm.background/{token}/verdict"
         self._failure: MeshcommError | None = None
         self._ended = threading.Event()
+        self._hurry = threading.Event()
         self._deadline = float("inf")
         # A daemon: where a disk hangs, the process can end all the same.
         self._thread = threading.Thread(target=self._run, name=f"meshcomm: {what}", daemon=True)
@@ -99,6 +102,7 @@ class Background:
 
     def _await_end(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
+        self._hurry.set()
         self._ended.wait(timeout_s + _MARGIN_S)
 
     def _conclude(self) -> None:
@@ -113,8 +117,9 @@ class Background:
         finally:
             # Every rank has read the verdict, or will not wait for it any more.
             if is_first(self._mesh):
-                for key in (*self._keys.values(), self._verdict):
-                    self._store.delete_key(key)
+                with contextlib.suppress(MeshcommError):
+                    for key in (*self._keys.values(), self._verdict):
+                        self._store.delete_key(key)
 
     # -- the thread of the work -----------------------------------------------------------------
 
@@ -168,8 +173,11 @@ class Background:
         while not self._store.check(keys):
             if time.monotonic() > self._deadline + margin_s:
                 return False
-            time.sleep(pause_s)
-            pause_s = min(1.3 * pause_s, _LAST_PAUSE_S)
+            if self._hurry.is_set():
+                time.sleep(_FIRST_PAUSE_S)
+            else:
+                self._hurry.wait(pause_s)
+                pause_s = min(1.3 * pause_s, _LAST_PAUSE_S)
         return True
 
     def _late(self, rank: int) -> TrainingError:

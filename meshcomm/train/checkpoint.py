@@ -1,40 +1,40 @@
-"""Which checkpoints of a run are there, and how one comes to be there: whole, or not at all.
-
-    <train.out>/checkpoints/
-        job                  the job that writes here, so that its restarts know their own
-        latest               the name of the newest complete checkpoint, for people and scripts
-        step-000040/         a complete checkpoint: tensors and .metadata (see sharded), lock.json
-        step-000060.saving/  being written, or what a broken save left
-        step-000020.removing/
-
-A checkpoint is complete when it has its final name: it gets that by a single rename, after every
-rank's files have been synced to the disk. What else lies here is removed at the next start.
-"""
+"""How a run saves its checkpoints, beside the training or between two steps, and what it begins with."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from types import TracebackType
+from typing import Final, Self, final
 
 from torch import Tensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import TrainingError
+from meshcomm.errors import CommunicationError, TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.train.background import Background
+from meshcomm.train.complete import (
+    FOLDER,
+    LATEST,
+    commit,
+    complete,
+    keep_last,
+    name_of,
+    replace,
+    saving,
+    tidy,
+)
+from meshcomm.train.division import Division
 from meshcomm.train.exchange import bytes_of_every_rank, is_first, together
-from meshcomm.train.lock import NAME as LOCK
 from meshcomm.train.lock import Lock
 from meshcomm.train.metrics import put_aside
-from meshcomm.train.sharded import METADATA, RETRY, WRITABLE, read, write
+from meshcomm.train.sharded import RETRY, WRITABLE, all_do, prepare, read, write
 
-FOLDER = "checkpoints"
-_SAVING, _REMOVING = ".saving", ".removing"
+# After a broken connection: the others may have ended, and what they wrote with them.
+_GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,19 @@ class Checkpoints:
     """The checkpoints of one run, in `train.out`. Every rank of the mesh has one.
 
     `train.out` must be on a file system that the hosts of all ranks share.
+
+    With `train.checkpoint_async`, `save` returns when what this rank writes has been copied, and the
+    files are written while training goes on. Then, on every rank: `poll` before each step, and
+    `finish` after the last one. As a context, leaving it waits for a save that is under way: with
+    `finish`, or, where an error is on its way, alone and without an error of its own.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
         self._mesh = mesh
         self._train = train
         self.folder = Path(train.out) / FOLDER
+        self._division = Division(mesh)
+        self._under_way: Background | None = None
 
     def begin(self, attempt: Attempt) -> Beginning:
         """Decide how the run starts, and make the folder ready for it. Every rank calls this.
@@ -105,27 +112,65 @@ class Checkpoints:
     def save(self, lock: Lock, state: Mapping[str, Tensor]) -> Path:
         """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.
 
-        Called by: every rank, with the state that each holds.
+        Called by: every rank, with the state that each holds. Waits for a save that is under way.
+        Returns:   the path that the complete checkpoint has, or will have where it is written beside
+                   the training; `state` may change then.
         Raises:    TrainingError on every rank where one could not write. The checkpoints before
                    this one are as they were, whatever happens and whenever the job ends.
         """
-        path = self.folder / f"step-{lock.step:06d}"
-        saving = path.with_name(path.name + _SAVING)
+        self.finish()
+        path = self.folder / name_of(lock.step)
         try:
-            write(self._mesh, state, saving)
-            together(
-                self._mesh,
-                f"save into {path}",
-                lambda: self._commit(lock, saving, path),
-                expected=WRITABLE,
-                hint=RETRY,
-            )
+            if self._train.checkpoint_async:
+                self._begin(lock, path, state)
+            else:
+                write(self._mesh, state, saving(path), self._division)
+                all_do(self._mesh, path, lambda: self._complete(lock, path))
         except TrainingError:
             # Give the disk its space back: what was written is of no use.
             if is_first(self._mesh):
-                shutil.rmtree(saving, ignore_errors=True)
+                shutil.rmtree(saving(path), ignore_errors=True)
             raise
         return path
+
+    def poll(self) -> None:
+        """Raise on every rank what made a save beside the training fail; before each step.
+
+        Called by: every rank, at the same point of the program. While a save is under way it costs an
+        all_reduce of one number per dim, else nothing.
+        Raises: TrainingError, the same on every rank: which rank could not save, and why.
+        """
+        if self._under_way is not None:
+            try:
+                ended = self._under_way.poll()
+            except BaseException:
+                self._under_way = None
+                raise
+            if ended:
+                self._under_way = None
+
+    def finish(self) -> None:
+        """Wait until a save that is under way is complete, for `mesh.timeout_s` at most.
+
+        Called by: every rank, at the same point of the program. Raises as `poll`.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.finish(self._mesh.plan.defaults.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+            return
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            broken = isinstance(error, CommunicationError)
+            under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s)
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `state` from the checkpoint `path`, saved on this or another mesh."""
@@ -133,14 +178,7 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = []
-        for path in self.folder.iterdir():
-            step = re.fullmatch(r"step-(\d+)", path.name)
-            if step and (path / METADATA).is_file() and (path / LOCK).is_file():
-                found.append((int(step[1]), path))
-        return [path for _, path in sorted(found)]
+        return complete(self.folder)
 
     def _decide(self, job: str, restarts: int) -> tuple[bool, str | None, int]:
         every = self._train.checkpoint_every
@@ -153,50 +191,39 @@ class Checkpoints:
             put_aside(Path(self._train.out), with_checkpoints=bool(found))
             found = []
         if self.folder.is_dir():
-            self._tidy()
+            tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Last: only what was put aside before it can be taken for the job's own.
-            _replace(marker, job)
+            replace(marker, job)
         if found:
-            _replace(self.folder / "latest", found[-1])
+            replace(self.folder / LATEST, found[-1])
         return continues, found[-1] if found else None, restarts if restarted else 0
 
-    def _tidy(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name.startswith("step-") and path.name.endswith((_SAVING, _REMOVING)):
-                shutil.rmtree(path)
-            elif path.name.endswith(".tmp"):
-                path.unlink()
+    def _begin(self, lock: Lock, path: Path, state: Mapping[str, Tensor]) -> None:
+        mesh, draft = self._mesh, saving(path)
+        share = prepare(mesh, state, draft, self._division)
 
-    def _commit(self, lock: Lock, saving: Path, path: Path) -> None:
-        if not is_first(self._mesh):
-            return
-        lock.write(saving)
-        _sync(saving / LOCK)
-        _sync(saving)
-        saving.rename(path)
-        _sync(self.folder)
-        _replace(self.folder / "latest", path.name)
-        for old in self.complete()[: -self._train.keep]:
-            removing = old.with_name(old.name + _REMOVING)
-            old.rename(removing)
-            shutil.rmtree(removing)
+        def last(written: Sequence[bytes]) -> None:
+            share.finish(written)
+            self._complete(lock, path)
 
+        def give_up() -> None:
+            shutil.rmtree(draft, ignore_errors=True)
 
-def _replace(path: Path, text: str) -> None:
-    """Write `text` and a newline into `path`, which holds the old or the new text at any moment."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text + "\n", encoding="utf-8")
-    _sync(draft)
-    draft.replace(path)
-    _sync(path.parent)
+        all_do(mesh, draft, lambda: share.divide(copy=True))
+        self._under_way = Background(
+            mesh,
+            share.token,
+            f"save into {draft}",
+            work=share.write,
+            complete=last,
+            give_up=give_up,
+            expected=WRITABLE,
+            hint=RETRY,
+        )
 
-
-def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    def _complete(self, lock: Lock, path: Path) -> None:
+        if is_first(self._mesh):
+            commit(lock, path)
+            keep_last(self.folder, self._train.keep)

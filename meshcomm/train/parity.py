@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +93,9 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
         assert parameter.grad is not None
         weights[name] = whole(parameter).double().cpu()
         gradients[name] = whole(parameter.grad, of=parameter).double().cpu()
-    return Record(tuple(each.loss for each in done), tuple(each.gradient_norm for each in done), weights, gradients)
+    return Record(
+        tuple(each.loss for each in done), tuple(each.gradient_norm for each in done), weights, gradients
+    )
 
 
 def merged(records: list[Record]) -> Record:

@@ -9,7 +9,6 @@ writing itself communicates with nobody.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.train.division import Division, Heard
 from meshcomm.train.exchange import bytes_of_every_rank, is_first, together
 from meshcomm.train.saved import METADATA, read_alone, unpickle
 
@@ -34,7 +34,6 @@ RETRY = "make space or mend the disk, then train.resume = true; the checkpoints 
 # A file of tensors that one process writes alone is closed when it has so many bytes, as what was
 # written into it stays in memory until then.
 _FILE_BYTES = 1 << 28
-_TOKEN = 8
 
 T = TypeVar("T")
 
@@ -43,41 +42,45 @@ T = TypeVar("T")
 class Share:
     """This rank's part of a state that is being saved: planned with the others, written alone.
 
-    Made by `prepare`. `divide`, then `write` on every rank, in any thread; then `finish` on the lowest
+    Made by `prepare`. `divide` and `write` on every rank, in any thread; then `finish` on the lowest
     one, with what `write` returned on all of them. None of these communicates.
     """
 
-    def __init__(self, mesh: Mesh, folder: Path, token: str, planner: _Planner, writer: _Writer) -> None:
+    def __init__(
+        self, mesh: Mesh, state: Mapping[str, Tensor], folder: Path, division: Division, heard: Heard
+    ) -> None:
         self.folder = folder
-        self.token = token
+        self.token = heard.token
         """The same on every rank, and another in every save."""
-        self._ranks = [int(rank) for rank in mesh.layout.ranks]
         self._rank = mesh.rank
-        self._planner = planner
-        self._writer = writer
-        self._mine: Any = None
-        self._metadata: Any = None
+        self._coordinator = is_first(mesh)
+        self._planner = _Planner(state)
+        self._writer = _Writer(folder, thread_count=1, sync_files=True, overwrite=False)
+        self._division, self._heard = division, heard
+        self._items: list[WriteItem] = []
+        self._metadata = Metadata({})
 
-    def divide(self, plans: Sequence[bytes]) -> None:
-        """Find out what this rank writes, from the plans of all: what several hold, one of them writes."""
-        shares, self._metadata = self._planner.create_global_plan([unpickle(plan) for plan in plans])
-        shares = self._writer.prepare_global_plan(shares)
-        # Files carry the numbers of their ranks, not of places in the grid.
-        mine = shares[self._ranks.index(self._rank)]
-        prefix = type(mine.storage_data)(f"__{self._rank}_")
-        self._mine = self._planner.finish_plan(replace(mine, storage_data=prefix))
+    def divide(self, *, copy: bool = False) -> None:
+        """Make the folder, and find out what this rank writes: what several have, one of them writes.
 
-    def stage(self) -> int:
-        """Copy what this rank writes into host memory, and return its bytes: the state may change then."""
-        return self._planner.stage(self._mine.items)
+        copy: put that aside in host memory, so that the state may change before it is written.
+        Raises as Division.divide; OSError.
+        """
+        self._writer.set_up_storage_writer(self._coordinator, rank=self._rank, use_collectives=True)
+        self._writer.prepare_local_plan(SavePlan([]))
+        self._items, self._metadata = self._division.divide(self._heard)
+        if copy:
+            self._planner.copy(self._items)
 
     def write(self) -> bytes:
         """Write this rank's files and sync them to the disk; what `finish` has to know of them.
 
         Raises OSError, or what DCP raises.
         """
-        written = self._writer.write_data(self._mine, self._planner).wait()
-        self._planner.staged = None
+        # Files carry the numbers of their ranks, not of places in the grid.
+        plan = _plan(self._writer, self._items, f"__{self._rank}_")
+        written = self._writer.write_data(plan, self._planner).wait()
+        self._planner.forget()
         return pickle.dumps(written)
 
     def finish(self, written: Sequence[bytes]) -> int:
@@ -90,71 +93,58 @@ class Share:
         for result in (result for part in results for result in part):
             place = result.storage_data
             sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
-        if self._rank == min(self._ranks):
+        if self._coordinator:
             for name, size in sizes.items():
                 _check(self.folder / name, size)
             self._writer.finish(self._metadata, results)
         return sum(sizes.values())
 
 
-def prepare(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> tuple[Share, list[bytes]]:
-    """Make `folder` and exchange plans; the plans of all ranks are for `Share.divide`.
+def prepare(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, division: Division | None = None) -> Share:
+    """Tell the other ranks what this one has.
 
-    Called by: every rank of the mesh. Two gathers per dim, and one of the outcome.
-    Raises: TrainingError on every rank where one of them could not.
+    division: the one of the save before, so that what has not changed is not planned again.
+    Called by: every rank of the mesh. Two gathers per dim.
     """
-    folder = Path(folder)
-    writer = _Writer(folder, thread_count=1, sync_files=True, overwrite=False)
-    planner = _Planner()
-    coordinator = is_first(mesh)
-
-    def plan() -> bytes:
-        planner.set_up_planner(dict(state), None, coordinator)
-        writer.set_up_storage_writer(coordinator, rank=mesh.rank, use_collectives=True)
-        return pickle.dumps(writer.prepare_local_plan(planner.create_local_plan()))
-
-    mine = all_do(mesh, folder, plan)
-    said = bytes_of_every_rank(mesh, os.urandom(_TOKEN) + mine)
-    share = Share(mesh, folder, said[0][:_TOKEN].hex(), planner, writer)
-    return share, [text[_TOKEN:] for text in said]
+    division = division or Division(mesh)
+    return Share(mesh, state, Path(folder), division, division.exchange(state))
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> int:
+def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, division: Division | None = None) -> int:
     """Write `state` into `folder`, which is new; return the bytes of all files of tensors.
 
     state: name -> DTensor, or a plain tensor that is the same on every rank that has the name.
         What several ranks hold is written once, shared out evenly.
+    division: as in `prepare`.
     Called by: every rank of the mesh. Returns when the metadata is written, which is last;
         everything is synced to the disk.
     Raises: TrainingError on every rank where one of them could not write.
     """
-    share, plans = prepare(mesh, state, folder)
+    share = prepare(mesh, state, folder, division)
 
     def save() -> bytes:
-        share.divide(plans)
+        share.divide()
         return share.write()
 
-    written = bytes_of_every_rank(mesh, all_do(mesh, folder, save))
-    return all_do(mesh, folder, lambda: share.finish(written))
+    written = bytes_of_every_rank(mesh, all_do(mesh, share.folder, save))
+    return all_do(mesh, share.folder, lambda: share.finish(written))
 
 
-def write_alone(state: Mapping[str, Tensor], folder: Path, load: Callable[[str], Tensor]) -> None:
+def write_alone(kinds: Mapping[str, Tensor], folder: Path, load: Callable[[str], Tensor]) -> None:
     """Write a folder as `write` does, by one process that needs no mesh and little memory.
 
-    state: name -> a tensor of the right shape and dtype, on the meta device.
+    kinds: name -> a tensor of the right shape and dtype, on the meta device.
     load:  gives the whole tensor of a name, on the host, when its turn has come.
     """
+    planner = _Planner(kinds, load)
     writer = _Writer(folder, thread_count=1, sync_files=True, overwrite=False)
-    planner = _Planner(load)
-    planner.set_up_planner(dict(state), None, True)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (mine,) = writer.prepare_global_plan(plans)
-    mine = planner.finish_plan(mine)
-    results = []
-    for number, items in enumerate(_files(mine.items)):
-        prefix = type(mine.storage_data)(f"__0_{number}_")
-        results.append(writer.write_data(replace(mine, items=items, storage_data=prefix), planner).wait())
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    (plan,), metadata = planner.create_global_plan([local])
+    results = [
+        writer.write_data(_plan(writer, items, f"__0_{number}_"), planner).wait()
+        for number, items in enumerate(_files(plan.items))
+    ]
     writer.finish(metadata, results)
 
 
@@ -196,26 +186,39 @@ def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     return files
 
 
+def _plan(writer: _Writer, items: Sequence[WriteItem], prefix: str) -> SavePlan:
+    """Items for files whose names begin with `prefix`."""
+    (plan,) = writer.prepare_global_plan([SavePlan(list(items))])
+    return replace(plan, storage_data=type(plan.storage_data)(prefix))
+
+
 @final
 class _Planner(DefaultSavePlanner):
-    """Takes values from where they lie, or as they were when `stage` was called, or from `load`."""
+    """Gives values of `state` as they are, as they were when `copy` was called, or what `load` gives."""
 
-    def __init__(self, load: Callable[[str], Tensor] | None = None) -> None:
+    def __init__(self, state: Mapping[str, Tensor], load: Callable[[str], Tensor] | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(dict(state), None, True)
         self._load = load
-        self.staged: dict[MetadataIndex, Tensor] | None = None
+        self._copies: dict[MetadataIndex, Tensor] | None = None
 
-    def stage(self, items: Sequence[WriteItem]) -> int:
-        resolve = super().resolve_data
-        self.staged = {item.index: resolve(item).detach().to("cpu", copy=True) for item in items}
-        return sum(part.nbytes for part in self.staged.values())
+    def copy(self, items: Sequence[WriteItem]) -> None:
+        """Copy the values of `items` into host memory, and let the state go."""
+        resolve: Callable[[WriteItem], Any] = super().resolve_data
+        self._copies = {item.index: resolve(item).detach().to("cpu", copy=True) for item in items}
+        self.state_dict = {}
+
+    def forget(self) -> None:
+        """Let all values go."""
+        self._copies = None
+        self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """See SavePlanner.resolve_data."""
         if self._load is not None:
             return self._load(write_item.index.fqn)
-        if self.staged is not None:
-            return self.staged[write_item.index]
+        if self._copies is not None:
+            return self._copies[write_item.index]
         return super().resolve_data(write_item)
 
 

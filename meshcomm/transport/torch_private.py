@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "default_store",
     "flash_attention",
     "flash_attention_backward",
+    "forget_device_meshes",
     "has_flash_attention",
     "live_groups",
     "operators",
@@ -165,6 +167,26 @@ def flash_attention_backward(
         dout, q, k, v, out, lse, 0.0, causal, scale=scale
     )
     return dq, dk, dv
+
+
+def forget_device_meshes() -> None:
+    """Empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
+
+    They know a DeviceMesh by its ranks and names, so that one that is made later, over other groups
+    with the same ranks, would be taken for the one before, and its groups be looked for in vain.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    for holder, name in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+    ):
+        clear = getattr(holder, name, None)
+        if clear is not None:
+            clear()
 
 
 def create_group(

@@ -13,6 +13,7 @@ from tests.faults.death_rows import peers
 from tests.faults.row import (
     DIFFERS_S,
     ENDED_S,
+    ENDED_SLACK_S,
     MISSING_S,
     TIMEOUT_S,
     Program,
@@ -322,6 +323,7 @@ ROWS = [
             {0: "CollectiveTimeout|PeerLost|exit code 1", 1: "", 2: "", 3: ""},
             (1,),
             ENDED_S,
+            slack_s=ENDED_SLACK_S,
         )
         for word, stays_s in (("before", 1.0), ("after", TIMEOUT_S + 2))
     ),

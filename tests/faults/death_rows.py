@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshcomm.layout import Layout
 from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import ENDED_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
+from tests.faults.row import ENDED_S, ENDED_SLACK_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
@@ -102,6 +102,7 @@ def _before_the_first_call(how: End) -> Row:
         peers(dims, "tp", 1, "PeerLost|exit code 1"),
         (1,),
         ENDED_S,
+        slack_s=ENDED_SLACK_S,
     )
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Final
 
 from tests.faults.row import Row
 from tests.faults.runner import Result, Said
-
-# What a busy machine may add to a promise. The page has the seconds as they were measured.
-SLACK_S: Final = 6.0
 
 
 def complaints(row: Row, result: Result) -> list[str]:
@@ -34,7 +30,7 @@ def complaints(row: Row, result: Result) -> list[str]:
                 found.append(f"rank {rank} does not name {unnamed}, and blames {blamed}\n{said.text}")
     if result.seconds is None:
         found.append("nobody told when the fault was")
-    elif result.seconds > row.promise_s + SLACK_S:
+    elif result.seconds > row.promise_s + row.slack_s:
         found.append(f"{result.seconds:.1f} s after the fault, promised within {row.promise_s:g} s")
     if result.left:
         found.append(f"{result.left} processes of the row were left")

@@ -28,6 +28,8 @@ MISSING_S: Final = TIMEOUT_S + 2.0
 # A first call on a group that Gloo holds while it connects: a second after the timeout the process is ended,
 # and its error asks the others first.
 ENDED_S: Final = TIMEOUT_S + 2.75
+# Less than Gloo holds it, and than the grace that later calls get.
+ENDED_SLACK_S: Final = 3.0
 
 Program: TypeAlias = Callable[["Rank"], object]
 End: TypeAlias = Literal["SIGKILL", "SIGSTOP"]
@@ -52,6 +54,7 @@ class Row:
               that its error has to name.
     blameless: ranks that no error may list as missing or odd.
     promise_s: seconds after the fault within which everyone has raised.
+    slack_s:  what a busy machine may add to it. The page has the seconds as they were measured.
     quick:    part of the short form that the normal suite runs.
     flaw:     why meshcomm does not do yet what is expected here; "": it does.
     sometimes: the flaw shows in some runs only.
@@ -73,6 +76,7 @@ class Row:
     quick: bool = False
     flaw: str = ""
     sometimes: bool = False
+    slack_s: float = 6.0
 
     @property
     def ranks(self) -> int:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.tensor.parameters import Part, remember
 
 
 def split_parameter(
@@ -31,7 +32,9 @@ def split_parameter(
         try:
             device_mesh = mesh[tuple(split)]
         except UnsupportedOp:
-            return nn.Parameter(data)
+            made = nn.Parameter(data)
+            remember(made, *(Part(mesh, dim, axis) for dim, axis in split.items()))
+            return made
         placements = [Shard(axis) for axis in split.values()]
         data = DTensor.from_local(data, device_mesh, placements, run_check=False)
     return nn.Parameter(data)

@@ -91,6 +91,10 @@ def tensor_parallel(
             hint="print([name for name, _ in module.named_modules()])",
         )
     if split.size == 1:
+        for name, rule in by_name.items():
+            for key, value in rule.set.items():
+                if value != "split":
+                    setattr(names[name], key, value)
         return split
     check_same(mesh, dim, module, repr(sorted(by_name.items())))
     before = None if example is None else Seen(split, module, example)

@@ -90,9 +90,8 @@ class Attention:
             averaged, y = weights.sum(1) / self.num_heads, weights @ v
             if split.sequence_parallel:
                 # What lies around works on slices: which of its gradients would be summed is unknown.
-                averaged = split.mesh.all_reduce(split.dim, averaged.detach())
-            else:
-                averaged = split.mesh.functional.all_reduce(split.dim, averaged, grad="identity")
+                averaged = averaged.detach()
+            averaged = split.mesh.functional.all_reduce(split.dim, averaged, grad="identity")
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
         y = y.transpose(1, 2).flatten(2)

@@ -21,9 +21,15 @@ class Part(NamedTuple):
     axis: int
 
 
-def remember(parameter: Tensor, part: Part) -> None:
-    """Note on a plain parameter that it is a part, where no DTensor can say so."""
-    setattr(parameter, _PART, part)
+def remember(parameter: Tensor, *parts: Part) -> None:
+    """Note on a plain parameter that it is a part, where no DTensor can say so; once for each dim."""
+    setattr(parameter, _PART, parts)
+
+
+def parts_of(parameter: Tensor) -> tuple[Part, ...]:
+    """What `remember` noted."""
+    found: tuple[Part, ...] = getattr(parameter, _PART, ())
+    return found
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -40,22 +46,19 @@ def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
     values = tensor.detach()
     if isinstance(values, DTensor):
         return values.full_tensor()
-    part: Part | None = getattr(tensor if of is None else of, _PART, None)
-    if part is None:
-        return values
-    gathered: Tensor = part.mesh.all_gather(part.dim, values, part.axis)
-    return gathered
+    for part in parts_of(tensor if of is None else of):
+        values = part.mesh.all_gather(part.dim, values, part.axis)
+    return values
 
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated."""
-    part: Part | None = getattr(parameter, _PART, None)
     if isinstance(parameter, DTensor):
         spread: Any = distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
         value = spread.to_local()
-    elif part is not None:
+    for part in parts_of(parameter):
         value = value.chunk(part.mesh.size(part.dim), part.axis)[part.mesh.coord(part.dim)]
     local(parameter).copy_(value)

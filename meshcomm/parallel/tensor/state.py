@@ -11,7 +11,7 @@ from meshcomm.errors import ShapeError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.parallel.tensor.fused import joined, kept
 from meshcomm.parallel.tensor.modules import FUSED
-from meshcomm.parallel.tensor.parameters import assign, whole
+from meshcomm.parallel.tensor.parameters import assign, parts_of, whole
 
 
 def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -69,7 +69,6 @@ def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
     shape = list(tensor.shape)
-    part = getattr(tensor, "meshcomm_part", None)
-    if part is not None:
+    for part in parts_of(tensor):
         shape[part.axis] *= part.mesh.size(part.dim)
     return tuple(shape)

@@ -1,0 +1,104 @@
+"""Which checkpoints of a run are complete, and how a folder becomes one: whole, or not at all.
+
+    <train.out>/checkpoints/
+        job                  the job that writes here, so that its restarts know their own
+        latest               the name of the newest complete checkpoint, for people and scripts
+        step-000040/         a complete checkpoint: tensors and .metadata (see sharded), lock.json
+        step-000060.saving/  being written, or what a broken save left
+        step-000020.removing/
+
+A checkpoint is complete when it has its final name: it gets that by a single rename, after every
+rank's files have been synced to the disk. What else lies here is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from meshcomm.train.lock import NAME as LOCK
+from meshcomm.train.lock import Lock
+from meshcomm.train.saved import METADATA
+
+FOLDER: Final = "checkpoints"
+LATEST: Final = "latest"
+_SAVING, _REMOVING = ".saving", ".removing"
+
+
+def name_of(step: int) -> str:
+    """The name of a step's complete checkpoint."""
+    return f"step-{step:06d}"
+
+
+def saving(path: Path) -> Path:
+    """Where the checkpoint `path` is written until it is complete."""
+    return path.with_name(path.name + _SAVING)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the folder `path` is a complete checkpoint, by what is in it."""
+    return (path / METADATA).is_file() and (path / LOCK).is_file()
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        step = re.fullmatch(r"step-(\d+)", path.name)
+        if step and is_complete(path):
+            found.append((int(step[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def commit(lock: Lock, path: Path) -> None:
+    """Make `saving(path)`, whose tensors and metadata are on the disk, the complete checkpoint `path`.
+
+    Raises OSError.
+    """
+    draft = saving(path)
+    lock.write(draft)
+    sync(draft / LOCK)
+    sync(draft)
+    draft.rename(path)
+    sync(path.parent)
+    replace(path.parent / LATEST, path.name)
+
+
+def keep_last(folder: Path, count: int) -> None:
+    """Remove the complete checkpoints before the last `count`. Raises OSError."""
+    for old in complete(folder)[:-count]:
+        removing = old.with_name(old.name + _REMOVING)
+        old.rename(removing)
+        shutil.rmtree(removing)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what broken saves left. Raises OSError."""
+    for path in folder.iterdir():
+        if path.name.startswith("step-") and path.name.endswith((_SAVING, _REMOVING)):
+            shutil.rmtree(path)
+        elif path.name.endswith(".tmp"):
+            path.unlink()
+
+
+def replace(path: Path, text: str) -> None:
+    """Write `text` and a newline into `path`, which holds the old or the new text at any moment."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text + "\n", encoding="utf-8")
+    sync(draft)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
