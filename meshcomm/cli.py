@@ -13,6 +13,8 @@ from meshcomm.errors import MeshcommError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshcomm.config import Config, TopologyConfig
+
 # Columns of a table that does not go to a terminal.
 _WIDTH = 100
 
@@ -71,7 +73,7 @@ def plan(
     from meshcomm.show.plan import facts_view, plan_facts
 
     settings = load(config, overrides or ()).resolved(world)
-    facts = plan_facts(settings.plan(world), rank, settings.topology)
+    facts = plan_facts(settings.plan(world), rank, _discovered(settings))
     if schedule:
         from meshcomm.show.schedule import schedule_facts
 
@@ -86,6 +88,69 @@ def plan(
         from meshcomm.show.schedule import schedule_view
 
         show(schedule_view(facts["schedule"]))
+
+
+@app.command()
+def lint(
+    config: ConfigFile,
+    world: World = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 where there is a finding.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Say what about the mesh will cost time or fail on its machines, why, and what to try."""
+    import resource
+
+    from meshcomm.config import load
+    from meshcomm.show.lint import lint_facts, lint_text
+    from meshcomm.topology import lint as find
+
+    settings = load(config, overrides or ())
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    topology = _discovered(settings)
+    findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
+    facts = lint_facts(settings, settings.plan(world), topology, findings)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+    else:
+        typer.echo(lint_text(settings.source, facts, findings))
+    raise typer.Exit(int(strict and bool(findings)))
+
+
+@app.command()
+def costs(
+    config: ConfigFile,
+    world: World = None,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", help="As in 64MB or 4KiB; several times. Default: 4KiB, 1MiB, 64MiB, 1GiB."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Predict what collectives along each dim take on its links, and by which algorithm."""
+    from meshcomm.config import load
+    from meshcomm.costs.operations import named_operations
+    from meshcomm.show.costs import cost_facts, cost_view
+    from meshcomm.show.units import read_bytes
+    from meshcomm.topology import known_machine
+
+    settings = load(config, overrides or ()).resolved(world)
+    machine = known_machine(_discovered(settings), settings.source)
+    sizes = [read_bytes(text) for text in size or ("4KiB", "1MiB", "64MiB", "1GiB")]
+    facts = cost_facts(settings.plan(world), machine, named_operations(operation or ()), sizes)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+        return
+    show(cost_view(facts))
 
 
 @app.command()
@@ -152,6 +217,37 @@ def simulate(
 
 
 @app.command()
+def parity(
+    config: ConfigFile,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Compare so many steps; 20, or all where there are fewer.")
+    ] = None,
+    world: World = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="The largest relative difference that is none.")
+    ] = 1e-9,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Compare the same training on its mesh and on one process, in float64: losses, norms, gradients, weights.
+
+    Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
+    """
+    from meshcomm import jobs
+
+    facts = jobs.parity(config, overrides or (), world, steps, tolerance)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+    else:
+        from meshcomm.show.parity import parity_view
+
+        show(parity_view(facts))
+    raise typer.Exit(0 if facts["agrees"] else 1)
+
+
+@app.command()
 def bench(
     world: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 4,
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the large tensors.")] = 64,
@@ -189,6 +285,45 @@ def report(
     from meshcomm import jobs
 
     typer.echo(jobs.report(folder))
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder: its last checkpoint; or one of them."),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Only the model's tensors, by the names of its modules.")
+    ] = False,
+) -> None:
+    """Write a checkpoint's whole tensors into one safetensors file, in one process."""
+    from meshcomm import jobs
+
+    typer.echo(jobs.export(source, target, weights))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `meshcomm export` wrote.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The train.out of the run that goes on from it.")
+    ],
+) -> None:
+    """Make a checkpoint of an exported file, for `meshcomm train --set train.resume=true`."""
+    from meshcomm import jobs
+
+    typer.echo(jobs.import_file(source, out))
+
+
+def _discovered(settings: Config) -> TopologyConfig:
+    """`[topology]`, with what the launcher's environment says."""
+    import os
+
+    from meshcomm.topology import discovered
+
+    return discovered(settings.topology, os.environ)
 
 
 def show(what: RenderableType) -> None:

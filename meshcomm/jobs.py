@@ -86,6 +86,31 @@ def simulate(
         return simulate_script(config, script, arguments, overrides, world, seed, explore)
 
 
+def parity(
+    config: Path, overrides: Sequence[str], world: int | None, steps: int | None, tolerance: float
+) -> dict[str, Any]:
+    """Compare the training of `config` on its mesh with one process; returns `Parity.facts`."""
+    from meshcomm.train.parity_job import prove
+
+    here = find_launch(os.environ)
+    if here.kind != "single":
+        raise LaunchError(
+            f"meshcomm parity inside a job that {here.kind} started",
+            given=f"launcher {here.kind} with {here.world_size} processes",
+            expected="one process: it starts one per rank itself, once for each mesh that it compares",
+            hint="meshcomm parity CONFIG, without the launcher",
+        )
+    settings = load(config, overrides)
+    size = _world(settings, world)
+
+    def start(part: Config, words: Sequence[str]) -> int:
+        count = size if part.mesh.dims == resolved.mesh.dims else _world(part, None)
+        return launch(list(words), count, 0, lambda rank: _label(part, rank, count))
+
+    resolved = settings.resolved(size)
+    return prove(resolved, steps, tolerance, start).facts()
+
+
 def bench(megabytes: int, rounds: int, world: int) -> int:
     """Measure meshcomm beside raw torch.distributed; returns the exit code."""
     # Steady state: the comparison of the first calls is over.
@@ -195,6 +220,25 @@ def report(folder: Path) -> str:
         else:
             lines.append(f"{name_of_rank(rank, status)} {doing(status)}")
     return "\n".join(lines)
+
+
+def export(source: Path, target: Path, weights: bool) -> str:
+    """Write a checkpoint, or a run's last one, into a safetensors file; what was done, as text."""
+    from meshcomm.train.export import export_checkpoint
+
+    return _moved(export_checkpoint(source, target, weights=weights))
+
+
+def import_file(source: Path, out: Path) -> str:
+    """Make a checkpoint of the run `out` from an exported file; what was done, as text."""
+    from meshcomm.train.export import import_checkpoint
+
+    return _moved(import_checkpoint(source, out))
+
+
+def _moved(moved: Any) -> str:
+    size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
+    return f"{moved.source} -> {moved.target}: step {moved.step}, {size}"
 
 
 def _job(

@@ -364,7 +364,7 @@ def models(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
 
 def test_every_setting_says_what_it_means() -> None:
     found = list(models())
-    assert len(found) == 13
+    assert len(found) == 14
     for model in found:
         assert model.model_config["frozen"]
         assert model.model_config["strict"]

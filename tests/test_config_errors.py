@@ -88,7 +88,7 @@ config: 1 problem
 config: 1 problem
   topology.links.net: unknown key
     given:    net = { latency_us = 2.0, bandwidth_gbytes_s = 3.0 }
-    expected: one of node, network
+    expected: one of node, rack, network
     try:      did you mean "topology.links.network"?
 """,
     ),

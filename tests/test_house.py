@@ -19,7 +19,10 @@ ORDER = [
     "layout",
     "algorithms",
     "config",
+    "topology",
+    "costs",
     "stages",
+    "place",
     "show",
     "transport",
     "comm",
@@ -35,7 +38,10 @@ ORDER = [
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "layout", "algorithms", "config", "stages", "show", "cli", "__main__", "__init__"}
+WITHOUT_TORCH = {
+    "errors", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "cli",
+    "__main__", "__init__",
+}  # fmt: skip
 PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

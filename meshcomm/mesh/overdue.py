@@ -25,21 +25,34 @@ class Overdue:
 
     def __init__(self) -> None:
         self._seen: dict[Recorder, tuple[Any, float]] = {}
+        self._given_up: dict[Recorder, Any] = {}
+
+    def gave_up(self, recorder: Recorder) -> None:
+        """The backend has given up the call under way, whose error is being made: it is not overdue."""
+        self._given_up[recorder] = _under_way(recorder)
 
     def find(self, recorders: Iterable[tuple[Recorder, float]], now: float) -> Recorder | None:
         """The first overdue one of `recorders`, given with their timeouts in seconds; now in seconds."""
         for recorder, timeout_s in recorders:
-            # The same number, or the same message object, is the same call.
-            under_way = recorder.started if recorder.inside else recorder.messages.waiting
-            if under_way is None:
+            under_way = _under_way(recorder)
+            if under_way is None or _same(self._given_up.get(recorder), under_way):
                 self._seen.pop(recorder, None)
                 continue
             call, since = self._seen.get(recorder, (None, now))
-            same = call is under_way if not isinstance(under_way, int) else call == under_way
-            if not same:
+            if not _same(call, under_way):
                 since = now
                 self._seen[recorder] = (under_way, now)
             first = recorder.started <= 1
             if now - since > timeout_s + (FIRST_GRACE_S if first else GRACE_S):
                 return recorder
         return None
+
+
+def _under_way(recorder: Recorder) -> Any:
+    """The call or message that blocks the rank now; None where none does."""
+    return recorder.started if recorder.inside else recorder.messages.waiting
+
+
+def _same(one: Any, other: Any) -> bool:
+    """The same number, or the same message object, is the same call."""
+    return bool(one == other) if isinstance(other, int) else one is other

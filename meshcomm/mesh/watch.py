@@ -68,6 +68,7 @@ class Watch:
         self._timeouts = timeouts
         self._end = end
         self._failed: dict[str, Any] | None = None
+        self._overdue = Overdue()
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="meshcomm-watch", daemon=True)
@@ -103,12 +104,14 @@ class Watch:
 
     def _watch(self) -> None:
         number = 1
-        overdue = Overdue()
         while not self._stop.wait(self._interval):
-            blocked = overdue.find(self._recorders, time.monotonic())
+            blocked = self._overdue.find(self._recorders, time.monotonic())
             if blocked is not None:
-                self._end(self._blocked(blocked))
-                return
+                error = self._blocked(blocked)
+                # Asking took a while, in which the backend may have given up or come to its end.
+                if self._overdue.find(self._recorders, time.monotonic()) is blocked:
+                    self._end(error)
+                    return
             # A store that is gone has nobody left to answer.
             with contextlib.suppress(RuntimeError):
                 while self._store.check([f"ask/{self._rank}/{number}"]):
@@ -144,7 +147,7 @@ class Watch:
     def _blocked(self, recorder: Recorder) -> CommunicationError:
         """The error for a call that the backend should have given up."""
         status = self.status()
-        error = self._inquire(
+        error = self._verdict(
             recorder,
             f"a call inside the backend at {status['main']}",
             TimeoutError("the backend did not return; the process was ended"),
@@ -158,6 +161,10 @@ class Watch:
 
     def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> CommunicationError:
         """The error for a call that failed: who has not come, and what they do instead."""
+        self._overdue.gave_up(recorder)
+        return self._verdict(recorder, where, error)
+
+    def _verdict(self, recorder: Recorder, where: str, error: BaseException) -> CommunicationError:
         found = recorder.status()
         waiting = found["messages"]["waiting"]
         if recorder.inside or waiting is None:

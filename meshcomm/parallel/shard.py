@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshcomm.errors import TrainingError
@@ -90,9 +90,6 @@ def _sum(module: Any) -> FSDPModule:
     """Gradients are summed, as those of whole tensors are; torch divides them by the ranks."""
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
+    # Gloo has no reduction that multiplies first, which torch would choose for float32.
+    module.set_force_sum_reduction_for_comms(True)
     return module
-
-
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's parts of the gradients that are there."""
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

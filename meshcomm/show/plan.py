@@ -9,6 +9,8 @@ import numpy as np
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
+from meshcomm.topology import Machine, machine, span
+from meshcomm.topology.span import slowest_level
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -25,25 +27,30 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     dim, in plan order; and rank, where one is asked for: its coords, and its group and ring
     neighbours for each name.
 
+    With ranks_per_node each dim has nodes (fewest and most that one of its groups lies on), crosses
+    (link class -> number of groups whose slowest link it is) and link, the slowest of all.
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.
     """
     families = plan.families
     created = [family for family in families if family.creates]
+    where = None if topology is None else machine(topology)
     facts: Facts = {
         "world_size": plan.layout.world_size,
         "fingerprint": plan.fingerprint,
         "device": plan.device,
         "groups": sum(family.count for family in created),
         "groups_per_rank": len(created),
-        "dims": [_dim_facts(plan.layout, family, topology) for family in families],
+        "dims": [_dim_facts(plan.layout, family, topology, where) for family in families],
     }
     if rank is not None:
         facts["rank"] = _rank_facts(plan, plan.for_rank(rank), topology)
     return facts
 
 
-def _dim_facts(layout: Layout, family: Family, topology: TopologyConfig | None) -> Facts:
+def _dim_facts(
+    layout: Layout, family: Family, topology: TopologyConfig | None, where: Machine | None
+) -> Facts:
     facts: Facts = {
         "name": family.name,
         "kind": family.kind,
@@ -55,10 +62,11 @@ def _dim_facts(layout: Layout, family: Family, topology: TopologyConfig | None) 
         **family.options.facts(),
         "shares": family.shares,
     }
-    if topology is not None and topology.ranks_per_node is not None:
-        fewest, most = _nodes(layout, family, topology.ranks_per_node)
-        facts["nodes"] = {"fewest": fewest, "most": most}
-        facts["link"] = None if family.size == 1 else _link(topology, most)
+    if topology is not None and where is not None:
+        found = span(layout.groups(family.name), where)
+        facts["nodes"] = {"fewest": found.fewest, "most": found.most}
+        facts["crosses"] = found.crosses
+        facts["link"] = None if family.size == 1 else _link(topology, slowest_level(found, where).name)
     return facts
 
 
@@ -73,17 +81,10 @@ def _stride(layout: Layout, family: Family) -> int | None:
     return int(steps.flat[0]) if (steps == steps.flat[0]).all() else None
 
 
-def _nodes(layout: Layout, family: Family, ranks_per_node: int) -> tuple[int, int]:
-    """The fewest and the most nodes that one group of the family lies on."""
-    nodes = np.sort(layout.groups(family.name) // ranks_per_node, axis=1)
-    counts = 1 + (np.diff(nodes, axis=1) != 0).sum(axis=1)
-    return int(counts.min()), int(counts.max())
-
-
-def _link(topology: TopologyConfig, nodes: int) -> Facts:
-    """The slowest link that a group on so many nodes crosses."""
-    name = "node" if nodes == 1 else "network"
-    link = topology.links.node if nodes == 1 else topology.links.network
+def _link(topology: TopologyConfig, name: str) -> Facts:
+    """A link class with its speed; None where nobody has said it."""
+    links = topology.links
+    link = {"node": links.node, "rack": links.rack or links.network, "network": links.network}[name]
     return {
         "name": name,
         "latency_us": None if link is None else link.latency_us,
@@ -187,7 +188,7 @@ def dims_table(facts: Facts) -> Table:
         }
         if with_nodes:
             row["nodes"] = _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
-            row["link"] = _link_text(dim["link"])
+            row["link"] = _link_text(dim["link"], dim["crosses"])
         table.add_row(*(row[column] for column in columns))
     return table
 
@@ -233,9 +234,19 @@ def _coords(coords: dict[str, int]) -> str:
     return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 
-def _link_text(link: Facts | None) -> str:
+def _link_text(link: Facts | None, crosses: dict[str, int]) -> str:
+    """The link that all groups cross, or the share of groups by their slowest link."""
     if link is None:
         return "-"
+    total = sum(crosses.values())
+    if crosses[link["name"]] < total:
+        return ", ".join(f"{name} {_percent(n, total)}" for name, n in crosses.items() if n)
     if link["latency_us"] is None:
         return str(link["name"])
     return f"{link['name']}, {link['latency_us']:g} us, {link['bandwidth_gbytes_s']:g} GB/s"
+
+
+def _percent(part: int, whole: int) -> str:
+    """Never 0 or 100 where it is not all or nothing."""
+    share = 100 * part / whole
+    return "below 1%" if share < 1 else "above 99%" if share > 99 else f"{share:.0f}%"

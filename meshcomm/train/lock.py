@@ -12,9 +12,11 @@ from typing import Any
 import einops
 import numpy as np
 import torch
+from pydantic_core import to_jsonable_python
 
 from meshcomm import __version__
-from meshcomm.config import Config
+from meshcomm.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.config.model import Model
 from meshcomm.config.wording import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
@@ -26,6 +28,17 @@ _FORMAT = 1
 _FIXED = ("model.", "data.sequence", "data.sha256", "train.global_batch", "train.seed", "train.dtype")
 # Where the run is kept and whether it resumes says nothing about what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
+# How a run is written down changes nothing in what it computes.
+_OF_NO_EFFECT = {
+    f"train.{name}" for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume")
+}
+_SECTIONS: Mapping[str, type[Model]] = {
+    "mesh": MeshConfig,
+    "parallel": ParallelConfig,
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -42,19 +55,19 @@ class Lock:
 
     def write(self, folder: Path) -> None:
         """Write lock.json into `folder`. Raises OSError."""
-        facts = {"format": _FORMAT, **self.__dict__}
-        (folder / NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (folder / NAME).write_text(self.text() + "\n", encoding="utf-8")
+
+    def text(self) -> str:
+        """The lock as JSON."""
+        return json.dumps({"format": _FORMAT, **self.__dict__}, indent=2)
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
         """The lock of the checkpoint `folder`. Raises TrainingError where it cannot be read."""
         path = folder / NAME
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if facts.pop("format") != _FORMAT:
-                raise ValueError("another format")
-            return cls(**facts)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise TrainingError(
                 "a checkpoint's lock file cannot be read",
                 given=f"{path}: {error}",
@@ -62,15 +75,28 @@ class Lock:
                 hint=f"remove {folder}, so that the checkpoint before it is used",
             ) from error
 
+    @classmethod
+    def parse(cls, text: str) -> Lock:
+        """The lock that `text` gave. Raises ValueError where it is none."""
+        try:
+            facts = json.loads(text)
+            if facts.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            lock = cls(**facts)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if type(lock.step) is not int or lock.step < 0:
+            raise ValueError(f"step {lock.step!r} is no number of steps")
+        return lock
+
 
 def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float) -> Lock:
     """The lock of `step`.
 
     config: with every section checked against the mesh. digest: SHA-256 of the training text.
     """
-    sections = ("mesh", "parallel", "model", "data", "train")
     settings = {
-        name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in sections
+        name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in _SECTIONS
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)
     settings["data"]["sha256"] = digest.hex()
@@ -93,6 +119,9 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float
 def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]:
     """What is different now from when the checkpoint `folder` was made, one setting per line.
 
+    A setting that one of them does not know, being of another version, has its default there: that is
+    what a run did before the setting came. What only says how a run is written down is left out.
+
     Raises ConfigError, with both values of each, where what differs makes it another training, or
     where the checkpoint lies behind the last of `steps`.
     """
@@ -104,8 +133,12 @@ def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]
     ):
         old, new = _flat(before), _flat(after)
         for name in dict.fromkeys((*old, *new)):
-            if _differ(old.get(name), new.get(name)):
-                differences[part + name] = (old.get(name), new.get(name))
+            values = (
+                old[name] if name in old else _default(name),
+                new[name] if name in new else _default(name),
+            )
+            if name not in _OF_NO_EFFECT and _differ(*values):
+                differences[part + name] = values
     fixed = [name for name in differences if name.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
@@ -134,6 +167,16 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         for section, table in settings.items()
         for key, value in (table.items() if isinstance(table, Mapping) else [("", table)])
     }
+
+
+def _default(name: str) -> Any:
+    """Of a setting `section.key`, as a lock has it; None where there is none."""
+    section, _, key = name.partition(".")
+    field = _SECTIONS[section].model_fields.get(key) if section in _SECTIONS else None
+    if field is None or field.is_required():
+        return None
+    # As JSON has it: lists for tuples, tables for sections.
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def _differ(old: Any, new: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -206,8 +207,10 @@ def _steps(
         except BaseException:
             reporter.interrupted(summary())
             raise
-    reporter.finish(summary())
-    return summary()
+    late = {dim: (each.rank, each.mean_s) for dim, each in mesh.lateness().stragglers.items()}
+    done = dataclasses.replace(summary(), late=late)
+    reporter.finish(done)
+    return done
 
 
 def _cores() -> int:

@@ -1,16 +1,17 @@
-"""Does a mesh compute what one process computes? The same steps on both, in float64, compared."""
+"""The first steps of a training, on a mesh or on one process, recorded so that they can be compared."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshcomm.config import Config, load
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import whole
 from meshcomm.train import data as text
@@ -21,10 +22,10 @@ from meshcomm.train.rates import learning_rate
 
 @dataclass(frozen=True)
 class Record:
-    """What some steps of a run gave. Gradients are those of the last step.
+    """What some steps of a run gave. Gradients are those of the last step, after clipping.
 
-    losses, norms: of each step. weights, gradients: whole tensors by global name, float64 on CPU; of
-    a rank of a pipeline, those of its stages.
+    losses, norms: of each step; a norm is that before clipping. weights, gradients: whole tensors by
+    global name, float64 on CPU; of a rank of a pipeline, those of its stages.
     """
 
     losses: tuple[float, ...]
@@ -32,30 +33,51 @@ class Record:
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
 
+    def save(self, path: Path) -> None:
+        """Write it as one file."""
+        tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        tensors["norms"] = torch.tensor(self.norms, dtype=torch.float64)
+        tensors |= {f"weight {name}": tensor for name, tensor in self.weights.items()}
+        tensors |= {f"gradient {name}": tensor for name, tensor in self.gradients.items()}
+        torch.save(tensors, path)
 
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference of one quantity between two runs, and where it is.
+    @staticmethod
+    def read(path: Path) -> Record:
+        """What `save` wrote. Tensors are mapped: ranks of one host share their memory."""
+        tensors: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
+        losses, norms = (tuple(tensors.pop(name).tolist()) for name in ("losses", "norms"))
+        found: dict[str, dict[str, Tensor]] = {"weight": {}, "gradient": {}}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition(" ")
+            found[kind][name] = tensor
+        return Record(losses, norms, found["weight"], found["gradient"])
 
-    relative: the absolute one by the largest value of the quantity in the reference, 1 at least: so
-    what is large is judged by its digits, and what is about zero by how far from it.
+
+def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The same training in float64, and what was changed for it, in words.
+
+    Raises ConfigError where `config` describes no training.
     """
-
-    kind: str
-    name: str
-    absolute: float
-    relative: float
+    if config.train is None:
+        raise _no_training(config)
+    changes: list[str] = []
+    said: list[str] = []
+    if config.train.compute_dtype is not None:
+        changes.append("train.compute_dtype=")
+        said.append(f'train.compute_dtype left out, was "{config.train.compute_dtype}"')
+    if config.train.dtype != "float64":
+        changes.append('train.dtype="float64"')
+        said.append(f'train.dtype = "float64", was "{config.train.dtype}"')
+    return (load(config, changes) if changes else config), tuple(said)
 
 
 def reference(config: Config) -> Config:
-    """The same training as `config`, on one process: no part of it is split or repeated."""
+    """The same training as `config`, on one process: no part of it is split or repeated.
+
+    Raises ConfigError where `config` describes no training.
+    """
     if config.parallel is None or config.train is None:
-        raise ConfigError(
-            f"{config.source} says nothing about training",
-            given="a mesh without [parallel], [model], [data] and [train]",
-            expected="all four sections",
-            hint="configs/quickstart.toml has them all",
-        )
+        raise _no_training(config)
     facts = config.model_dump(exclude_unset=True, mode="python")
     train = {key: value for key, value in facts["train"].items() if key not in ("compile", "recompute")}
     return load(
@@ -73,6 +95,7 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
+    Nothing is written, and no checkpoint is read.
     """
     trainer = trainer_for(mesh, config)
     _, _, data, train = trainer.sections
@@ -91,52 +114,30 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
         if trainer.sections.model.tied_embeddings and name == "head.weight":
             name = "embed.weight"
         assert parameter.grad is not None
-        weights[name] = whole(parameter).double().cpu()
+        weights[name] = whole(parameter).detach().double().cpu()
         gradients[name] = whole(parameter.grad, of=parameter).double().cpu()
     return Record(
         tuple(each.loss for each in done), tuple(each.gradient_norm for each in done), weights, gradients
     )
 
 
-def merged(records: list[Record]) -> Record:
-    """The records of all ranks as one: every rank has the same of what it has."""
-    weights: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for each in records:
-        weights.update(each.weights)
-        gradients.update(each.gradients)
-    return Record(records[0].losses, records[0].norms, weights, gradients)
+def finite(found: Record) -> Record:
+    """`found`, where it can be compared with. Raises TrainingError where a loss or norm is not finite."""
+    for step, (loss, norm) in enumerate(zip(found.losses, found.norms, strict=True), start=1):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"on one process step {step} gives nothing that a mesh could be compared with",
+                given=f"loss {loss}, gradient norm {norm}",
+                expected="finite numbers",
+                hint="a smaller train.lr, or --steps " + str(max(1, step - 1)),
+            )
+    return found
 
 
-def compare(ours: Record, theirs: Record) -> list[Difference]:
-    """Differences of `ours` from the reference `theirs`: losses, norms, then each parameter, worst first."""
-    found = [
-        _difference("loss", _worst_step(ours.losses, theirs.losses), ours.losses, theirs.losses),
-        _difference("gradient norm", _worst_step(ours.norms, theirs.norms), ours.norms, theirs.norms),
-    ]
-    names = [*theirs.weights, *(name for name in ours.weights if name not in theirs.weights)]
-    parameters = []
-    for name in names:
-        for kind, mine, other in (
-            ("weight", ours.weights, theirs.weights),
-            ("gradient", ours.gradients, theirs.gradients),
-        ):
-            parameters.append(_difference(kind, name, mine.get(name), other.get(name)))
-    return [*found, *sorted(parameters, key=lambda each: -each.relative)]
-
-
-def _difference(kind: str, name: str, mine: Any, other: Any) -> Difference:
-    if mine is None or other is None:
-        return Difference(kind, f"{name}, on one side only", float("inf"), float("inf"))
-    a, b = torch.as_tensor(mine, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
-    if a.shape != b.shape:
-        return Difference(kind, f"{name}, {tuple(a.shape)} and {tuple(b.shape)}", float("inf"), float("inf"))
-    absolute = float((a - b).abs().max()) if a.numel() else 0.0
-    if absolute != absolute:
-        absolute = float("inf")
-    return Difference(kind, name, absolute, absolute / max(1.0, float(b.abs().max()) if b.numel() else 0.0))
-
-
-def _worst_step(mine: tuple[float, ...], other: tuple[float, ...]) -> str:
-    gaps = [abs(a - b) for a, b in zip(mine, other, strict=True)]
-    return f"step {gaps.index(max(gaps)) + 1}" if gaps else "no step"
+def _no_training(config: Config) -> ConfigError:
+    return ConfigError(
+        f"{config.source} says nothing about training",
+        given="a mesh without [parallel], [model], [data] and [train]",
+        expected="all four sections",
+        hint="configs/quickstart.toml has them all",
+    )

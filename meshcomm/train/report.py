@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
 
@@ -67,6 +68,8 @@ class Summary:
     tokens: int
     seconds: float
     metrics: Path
+    late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -132,6 +132,9 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per byte")
     facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
     facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
+    if summary.late:
+        late = (f"{dim}: rank {rank}, {mean * 1e3:.1f} ms" for dim, (rank, mean) in summary.late.items())
+        facts.add_row("latest to come", "; ".join(late))
     facts.add_row("metrics", str(summary.metrics))
     plot = Text("\n".join(curve(summary.losses, braille=braille)))
     return Panel(Group(facts, Text(), plot), title="training finished", expand=False)

@@ -60,7 +60,6 @@ def _differs(name: str, fault: str, moment: str, call: Call, **more: Any) -> Row
         everyone("CallMismatchError"),
         (_ODD,),
         DIFFERS_S,
-        ENDED_S,
         _LINE,
         quick=more.get("quick", False),
     )
@@ -401,7 +400,6 @@ ROWS = [
         everyone("ObjectError"),
         (_ODD,),
         DIFFERS_S,
-        ENDED_S,
         _LINE,
     ),
     *(
@@ -414,7 +412,6 @@ ROWS = [
             everyone("TrainingError"),
             (_ODD,),
             DIFFERS_S,
-            ENDED_S,
             _LINE,
         )
         for name, setting in (

@@ -1,0 +1,118 @@
+"""What collectives along every dim will take, by the model of meshcomm.costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshcomm.costs import Operation, best, bus_factor, fastest_by_size, lines, route
+from meshcomm.layout import Plan
+from meshcomm.show.units import bytes_text, seconds_text
+from meshcomm.topology import Machine, span
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Facts = dict[str, Any]
+
+
+def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
+    """What `meshcomm costs` shows, as data that JSON can hold.
+
+    Keys: links (text of each level), call_us, dims: for each name with groups and each operation its
+    rows (bytes, algorithm, chunks, seconds, algbw and busbw in GB/s) and `from_bytes`: which algorithm
+    is least from which size on. busbw as nccl-tests counts it.
+    """
+    listed: list[Facts] = []
+    for family in plan.families:
+        if family.size == 1:
+            continue
+        found = span(plan.layout.groups(family.name), machine)
+        way = route(found, machine)
+        for operation in operations:
+            # A message goes from one rank to one other.
+            every = lines(operation, way)
+            rows = []
+            for size in sizes:
+                line = best(every, size)
+                seconds = line.seconds(size)
+                algbw = size / seconds / 1e9
+                rows.append(
+                    {
+                        "bytes": size,
+                        "algorithm": line.name,
+                        "chunks": line.chunks,
+                        "seconds": seconds,
+                        "algbw_gbytes_s": algbw,
+                        "busbw_gbytes_s": algbw * float(bus_factor(operation, family.size)),
+                    }
+                )
+            listed.append(
+                {
+                    "dim": family.name,
+                    "size": family.size,
+                    "link": found.slowest,
+                    "levels": [hop.ranks for hop in way.hops],
+                    "operation": operation,
+                    "rows": rows,
+                    "from_bytes": [
+                        {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
+                        for size, line in fastest_by_size(every)
+                    ],
+                }
+            )
+    return {
+        "links": [str(level) for level in machine.levels],
+        "call_us": float(machine.call_s * 10**6),
+        "dims": listed,
+    }
+
+
+def cost_view(facts: Facts) -> Group:
+    """`cost_facts` for a rich console."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for column in (
+        "dim",
+        "operation",
+        "bytes",
+        "time",
+        "algbw",
+        "busbw",
+        "by",
+        "the least from which size on",
+    ):
+        table.add_column(column, justify="right" if column in ("bytes", "time", "algbw", "busbw") else "left")
+    for each in facts["dims"]:
+        for index, row in enumerate(each["rows"]):
+            first = index == 0
+            chunks = f" in {row['chunks']}" if row["chunks"] > 1 else ""
+            table.add_row(
+                f"{each['dim']} {each['size']:,} {each['link']}" if first else "",
+                each["operation"] if first else "",
+                bytes_text(row["bytes"]),
+                seconds_text(row["seconds"]),
+                f"{row['algbw_gbytes_s']:.3g}",
+                f"{row['busbw_gbytes_s']:.3g}",
+                row["algorithm"] + chunks,
+                crossings_text(each["from_bytes"]) if first else "",
+            )
+    head = "; ".join(facts["links"])
+    call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
+    notes = "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured"
+    return Group(Text(f"links: {head}{call}"), table, Text(notes))
+
+
+def crossings_text(found: list[Facts]) -> str:
+    """`tree, ring from 3.2 MB`: algorithms by size, their numbers of chunks left out."""
+    parts: list[str] = []
+    last = None
+    for each in found:
+        if each["algorithm"] != last:
+            last = each["algorithm"]
+            parts.append(f"{last} from {bytes_text(each['bytes'])}" if each["bytes"] else str(last))
+    return ", ".join(parts)

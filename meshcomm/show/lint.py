@@ -1,0 +1,40 @@
+"""Findings about a mesh, as facts and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshcomm.config import Config, TopologyConfig
+from meshcomm.layout import Plan
+from meshcomm.topology import Finding, machine
+from meshcomm.topology.communicators import footprint
+
+
+def lint_facts(
+    settings: Config, plan: Plan, topology: TopologyConfig, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    """What `meshcomm lint` shows, as data that JSON can hold: levels, footprint of a rank, findings."""
+    where = machine(topology)
+    return {
+        "world_size": plan.layout.world_size,
+        "links": [] if where is None else [str(level) for level in where.levels],
+        "rank": footprint(settings, plan, plan.layout.world_size)._asdict(),
+        "findings": [finding.facts() for finding in findings],
+    }
+
+
+def lint_text(source: str, facts: dict[str, Any], findings: Sequence[Finding]) -> str:
+    """The facts for a person."""
+    rank = facts["rank"]
+    count = len(findings)
+    lines = [f"{source}: {count} finding{'' if count == 1 else 's'} on {facts['world_size']:,} ranks"]
+    if facts["links"]:
+        lines.append("links: " + "; ".join(facts["links"]))
+    lines.append(
+        f"a rank has at most {rank['nccl']} NCCL communicators, about {rank['nccl_mb'] / 1000:.1f} GB, and "
+        f"{rank['gloo']} Gloo groups, {rank['descriptors']} file descriptors"
+    )
+    for finding in findings:
+        lines += ["", str(finding)]
+    return "\n".join(lines)

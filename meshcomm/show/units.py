@@ -1,0 +1,65 @@
+"""Bytes, seconds and counts in a few digits, and back from what a person types."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from meshcomm.errors import ConfigError
+
+_BYTES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
+
+
+def bytes_text(number: float) -> str:
+    """Decimal units.
+
+    >>> bytes_text(512), bytes_text(3_200_000)
+    ('512 B', '3.2 MB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size * 0.9995:
+            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:,.0f} {unit}"
+    return f"{number:.3g} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Milliseconds and microseconds where that is shorter.
+
+    >>> seconds_text(0.00025), seconds_text(12.0)
+    ('250 us', '12 s')
+    """
+    if seconds == 0:
+        return "0"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size * 0.9995:
+            number = seconds / size
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
+    return f"{seconds * 1e6:.2g} us"
+
+
+def read_bytes(text: str) -> int:
+    """A size as it is typed. Raises ConfigError.
+
+    >>> read_bytes("64MB"), read_bytes("1.5 MiB"), read_bytes("4096")
+    (64000000, 1572864, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if match is None else _BYTES.get(match[2].upper())
+    size = Fraction(0) if match is None or unit is None else Fraction(match[1]) * unit
+    if size < 1 or size.denominator != 1:
+        raise ConfigError(
+            f"{text!r} is not a number of bytes",
+            given=text,
+            expected="a whole number of 1 or more, in B, kB, MB, GB, KiB, MiB or GiB",
+            hint="--bytes 64MB",
+        )
+    return int(size)

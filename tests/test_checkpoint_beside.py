@@ -1,0 +1,462 @@
+"""Checkpoints written beside the training; state with every kind of part, from any mesh to any other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import meshcomm
+from meshcomm.config import TrainConfig
+from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+from meshcomm.train import Attempt, Checkpoints
+from meshcomm.train import sharded as sharded_file
+from meshcomm.train.complete import complete
+from meshcomm.train.division import Division
+from meshcomm.train.export import export_checkpoint, import_checkpoint
+from meshcomm.train.lock import Lock
+from meshcomm.train.saved import Saved, read_alone
+
+
+def settings(out: Path | str, *, beside: bool = True, keep: int = 2) -> TrainConfig:
+    return TrainConfig(
+        steps=9,
+        global_batch=8,
+        microbatch=1,
+        out=str(out),
+        checkpoint_every=1,
+        checkpoint_async=beside,
+        keep=keep,
+    )
+
+
+def lock(step: int) -> Lock:
+    return Lock(step, 0.0, "", {}, {}, {})
+
+
+def config(dims: dict[str, int], views: dict[str, Any] | None = None) -> dict[str, Any]:
+    mesh = {"dims": dims, "views": views or {}, "device": "cpu", "timeout_s": 30.0, "validate_calls": 0}
+    return {"mesh": mesh}
+
+
+# -- state of every kind, on any mesh -------------------------------------------------------------
+
+WHOLE = {
+    "layers.0.up.weight": (12, 6),  # split along tp and sharded along fsdp on the same axis
+    "layers.0.down.weight": (6, 12),  # on another axis; 6 rows do not divide by 4
+    "layers.0.norm.weight": (5,),  # equal along tp; sharded unevenly
+    "layers.1.up.weight": (12, 6),
+    "layers.1.down.weight": (6, 12),
+    "layers.1.norm.weight": (5,),
+    "layers.1.experts.w1": (4, 8, 3),  # experts along ep, rows along tp
+    "embed.weight": (10, 4),  # on the first stage and on the last
+    "norm.weight": (3,),  # plain, on the last stage
+}
+
+
+def value(name: str, step: int) -> Tensor:
+    """The whole tensor of a name at a step: other numbers for each of both."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return torch.randn(WHOLE.get(name, ()), generator=torch.Generator().manual_seed(seed))
+
+
+class Part(nn.Module):
+    """One weight, split along tp where an axis is given."""
+
+    def __init__(self, mesh: Mesh, shape: tuple[int, ...], axis: int | None) -> None:
+        super().__init__()
+        data: Tensor = torch.zeros(shape)
+        if axis is not None and mesh.size("tp") > 1:
+            data = distribute_tensor(data, mesh["tp"], [Shard(axis)], src_data_rank=None)
+        self.weight = nn.Parameter(data)
+
+
+class Layer(nn.Module):
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = Part(mesh, (12, 6), 0)
+        self.down = Part(mesh, (6, 12), 1)
+        self.norm = Part(mesh, (5,), None)
+        fully_shard(self, mesh=mesh["fsdp"])
+
+
+def state_of(mesh: Mesh, stages: int) -> dict[str, Tensor]:
+    """What this rank has, all zeros, by global names; stages of one rank are `pp` apart."""
+    size, mine = mesh.size("pp"), mesh.coord("pp")
+    found: dict[str, Tensor] = {}
+    for stage in range(mine, stages, size):
+        for layer in range(2):
+            if layer * stages // 2 == stage:
+                module = Layer(mesh)
+                named = {f"layers.{layer}.{name}": p for name, p in module.named_parameters()}
+                if layer == 1:
+                    along = tuple(dim for dim in ("ep", "tp") if mesh.size(dim) > 1)
+                    shape = (4 // mesh.size("ep"), 8 // mesh.size("tp"), 3)
+                    experts: Tensor = torch.zeros(shape)
+                    if along:
+                        axes = [Shard("ep tp".split().index(dim)) for dim in along]
+                        experts = DTensor.from_local(experts, mesh[along], axes, run_check=False)
+                    named["layers.1.experts.w1"] = experts
+                found.update({name: p.detach() for name, p in named.items()})
+        if stage in (0, stages - 1):
+            found["embed.weight"] = torch.zeros(10, 4)
+        if stage == stages - 1:
+            found["norm.weight"] = torch.zeros(3)
+    return {
+        **{f"model.{name}": tensor for name, tensor in found.items()},
+        **{f"optimizer.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in found.items()},
+    }
+
+
+def of_weight(name: str) -> str:
+    return name.removeprefix("model.").removeprefix("optimizer.").removesuffix(".exp_avg")
+
+
+def expected(name: str, step: int) -> Tensor:
+    return value(of_weight(name), step + (100 if name.startswith("optimizer.") else 0))
+
+
+def put(state: dict[str, Tensor], step: int) -> None:
+    for name, tensor in state.items():
+        whole = expected(name, step)
+        if isinstance(tensor, DTensor):
+            part: Any = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            whole = part.to_local()
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(whole)
+
+
+def differing(state: dict[str, Tensor], step: int) -> list[str]:
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return [name for name, tensor in full.items() if not torch.equal(tensor, expected(name, step))]
+
+
+MESHES: list[tuple[dict[str, int], dict[str, dict[str, int]], int]] = [
+    ({"pp": 2, "fsdp": 2, "tp": 2}, {"expert": {"pp": 2, "ep": 2, "tp": 2}}, 4),
+    ({"pp": 1, "fsdp": 4, "tp": 2}, {"expert": {"pp": 1, "ep": 4, "tp": 2}}, 1),
+    ({"pp": 2, "fsdp": 1, "tp": 4}, {"expert": {"pp": 2, "ep": 1, "tp": 4}}, 2),
+    # The inner dims outside: other ranks have other parts.
+    ({"tp": 2, "fsdp": 4, "pp": 1}, {"expert": {"tp": 2, "edp": 2, "ep": 2, "pp": 1}}, 2),
+]
+
+
+def saved_and_loaded_everywhere(folder: Path) -> list[str]:
+    """Each mesh saves two steps; every mesh loads them all. Returns what was wrong."""
+    wrong: list[str] = []
+    for number, (dims, views, stages) in enumerate(MESHES):
+        with meshcomm.init(config(dims, views)) as mesh:
+            state = state_of(mesh, stages)
+            with Checkpoints(mesh, settings(folder / str(number))) as checkpoints:
+                checkpoints.begin(Attempt())
+                for step in (1, 2):
+                    put(state, step)
+                    checkpoints.save(lock(step), {**state, "run.losses": torch.arange(float(step))})
+                    put(state, 9)  # training goes on while it is written
+    for number, (dims, views, stages) in enumerate(MESHES):
+        with meshcomm.init(config(dims, views)) as mesh:
+            state = state_of(mesh, stages)
+            checkpoints = Checkpoints(mesh, settings(folder / str(number)))
+            for other in range(len(MESHES)):
+                for step in (2, 1):
+                    losses = torch.zeros(step)
+                    path = folder / str(other) / "checkpoints" / f"step-{step:06d}"
+                    checkpoints.load(path, {**state, "run.losses": losses})
+                    wrong += [f"{other} -> {number}, step {step}: {name}" for name in differing(state, step)]
+                    if losses.tolist() != list(range(step)):
+                        wrong.append(f"{other} -> {number}: losses {losses}")
+    return wrong
+
+
+def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(saved_and_loaded_everywhere, tmp_path, timeout_s=120) == [[]] * 8
+    names = {f"model.{name}" for name in WHOLE} | {f"optimizer.{name}.exp_avg" for name in WHOLE}
+    sizes = set()
+    for number in range(len(MESHES)):
+        for step in (1, 2):
+            path = tmp_path / str(number) / "checkpoints" / f"step-{step:06d}"
+            saved = Saved(path)
+            assert saved.kinds.keys() == names | {"run.losses"}
+            whole = {name: torch.zeros(saved.kinds[name].shape) for name in names}
+            saved.fill(whole)
+            for name, tensor in whole.items():
+                assert torch.equal(tensor, expected(name, step)), (number, step, name)
+            # Once: the parts of all files together are as large as the tensors.
+            parts = [chunk for meta in saved._metadata.state_dict_metadata.values() for chunk in meta.chunks]
+            sizes.add((step, sum(chunk.sizes.numel() for chunk in parts)))
+    assert sizes == {(s, 2 * sum(torch.Size(shape).numel() for shape in WHOLE.values()) + s) for s in (1, 2)}
+    # And through one file, from the first mesh's to a run of its own.
+    export_checkpoint(tmp_path / "0", tmp_path / "x.safetensors")
+    imported = import_checkpoint(tmp_path / "x.safetensors", tmp_path / "new").target
+    whole = {name: torch.zeros(WHOLE[of_weight(name)]) for name in names}
+    read_alone(whole, imported)
+    assert all(torch.equal(tensor, expected(name, 2)) for name, tensor in whole.items())
+
+
+# -- beside the training --------------------------------------------------------------------------
+
+
+def held_back(gate: threading.Event) -> None:
+    """Files are written when `gate` opens."""
+    write_data = sharded_file._Writer.write_data
+
+    def writing(self: Any, plan: Any, planner: Any) -> Any:
+        assert gate.wait(20)
+        return write_data(self, plan, planner)
+
+    sharded_file._Writer.write_data = writing  # type: ignore[method-assign, misc]
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def trained_beside(out: Path) -> list[Any]:
+    """What is there while step 2's files are held back, after they are not, and at the end."""
+    gate = threading.Event()
+    seen: list[Any] = []
+    with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
+        state = {"w": torch.zeros(3000), "part": distribute_tensor(torch.zeros(8, 4), mesh["tp"], [Shard(0)])}
+
+        def step(number: int) -> None:
+            # The training's own calls go on, with the values that they should have.
+            x = torch.full((4,), float(mesh.rank + number))
+            assert mesh.all_reduce("dp", x).tolist() == [2 * number + sum(mesh.ranks("dp"))] * 4
+            for tensor in state.values():
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float(number))
+
+        with Checkpoints(mesh, settings(out)) as checkpoints:
+            checkpoints.begin(Attempt())
+            step(1)
+            checkpoints.save(lock(1), state)
+            checkpoints.finish()
+            held_back(gate)
+            step(2)
+            checkpoints.save(lock(2), state)
+            for number in range(3, 9):
+                checkpoints.poll()
+                step(number)
+            mesh.barrier()
+            seen.append(names(out))
+            mesh.barrier()
+            if mesh.rank != 3:
+                gate.set()
+            for number in range(9, 12):
+                checkpoints.poll()
+                step(number)
+            mesh.barrier()
+            seen.append(names(out))
+            mesh.barrier()
+            gate.set()
+            # The next one waits for the one before.
+            checkpoints.save(lock(11), state)
+            seen.append("step-000002" in names(out))
+        seen.append(names(out))
+        seen.append(mesh.store.keys() if mesh.rank == 0 else [])
+        again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        checkpoints.load(out / "checkpoints" / "step-000002", again)
+        seen.append({name: t.sum().item() if name == "w" else 0 for name, t in again.items()})
+        return seen
+
+
+def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) -> None:
+    waiting = ["job", "latest", "step-000001", "step-000002.saving"]
+    for rank, seen in enumerate(pool.run(trained_beside, tmp_path, ranks=4)):
+        assert seen[:2] == [waiting, waiting], rank
+        assert seen[2:] == [
+            True,
+            ["job", "latest", "step-000002", "step-000011"],
+            [],
+            {"w": 6000.0, "part": 0},
+        ]
+    whole = {"w": torch.zeros(3000), "part": torch.zeros(8, 4)}
+    for step in (2, 11):
+        read_alone(whole, tmp_path / "checkpoints" / f"step-{step:06d}")
+        assert all((tensor == step).all() for tensor in whole.values())
+
+
+def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
+    """The step at which this rank hears that the save of step 2 failed, and in which words."""
+    with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
+        state = {"w": torch.zeros(300), "v": torch.ones(300), "u": torch.ones(300), "t": torch.ones(300)}
+        checkpoints = Checkpoints(mesh, settings(out))
+        checkpoints.begin(Attempt())
+        checkpoints.save(lock(1), state)
+        checkpoints.finish()
+        writer = sharded_file._Writer
+        if (mesh.rank, moment) in ((2, "writing"), (0, "metadata")):
+
+            def full(*_: Any) -> Any:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            setattr(writer, "write_data" if moment == "writing" else "finish", full)
+        checkpoints.save(lock(2), state)
+        heard, text, cause = 0, "", ""
+        for step in range(3, 20_000):
+            try:
+                checkpoints.poll()
+            except TrainingError as error:
+                heard, text, cause = step, str(error), type(error.__cause__).__name__
+                break
+            mesh.all_reduce("dp", torch.ones(1))
+        checkpoints.poll()  # said once
+        checkpoints.finish()
+        return heard, text, cause, names(out)
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank"), [("writing", "rank 2 (dp=1 tp=0)"), ("metadata", "rank 0 (dp=0 tp=0)")]
+)
+def test_a_failure_beside_the_training_is_raised_on_every_rank_at_one_step(
+    pool: Pool, tmp_path: Path, moment: str, rank: str
+) -> None:
+    found = pool.run(without_space, tmp_path, moment, ranks=4, timeout_s=60)
+    steps, texts, causes, left = zip(*found, strict=True)
+    assert len(set(steps)) == 1 and steps[0] > 0
+    assert set(texts) == {
+        f"{rank} could not save into {tmp_path}/checkpoints/step-000002.saving\n"
+        "  given:    OSError: [Errno 28] No space left on device\n"
+        "  expected: a folder that every rank can write to, with space for its part\n"
+        "  try:      make space or mend the disk, then train.resume = true; "
+        "the checkpoints before this one are whole"
+    }
+    assert causes[2 if moment == "writing" else 0] == "OSError"
+    if moment == "writing":  # and what it took is free again
+        assert left[0] == ["job", "latest", "step-000001"]
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step-000001"]
+
+
+def killed_beside(out: Path) -> str:
+    with meshcomm.init(config({"dp": 2})) as mesh, Checkpoints(mesh, settings(out)) as checkpoints:
+        checkpoints.begin(Attempt())
+        state = {"w": torch.ones(3000), "v": torch.ones(3000)}
+        checkpoints.save(lock(1), state)
+        checkpoints.finish()
+        if mesh.rank == 1:
+
+            def half(*_: Any) -> Any:
+                (out / "checkpoints" / "step-000002.saving" / "__1_0.distcp").write_bytes(b"half a ")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            sharded_file._Writer.write_data = half  # type: ignore[method-assign, misc]
+        checkpoints.save(lock(2), {name: tensor * 2 for name, tensor in state.items()})
+        while True:
+            checkpoints.poll()
+
+
+def test_a_rank_killed_while_it_writes_beside_the_training_harms_nothing(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(killed_beside, tmp_path, ranks=2, allow=True)
+    assert isinstance(found[1], ChildProcessError) and isinstance(found[0], CommunicationError)
+    assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002.saving"]
+    whole = {"w": torch.zeros(3000)}
+    read_alone(whole, tmp_path / "checkpoints" / "step-000001")
+    assert (whole["w"] == 1).all()
+
+
+def ended_by_an_error(out: Path) -> tuple[str, list[str]]:
+    """An error of the training's own, on rank 1 alone, while the save is held back until it is raised."""
+    gate = threading.Event()
+    text = ""
+    with meshcomm.init(config({"dp": 2})) as mesh:
+        held_back(gate)
+        try:
+            with Checkpoints(mesh, settings(out)) as checkpoints:
+                checkpoints.begin(Attempt())
+                checkpoints.save(lock(1), {"w": torch.ones(30), "v": torch.ones(30)})
+                threading.Timer(0.05, gate.set).start()
+                raise RuntimeError(f"loss of rank {mesh.rank}")
+        except RuntimeError as error:
+            text = str(error)
+        return text, [path.name for path in complete(out / "checkpoints")]
+
+
+def never_written(out: Path) -> tuple[str, list[str]]:
+    """Rank 1's disk does not answer: the end waits for mesh.timeout_s and says whose it is."""
+    gate = threading.Event()
+    quick = config({"dp": 2})
+    quick["mesh"]["timeout_s"] = 1.5
+    with meshcomm.init(quick) as mesh:
+        if mesh.rank == 1:
+            held_back(gate)
+        checkpoints = Checkpoints(mesh, settings(out))
+        checkpoints.begin(Attempt())
+        checkpoints.save(lock(1), {"w": torch.ones(30), "v": torch.ones(30)})
+        try:
+            checkpoints.finish()
+        except MeshcommError as error:
+            return str(error), [path.name for path in complete(out / "checkpoints")]
+        finally:
+            gate.set()
+    return "", []
+
+
+def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(ended_by_an_error, tmp_path / "a", ranks=2)
+    assert found == [(f"loss of rank {rank}", ["step-000001"]) for rank in range(2)]
+    for rank, (text, there) in enumerate(pool.run(never_written, tmp_path / "b", ranks=2)):
+        assert text.startswith("rank 1 (dp=1) could not save into "), (rank, text)
+        assert there == []
+
+
+# -- what is planned again ------------------------------------------------------------------------
+
+
+def planned(_: str) -> tuple[list[list[str]], list[list[str]], str]:
+    """What each save planned again, and what the lowest rank would write, of changing states."""
+    with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
+        division = Division(mesh)
+        again: list[list[str]] = []
+        described: list[list[str]] = []
+
+        def save(state: dict[str, Tensor]) -> None:
+            heard = division.exchange(state)
+            again.append(["all"] if heard.changed is None else heard.changed)
+            _, metadata = division.divide(heard)
+            described.append(
+                sorted(f"{name} {tuple(m.size)}" for name, m in metadata.state_dict_metadata.items())  # type: ignore[union-attr]
+            )
+
+        mine = f"only.{mesh.coord('tp')}"
+        steady = {"a": torch.zeros(4), mine: distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])}
+        save({**steady, "losses": torch.zeros(1)})
+        save({**steady, "losses": torch.zeros(2)})
+        save({**steady, "losses": torch.zeros(2)})
+        # On some ranks only; then a name more.
+        save(
+            {
+                **steady,
+                mine: torch.zeros(2, 4) if mesh.coord("tp") else steady[mine],
+                "losses": torch.zeros(2),
+            }
+        )
+        save({**steady, "losses": torch.zeros(3), "new": torch.zeros(1)})
+        text = ""
+        try:  # ranks that do not go together: no rank has the second half
+            part: Any = distribute_tensor(torch.zeros(4), mesh["tp"], [Shard(0)])
+            whole = part if mesh.coord("tp") == 0 else torch.zeros(7)
+            division.divide(division.exchange({"bad": whole}))
+        except (ValueError, AssertionError) as error:
+            text = type(error).__name__
+        save({**steady, "losses": torch.zeros(3), "new": torch.zeros(1)})
+        return again, described, text
+
+
+def test_only_what_changes_is_planned_again(pool: Pool) -> None:
+    for again, described, text in pool.run(planned, "", ranks=4):
+        assert again == [["all"], ["losses"], [], ["all"], ["all"], ["all"]]
+        steady = ["a (4,)", "losses (2,)", "only.0 (4, 4)", "only.1 (4, 4)"]
+        assert described[1] == described[2] == steady
+        assert described[0] == [word.replace("(2,)", "(1,)") for word in steady]
+        assert described[3] == [*steady[:3], "only.1 (2, 4)"]
+        assert described[4] == described[5] == ["a (4,)", "losses (3,)", "new (1,)", *steady[2:]]
+        assert text

@@ -1,0 +1,265 @@
+"""One safetensors file of a checkpoint, and back: the published format, and every bad file refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshcomm.cli import app
+from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.train import sharded
+from meshcomm.train.complete import commit, name_of, saving
+from meshcomm.train.export import export_checkpoint, import_checkpoint
+from meshcomm.train.lock import Lock
+from meshcomm.train.safetensors import NAMES, SafetensorsFile, write_file
+from meshcomm.train.saved import Kind, Saved, read_alone
+from meshcomm.train.sharded import write_alone
+
+LOCK = Lock(40, 2.5, "f", {"device": "cpu"}, {"train": {"lr": 0.1}}, {"torch": "2"})
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def state() -> dict[str, torch.Tensor]:
+    """One tensor of each dtype, random bits, among them no number; a scalar, an empty one, odd names."""
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for dtype in NAMES:
+        raw = torch.randint(256, (3, 5 * dtype.itemsize), dtype=torch.uint8, generator=generator)
+        found[f"model.{NAMES[dtype]}"] = (raw % 2 if dtype == torch.bool else raw).view(dtype)
+    found["optimizer.x.step"] = torch.tensor(7.0)
+    found["model.empty"] = torch.zeros(0, 4, dtype=torch.float64)
+    found['model.ü "quoted"\n'] = torch.tensor([float("nan"), -0.0, float("inf")])
+    found["run.losses"] = torch.arange(40, dtype=torch.float64) / 7
+    return found
+
+
+def checkpoint(run: Path, tensors: dict[str, torch.Tensor], lock: Lock = LOCK) -> Path:
+    path = run / "checkpoints" / name_of(lock.step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    write_alone(meta, saving(path), tensors.__getitem__)
+    commit(lock, path)
+    return path
+
+
+def read_minimally(path: Path) -> tuple[dict[str, tuple[str, list[int], bytes]], dict[str, str]]:
+    """The format as published, in six lines that share nothing with the package."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__", {})
+    start = 8 + length
+    return {
+        name: (
+            fact["dtype"],
+            fact["shape"],
+            data[start + fact["data_offsets"][0] : start + fact["data_offsets"][1]],
+        )
+        for name, fact in header.items()
+    }, metadata
+
+
+def test_an_exported_checkpoint_is_the_published_format_and_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    expected = state()
+    first = checkpoint(tmp_path / "run", expected)
+    file = tmp_path / "all.safetensors"
+    moved = export_checkpoint(tmp_path / "run", file)
+    assert moved == (first, file, 40, len(expected), file.stat().st_size)
+
+    found, metadata = read_minimally(file)
+    assert {name: (shape, data) for name, (_, shape, data) in found.items()} == {
+        name: (list(tensor.shape), bits(tensor)) for name, tensor in expected.items()
+    }
+    assert {name: dtype for name, (dtype, _, _) in found.items()} == {
+        name: NAMES[tensor.dtype] for name, tensor in expected.items()
+    }
+    assert metadata["format"] == "pt" and json.loads(metadata["meshcomm.lock"])["step"] == 40
+    # Aligned: the header ends at a multiple of 8, and larger elements come first.
+    raw = file.read_bytes()
+    assert struct.unpack("<Q", raw[:8])[0] % 8 == 0
+    np.testing.assert_array_equal(
+        np.frombuffer(found["run.losses"][2], "<f8"), expected["run.losses"].numpy(), strict=True
+    )
+    sizes = [torch.empty(0, dtype=next(d for d in NAMES if NAMES[d] == found[n][0])).itemsize for n in found]
+    assert sizes == sorted(sizes, reverse=True)
+
+    back = import_checkpoint(file, tmp_path / "other")
+    assert back.target == tmp_path / "other" / "checkpoints" / "step-000040"
+    assert (tmp_path / "other/checkpoints/latest").read_text() == "step-000040\n"
+    assert Lock.read(back.target) == LOCK
+    again = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    read_alone(again, back.target)
+    assert {name: bits(value) for name, value in again.items()} == {
+        name: bits(value) for name, value in expected.items()
+    }
+    # And the way out again gives the same file.
+    export_checkpoint(back.target, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == raw
+
+
+def test_only_the_weights_by_the_names_of_modules(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint(run, state())
+    file = tmp_path / "weights.safetensors"
+    result = CliRunner().invoke(app, ["export", str(run), str(file), "--weights"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{run}/checkpoints/step-000040 -> {file}: step 40, ")
+    found, metadata = read_minimally(file)
+    assert metadata == {"format": "pt"}
+    assert found.keys() == {name[6:] for name in state() if name.startswith("model.")}
+    result = CliRunner().invoke(app, ["import", str(file), str(tmp_path / "new")])
+    assert result.exit_code == 2 and not (tmp_path / "new").exists()
+    assert f"{file} is not an exported checkpoint" in result.stderr
+    assert "try:      meshcomm export RUN FILE, without --weights" in result.stderr
+
+
+def test_import_does_not_hide_behind_a_later_checkpoint(tmp_path: Path) -> None:
+    one = {"model.w": torch.ones(2)}
+    checkpoint(tmp_path / "run", one)
+    export_checkpoint(tmp_path / "run", tmp_path / "x")
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(TrainingError, match="has a checkpoint of step 40 or later already"):
+        import_checkpoint(tmp_path / "x", tmp_path / "run")
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    with pytest.raises(TrainingError, match="there is no complete checkpoint in"):
+        export_checkpoint(tmp_path / "nothing", tmp_path / "y")
+
+
+def test_a_damaged_checkpoint_leaves_no_file_and_the_old_one(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", {"model.w": torch.ones(5000)})
+    (tmp_path / "x").write_bytes(b"old")
+    (part,) = path.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:3000])
+    with pytest.raises(TrainingError, match=r"could not export .*step-000040 to") as caught:
+        export_checkpoint(path, tmp_path / "x")
+    assert caught.value.given is not None and caught.value.expected is not None
+    assert (tmp_path / "x").read_bytes() == b"old"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "x"]
+
+
+def test_a_tensor_that_was_not_saved_whole_is_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", {"model.w": torch.ones(4, 4)})
+    saved = Saved(path)
+    saved._metadata.state_dict_metadata["model.w"].chunks[0].sizes = torch.Size((2, 4))
+    with pytest.raises(TrainingError, match=r"does not fit: model\.w") as caught:
+        saved.fill({"model.w": torch.zeros(4, 4)})
+    assert caught.value.given == f"parts of 8 of 16 elements in {path}"
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(start: int = 0, end: int = 8, dtype: Any = "F32", shape: Any = (2,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "a file of 0 bytes"),
+        (b"\x02\0\0\0", "a file of 4 bytes"),
+        (file_of({}, length=3), "whose first 8 say that its header has 3"),
+        (file_of({}, length=2**63), "whose first 8 say"),
+        (file_of(b"[]"), "begins with b'[]'"),
+        (file_of(b" {}"), "begins with b' {}'"),
+        (file_of(b'{"a": 1'), "a header that cannot be read"),
+        (file_of(b'{"\xff": 1}'), "a header that cannot be read"),
+        (file_of(b'{"a": {}, "a": {}}'), "a key is there twice"),
+        (file_of({"__metadata__": {"a": 1}}), "__metadata__ = {'a': 1}"),
+        (file_of({"a": 1}), "a = 1"),
+        (file_of({"a": {**entry(), "more": 1}}, b"x" * 8), "'more': 1"),
+        (file_of({"a": entry(dtype="F33")}, b"x" * 8), "a of dtype 'F33'"),
+        (file_of({"a": entry(dtype=["F32"])}, b"x" * 8), "a of dtype ['F32']"),
+        (file_of({"a": entry(shape=[-2])}, b"x" * 8), "'shape': [-2]"),
+        (file_of({"a": entry(shape=[True, 2])}, b"x" * 8), "[True, 2]"),
+        (file_of({"a": entry(shape=[2.0])}, b"x" * 8), "[2.0]"),
+        (file_of({"a": entry(8, 0)}, b"x" * 8), "'data_offsets': [8, 0]"),
+        (file_of({"a": entry(shape=[3])}, b"x" * 8), "a of F32 [3] in 8 bytes"),
+        (file_of({"a": entry(shape=[2**62, 2**62])}, b"x" * 8), "in 8 bytes"),
+        (file_of({"a": entry(0, 0, shape=[0, 2**70])}), None),
+        (file_of({"a": entry(), "b": entry(4, 12)}, b"x" * 12), "b at [4, 12] overlaps another tensor"),
+        (file_of({"a": entry(), "b": entry()}, b"x" * 8), "b at [0, 8] overlaps another tensor"),
+        (file_of({"a": entry(), "b": entry(12, 20)}, b"x" * 20), "b at [12, 20] leaves a gap before it"),
+        (file_of({"a": entry(4, 12)}, b"x" * 12), "a at [4, 12] leaves a gap before it"),
+        (file_of({"a": entry()}, b"x" * 7), "7 bytes of data"),
+        (file_of({"a": entry()}, b"x" * 9), "9 bytes of data"),
+        (file_of({"a": entry()}, b"x" * 8), None),
+        (file_of({"b": entry(8, 16), "a": entry()}, b"x" * 16), None),
+        (file_of({}), None),
+    ],
+)
+def test_every_file_that_is_not_as_published_is_refused(
+    tmp_path: Path, content: bytes, words: str | None
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    if words is None:
+        with SafetensorsFile(path) as file:
+            for name, kind in file.kinds.items():
+                if 0 not in kind.shape:
+                    assert bits(file.load(name)) == b"x" * 8
+        return
+    with pytest.raises(TrainingError, match="cannot be read as a safetensors file") as caught:
+        SafetensorsFile(path)
+    assert words in (caught.value.given or "") and caught.value.expected and caught.value.hint
+
+
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for kinds in ({"a": Kind(torch.complex64, (2,))}, {"__metadata__": Kind(torch.float32, (2,))}):
+        with pytest.raises(UnsupportedOp, match="a safetensors file cannot hold"):
+            write_file(tmp_path / "x", kinds, {}, lambda name: torch.zeros(2))
+    assert not list(tmp_path.iterdir())
+
+
+def anonymous_bytes() -> int:
+    """This process's own memory, without files that are mapped."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, file, other = (tmp_path / name for name in ("run", "x.safetensors", "other"))
+    kinds = {f"model.{i:02}": torch.empty(1 << 18, device="meta") for i in range(24)}  # 1 MiB each
+    path = run / "checkpoints" / name_of(40)
+    path.parent.mkdir(parents=True)
+    write_alone(kinds, saving(path), lambda name: torch.full((1 << 18,), float(name[-2:])))
+    commit(LOCK, path)
+    monkeypatch.setattr(sharded, "_FILE_BYTES", 2 << 20)
+    held: list[int] = []
+
+    def looking(function: Any) -> Any:
+        def looked(*args: Any) -> Any:
+            held.append(anonymous_bytes())
+            result = function(*args)
+            held.append(anonymous_bytes())
+            return result
+
+        return looked
+
+    monkeypatch.setattr(Saved, "fill", looking(Saved.fill))
+    monkeypatch.setattr(SafetensorsFile, "load", looking(SafetensorsFile.load))
+    for act in (lambda: export_checkpoint(run, file), lambda: import_checkpoint(file, other)):
+        held.clear()
+        before = anonymous_bytes()
+        act()
+        # A tensor and the part of a file that it is read from, or the file that it goes into; not 24.
+        assert len(held) == 48 and max(held) - before < 10 << 20
+    assert len(list((other / "checkpoints" / name_of(40)).glob("*.distcp"))) == 12
+    again = torch.empty(1 << 18)
+    for name in kinds:
+        read_alone({name: again}, other / "checkpoints" / name_of(40))
+        assert again.min() == again.max() == float(name[-2:])
