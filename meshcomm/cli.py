@@ -154,6 +154,45 @@ def costs(
 
 
 @app.command()
+def place(
+    config: ConfigFile,
+    world: Annotated[int, typer.Option(help="Number of processes to lay the training out on.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep", metavar="DIM", help="Leave this dim's size as the file has it; several times."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many meshes to show.")] = 10,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the first mesh, or that of --choose, as a config.")
+    ] = None,
+    choose: Annotated[int, typer.Option(min=1, help="With --write: which mesh of the table.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
+    from meshcomm.config import load
+    from meshcomm.place.asked import place_config, write_placement
+    from meshcomm.show.place import place_facts, place_view
+
+    settings = load(config, overrides or ())
+    if choose > 1 and (write is None or choose > top):
+        raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
+    asked = place_config(settings, world, _discovered(settings), keep or (), top)
+    facts = place_facts(asked.ranking, world, asked.machine, asked.names, asked.tflops, asked.memory_gb)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(facts, indent=2))
+    else:
+        show(place_view(facts))
+    if write is not None:
+        write_placement(settings, asked.ranking, choose, world, write)
+        typer.echo(f"written: {write}", err=json)
+
+
+@app.command()
 def train(
     config: ConfigFile,
     world: World = None,

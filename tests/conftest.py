@@ -8,12 +8,24 @@ from collections.abc import Callable
 import pytest
 
 from meshcomm.testing import Pool
+from meshcomm.train.differences import Difference
+from tests.parity_page import write_page
 
 # torch's store looks up the name of every address that connects. A name server that does not answer
 # must not cost each test five seconds; read when the first name is looked up, so set before that.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
+_ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option that makes a page of what was measured."""
+    parser.addoption(
+        "--write-parity-table",
+        action="store_true",
+        help="with -m parity: write docs/guide/combinations.md from what the meshes gave",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +40,18 @@ def figures(pytestconfig: pytest.Config) -> Callable[[str], None]:
     return pytestconfig.stash.setdefault(_FIGURES, []).append
 
 
+@pytest.fixture
+def parity_rows(pytestconfig: pytest.Config) -> list[tuple[str, Difference]]:
+    """Takes (case, its worst difference from one process), for the page of combinations."""
+    return pytestconfig.stash.setdefault(_ROWS, [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the figures."""
+    """Print the figures, and make a page of them where that is asked for."""
     lines = config.stash.get(_FIGURES, [])
     if lines:
         terminalreporter.section("measured")
         for line in lines:
             terminalreporter.write_line(line)
+    if config.getoption("--write-parity-table"):
+        terminalreporter.write_line(write_page(dict(config.stash.get(_ROWS, []))))

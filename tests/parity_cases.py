@@ -40,9 +40,11 @@ _CP = {"data": "dp", "tensor": "tp", "context": "cp"}
 
 CASES: dict[str, dict[str, Any]] = {
     "dp8": _case({"dp": 8}, {"data": "dp"}),
-    "tp8": _case({"tp": 8}, {"tensor": "tp"}, kv_heads=8),
-    "dp2 tp4": _case({"dp": 2, "tp": 4}, {"data": "dp", "tensor": "tp"}),
-    "dp2 tp4 sequence": _case({"dp": 2, "tp": 4}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
+    "tp8": _case({"tp": 8}, {"tensor": "tp"}, kv_heads=8, microbatch=4),
+    "dp2 tp4": _case({"dp": 2, "tp": 4}, {"data": "dp", "tensor": "tp"}, microbatch=2),
+    "dp2 tp4 sequence": _case(
+        {"dp": 2, "tp": 4}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}, microbatch=2
+    ),
     "pp2 dp2 tp2": _case({"pp": 2, "dp": 2, "tp": 2}, _3D),
     "pp2 dp2 tp2 gpipe": _case({"pp": 2, "dp": 2, "tp": 2}, {**_3D, "schedule": "gpipe"}),
     "pp2 dp2 tp2 sequence recompute": _case(
@@ -56,14 +58,18 @@ CASES: dict[str, dict[str, Any]] = {
         {"data": "dp", "pipeline": "pp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
         layers=8,
     ),
-    "pp4 tp2": _case({"pp": 4, "tp": 2}, {"pipeline": "pp", "tensor": "tp"}),
+    "pp4 tp2": _case({"pp": 4, "tp": 2}, {"pipeline": "pp", "tensor": "tp"}, microbatch=2),
     "pp2 dp4 tied": _case({"pp": 2, "dp": 4}, {"data": "dp", "pipeline": "pp"}, tied_embeddings=True),
     "dp4 tp2 tied": _case({"dp": 4, "tp": 2}, {"data": "dp", "tensor": "tp"}, tied_embeddings=True),
-    "cp2 dp2 tp2": _case({"dp": 2, "cp": 2, "tp": 2}, _CP),
-    "cp2 dp2 tp2 sequence": _case({"dp": 2, "cp": 2, "tp": 2}, {**_CP, "sequence_parallel": True}),
+    "cp2 dp2 tp2": _case({"dp": 2, "cp": 2, "tp": 2}, _CP, microbatch=2),
+    "cp2 dp2 tp2 sequence": _case(
+        {"dp": 2, "cp": 2, "tp": 2}, {**_CP, "sequence_parallel": True}, microbatch=2
+    ),
     "pp2 cp2 tp2": _case({"pp": 2, "cp": 2, "tp": 2}, {"pipeline": "pp", "context": "cp", "tensor": "tp"}),
-    "cp4 tp2 ulysses": _case({"cp": 4, "tp": 2}, {"context": "cp", "tensor": "tp", "attention": "ulysses"}),
-    "cp8 ring": _case({"cp": 8}, {"context": "cp"}),
+    "cp4 tp2 ulysses": _case(
+        {"cp": 4, "tp": 2}, {"context": "cp", "tensor": "tp", "attention": "ulysses"}, microbatch=4
+    ),
+    "cp8 ring": _case({"cp": 8}, {"context": "cp"}, microbatch=4),
     "dp4 cp2 ulysses": _case({"dp": 4, "cp": 2}, {"data": "dp", "context": "cp", "attention": "ulysses"}),
     "shard4 tp2": _case({"fsdp": 4, "tp": 2}, {"shard": "fsdp", "tensor": "tp"}),
     "shard8": _case({"fsdp": 8}, {"shard": "fsdp"}),

@@ -150,7 +150,8 @@ def test_a_damaged_checkpoint_leaves_no_file_and_the_old_one(tmp_path: Path) -> 
 def test_a_tensor_that_was_not_saved_whole_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "run", {"model.w": torch.ones(4, 4)})
     saved = Saved(path)
-    saved._metadata.state_dict_metadata["model.w"].chunks[0].sizes = torch.Size((2, 4))
+    described: Any = saved._metadata.state_dict_metadata["model.w"]
+    described.chunks[0].sizes = torch.Size((2, 4))
     with pytest.raises(TrainingError, match=r"does not fit: model\.w") as caught:
         saved.fill({"model.w": torch.zeros(4, 4)})
     assert caught.value.given == f"parts of 8 of 16 elements in {path}"
@@ -252,10 +253,10 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Saved, "fill", looking(Saved.fill))
     monkeypatch.setattr(SafetensorsFile, "load", looking(SafetensorsFile.load))
-    for act in (lambda: export_checkpoint(run, file), lambda: import_checkpoint(file, other)):
+    for act, source, target in ((export_checkpoint, run, file), (import_checkpoint, file, other)):
         held.clear()
         before = anonymous_bytes()
-        act()
+        act(source, target)
         # A tensor and the part of a file that it is read from, or the file that it goes into; not 24.
         assert len(held) == 48 and max(held) - before < 10 << 20
     assert len(list((other / "checkpoints" / name_of(40)).glob("*.distcp"))) == 12

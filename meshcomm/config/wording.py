@@ -40,11 +40,12 @@ def toml(value: Any) -> str:
     >>> toml({"dp": 2, "on": True, "name": "x"})
     '{ dp = 2, on = true, name = "x" }'
     """
-    text = _toml(value)
+    text = whole_toml(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 4] + " ..."
 
 
-def _toml(value: Any) -> str:
+def whole_toml(value: Any) -> str:
+    """As `toml`, however long it is: what a file may hold."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -52,12 +53,12 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, BaseModel):
-        return _toml(value.model_dump(exclude_unset=True))
+        return whole_toml(value.model_dump(exclude_unset=True))
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key_path([str(key)])} = {_toml(item)}" for key, item in value.items())
+        inner = ", ".join(f"{key_path([str(key)])} = {whole_toml(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(whole_toml, value)) + "]"
     return str(value)
 
 

@@ -99,12 +99,12 @@ def cost_view(facts: Facts) -> Group:
                 f"{row['algbw_gbytes_s']:.3g}",
                 f"{row['busbw_gbytes_s']:.3g}",
                 row["algorithm"] + chunks,
-                crossings_text(each["from_bytes"]) if first else "",
             )
     head = "; ".join(facts["links"])
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
+    least = [f"{e['operation']} along {e['dim']}: {crossings_text(e['from_bytes'])}" for e in facts["dims"]]
     notes = "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured"
-    return Group(Text(f"links: {head}{call}"), table, Text(notes))
+    return Group(Text(f"links: {head}{call}"), table, Text("\n".join([notes, *least])))
 
 
 def crossings_text(found: list[Facts]) -> str:

@@ -33,16 +33,16 @@ def parity_view(facts: Mapping[str, Any]) -> Group:
     parameters = sorted(
         (one for one in found if one["kind"] in ("weight", "gradient")), key=_size, reverse=True
     )
-    # A parameter's weight and gradient are two rows; it counts once.
-    shown = list(dict.fromkeys(one["name"] for one in parameters))[:_ROWS]
-    for name in shown:
-        for one in parameters:
-            if one["name"] == name:
-                _row(table, str(one["kind"]), one)
-    rest = [one for one in parameters if one["name"] not in shown]
-    if rest:
-        count = len({one["name"] for one in rest})
-        _row(table, "others", {**rest[0], "name": f"{count} more parameters, none worse", "rank": ""})
+    # Each parameter once, by the worse of its weight and its gradient.
+    of: dict[str, Mapping[str, Any]] = {}
+    for one in parameters:
+        of.setdefault(one["name"], one)
+    worst = list(of.values())
+    for one in worst[:_ROWS]:
+        _row(table, str(one["kind"]), one)
+    if worst[_ROWS:]:
+        rest = f"{len(worst) - _ROWS} more parameters, none worse"
+        _row(table, "others", {**worst[_ROWS], "name": rest, "rank": ""})
     lines.append(table)
     lines.append(Text(_verdict(facts)))
     if facts["blame"] is not None:

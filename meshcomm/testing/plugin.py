@@ -25,12 +25,18 @@ _MARKER = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--mesh-via."""
+    """--mesh-via, and the setting mesh_preload."""
     parser.getgroup("meshcomm").addoption(
         "--mesh-via",
         choices=("simulator", "gloo"),
         default=None,
         help="run every mesh test through this, whatever its marker says",
+    )
+    parser.addini(
+        "mesh_preload",
+        "modules that are imported once, before the Gloo ranks are forked, instead of by each of them",
+        type="args",
+        default=[],
     )
 
 
@@ -127,7 +133,8 @@ def _pool(config: pytest.Config) -> Pool:
     if _POOL not in config.stash:
         from meshcomm.testing.pool import Pool
 
-        config.stash[_POOL] = Pool(("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body"))
+        always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body")
+        config.stash[_POOL] = Pool((*always, *config.getini("mesh_preload")))
     return config.stash[_POOL]
 
 

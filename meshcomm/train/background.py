@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -23,8 +23,8 @@ from meshcomm.train.exchange import failure_of, is_first, parts, together
 _DONE, _FAILED = b"+", b"-"
 _FIRST_PAUSE_S: Final = 0.005
 _LAST_PAUSE_S: Final = 0.25
-# What a rank that has said that it cannot end in time gets to tell the others.
-_MARGIN_S: Final = 2.0
+# Share of the time to wait that the lowest rank gets for telling the others who was late.
+_MARGIN: Final = 0.1
 
 
 @final
@@ -63,9 +63,10 @@ class Background:
         self._keys = {rank: f"meshcomm.background/{token}/{rank}" for rank in self._ranks}
         self._verdict = f"meshcomm.background/{token}/verdict"
         self._failure: MeshcommError | None = None
+        self._began = time.monotonic()
         self._ended = threading.Event()
         self._hurry = threading.Event()
-        self._deadline = float("inf")
+        self._deadline = self._last = float("inf")
         # A daemon: where a disk hangs, the process can end all the same.
         self._thread = threading.Thread(target=self._run, name=f"meshcomm: {what}", daemon=True)
         self._thread.start()
@@ -101,14 +102,16 @@ class Background:
     # -- the training's thread ------------------------------------------------------------------
 
     def _await_end(self, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        self._last = now + timeout_s * (1 + _MARGIN)
+        self._deadline = now + timeout_s
         self._hurry.set()
-        self._ended.wait(timeout_s + _MARGIN_S)
+        self._ended.wait(timeout_s * (1 + 2 * _MARGIN))
 
     def _conclude(self) -> None:
         def outcome() -> None:
             if not self._ended.is_set():
-                raise TimeoutError("its files are still being written")
+                raise TrainingError(**self._late(self._mesh.rank))
             if self._failure is not None:
                 raise self._failure
 
@@ -128,8 +131,8 @@ class Background:
             self._leave(self._keys[self._mesh.rank], self._work)
             if is_first(self._mesh):
                 self._judge()
-            if not self._appear([self._verdict], _MARGIN_S / 2):
-                raise self._late(self._ranks[0])
+            if not self._appear([self._verdict], lambda: self._last):
+                raise TrainingError(**self._late(self._ranks[0]))
             word = self._store.get(self._verdict)
             if word[:1] == _FAILED and self._failure is None:
                 self._failure = TrainingError(**json.loads(word[1:]))
@@ -141,9 +144,9 @@ class Background:
     def _judge(self) -> None:
         """The lowest rank: how it ended, once all have left word."""
         keys = list(self._keys.values())
-        if not self._appear(keys):
+        if not self._appear(keys, lambda: self._deadline):
             late = next(rank for rank, key in self._keys.items() if not self._store.has_key(key))
-            self._store.set(self._verdict, self._word(self._late(late)))
+            self._store.set(self._verdict, _FAILED + json.dumps(self._late(late)).encode())
             return
         said = self._store.multi_get(keys)
         failed = [word for word in said if word[:1] == _FAILED]
@@ -164,14 +167,14 @@ class Background:
             word = _DONE + action()
         except Exception as error:
             self._failure = self._failure_of(error)
-            word = self._word(self._failure)
+            word = _FAILED + json.dumps(parts(self._mesh, self._what, self._failure)).encode()
         self._store.set(key, word)
 
-    def _appear(self, keys: list[str], margin_s: float = 0.0) -> bool:
+    def _appear(self, keys: list[str], deadline: Callable[[], float]) -> bool:
         """Whether all `keys` are set before the deadline; there is none until somebody waits."""
         pause_s = _FIRST_PAUSE_S
         while not self._store.check(keys):
-            if time.monotonic() > self._deadline + margin_s:
+            if time.monotonic() > deadline():
                 return False
             if self._hurry.is_set():
                 time.sleep(_FIRST_PAUSE_S)
@@ -180,17 +183,14 @@ class Background:
                 pause_s = min(1.3 * pause_s, _LAST_PAUSE_S)
         return True
 
-    def _late(self, rank: int) -> TrainingError:
+    def _late(self, rank: int) -> dict[str, Any]:
         coords = " ".join(f"{dim}={coord}" for dim, coord in self._mesh.coords_of(rank).items())
-        return TrainingError(
-            f"rank {rank} ({coords}) could not {self._what}",
-            given="no word of it in the time that the others waited",
-            expected=self._expected,
-            hint=self._hint,
-        )
+        return {
+            "what": f"rank {rank} ({coords}) could not {self._what}",
+            "given": f"not done {time.monotonic() - self._began:.1f} s after it was begun",
+            "expected": self._expected,
+            "hint": self._hint,
+        }
 
     def _failure_of(self, error: Exception) -> MeshcommError:
         return failure_of(self._mesh, self._what, error, expected=self._expected, hint=self._hint)
-
-    def _word(self, failure: MeshcommError) -> bytes:
-        return _FAILED + json.dumps(parts(self._mesh, self._what, failure)).encode()

@@ -68,10 +68,9 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 def suspected(config: Config) -> tuple[str, ...]:
     """The dims that can be to blame: those of the base above 1, then the experts'."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
-    view = config.expert_view
-    if view is not None and config.parallel is not None and config.parallel.expert is not None:
-        if config.mesh.views[view][config.parallel.expert] > 1:
-            dims.append(config.parallel.expert)
+    expert = None if config.parallel is None else config.parallel.expert
+    if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
+        dims.append(expert)
     return tuple(dims)
 
 

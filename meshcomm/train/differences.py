@@ -90,9 +90,7 @@ def first(differences: Iterable[Difference], tolerance: float) -> Difference | N
 _PARAMETERS: tuple[Kind, ...] = ("weight", "gradient")
 
 
-def _stepwise(
-    ours: Record, theirs: Record
-) -> tuple[tuple[Kind, tuple[float, ...], tuple[float, ...]], ...]:
+def _stepwise(ours: Record, theirs: Record) -> tuple[tuple[Kind, tuple[float, ...], tuple[float, ...]], ...]:
     return ("loss", ours.losses, theirs.losses), ("gradient norm", ours.norms, theirs.norms)
 
 
@@ -100,9 +98,7 @@ def _at(values: tuple[float, ...], step: int) -> Tensor | None:
     return torch.tensor(values[step], dtype=torch.float64) if step < len(values) else None
 
 
-def _difference(
-    kind: Kind, name: str, mine: Tensor | None, other: Tensor | None, rank: int
-) -> Difference:
+def _difference(kind: Kind, name: str, mine: Tensor | None, other: Tensor | None, rank: int) -> Difference:
     infinite = float("inf")
     if mine is None or other is None:
         return Difference(kind, name, infinite, infinite, rank, "on one side only")
@@ -113,4 +109,5 @@ def _difference(
     absolute = float((a - b).abs().max()) if a.numel() else 0.0
     if not math.isfinite(absolute):
         return Difference(kind, name, infinite, infinite, rank, "not finite")
-    return Difference(kind, name, absolute, absolute / max(1.0, float(b.abs().max()) if b.numel() else 0.0), rank)
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return Difference(kind, name, absolute, absolute / max(1.0, largest), rank)

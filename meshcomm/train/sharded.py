@@ -9,8 +9,9 @@ writing itself communicates with nobody.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -79,7 +80,8 @@ class Share:
         """
         # Files carry the numbers of their ranks, not of places in the grid.
         plan = _plan(self._writer, self._items, f"__{self._rank}_")
-        written = self._writer.write_data(plan, self._planner).wait()
+        with _disk_errors():
+            written = self._writer.write_data(plan, self._planner).wait()
         self._planner.forget()
         return pickle.dumps(written)
 
@@ -141,10 +143,11 @@ def write_alone(kinds: Mapping[str, Tensor], folder: Path, load: Callable[[str],
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     local = writer.prepare_local_plan(planner.create_local_plan())
     (plan,), metadata = planner.create_global_plan([local])
-    results = [
-        writer.write_data(_plan(writer, items, f"__0_{number}_"), planner).wait()
-        for number, items in enumerate(_files(plan.items))
-    ]
+    with _disk_errors():
+        results = [
+            writer.write_data(_plan(writer, items, f"__0_{number}_"), planner).wait()
+            for number, items in enumerate(_files(plan.items))
+        ]
     writer.finish(metadata, results)
 
 
@@ -160,6 +163,18 @@ def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
 def all_do(mesh: Mesh, folder: Path, action: Callable[[], T]) -> T:
     """One step of a save into `folder`, done by every rank; see `together`."""
     return together(mesh, f"save into {folder}", action, expected=WRITABLE, hint=RETRY)
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """The disk's own error in place of torch's, which only says that fewer bytes were written."""
+    try:
+        yield
+    except RuntimeError as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, OSError):
+            found = found.__cause__ or found.__context__
+        raise found or error from error
 
 
 def _check(file: Path, size: int) -> None:

@@ -1,0 +1,99 @@
+"""From a configuration to its ranking, and from the chosen mesh to a file that loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.config.parallel import Part
+from meshcomm.config.syntax import parse_toml
+from meshcomm.errors import ConfigError
+from meshcomm.layout.names import did_you_mean
+from meshcomm.place.search import ASSUMED_MEMORY_GB, ASSUMED_TFLOPS, Ranking, rank_placements
+from meshcomm.place.workload import workload
+from meshcomm.place.written import placed_data, placed_text
+from meshcomm.topology import Machine, known_machine
+
+
+class Asked(NamedTuple):
+    """A ranking, and what it was made from. names: the dim of each part."""
+
+    ranking: Ranking
+    machine: Machine
+    names: Mapping[Part, str]
+    tflops: float
+    memory_gb: float
+
+
+def place_config(
+    settings: Config, world: int, topology: TopologyConfig, keep: Sequence[str] = (), top: int = 10
+) -> Asked:
+    """Rank the meshes of `world` ranks for what `settings` trains.
+
+    topology: as `discovered` gives it. keep: dims whose sizes in the file stay. Raises ConfigError.
+    """
+    work = workload(settings)
+    assert settings.parallel is not None
+    names = settings.parallel.parts
+    machine = known_machine(topology, settings.source)
+    tflops = topology.tflops or ASSUMED_TFLOPS
+    memory_gb = topology.memory_gbytes or ASSUMED_MEMORY_GB
+    kept = _kept(settings, names, keep)
+    ranking = rank_placements(work, world, machine, tflops=tflops, memory_gb=memory_gb, keep=kept, top=top)
+    return Asked(ranking, machine, names, tflops, memory_gb)
+
+
+def write_placement(settings: Config, ranking: Ranking, number: int, world: int, path: Path) -> Config:
+    """Write placement `number`, counted from 1, as a TOML file, and return what `load` makes of it.
+
+    Raises ConfigError where there is no such placement, the file's name does not end in .toml, or it
+    cannot be written.
+    """
+    if number > len(ranking.placements):
+        raise ConfigError(
+            f"there is no mesh {number} in the ranking",
+            given=f"--choose {number}, {len(ranking.placements)} meshes",
+            expected=f"1 to {len(ranking.placements)}",
+            hint="--choose 1",
+        )
+    if path.suffix != ".toml":
+        raise ConfigError(
+            f"{path} is not a TOML file's name",
+            given=f"--write {path}",
+            expected="a name that ends in .toml",
+            hint=f"--write {path.with_suffix('.toml')}",
+        )
+    chosen = ranking.placements[number - 1]
+    head = f"{settings.source} on {world} ranks, number {number} of `meshcomm place`"
+    text = placed_text(settings, chosen, head)
+    # What is written must say what was chosen, before anyone trains by it.
+    assert parse_toml(text, str(path))["mesh"]["dims"] == placed_data(settings, chosen)["mesh"]["dims"]
+    load(placed_data(settings, chosen)).resolved(world)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
+            given=f"--write {path}",
+            expected="a folder that is there and may be written",
+        ) from None
+    return load(path)
+
+
+def _kept(settings: Config, names: Mapping[Part, str], keep: Sequence[str]) -> dict[Part, int]:
+    parts = {dim: part for part, dim in names.items()}
+    sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}
+    found: dict[Part, int] = {}
+    for dim in keep:
+        if dim not in parts or sizes[dim] == -1:
+            open_size = dim in parts
+            raise ConfigError(
+                f"the size of {dim} is open" if open_size else f"no part of the training uses a dim {dim}",
+                given=f"--keep {dim}" + (f", {dim} = -1" if open_size else ""),
+                expected="a dim with a size" if open_size else "one of " + ", ".join(parts),
+                hint=f"--set mesh.dims.{dim}=2" if open_size else did_you_mean(dim, parts),
+            )
+        found[parts[dim]] = sizes[dim]
+    return found

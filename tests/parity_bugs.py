@@ -1,0 +1,154 @@
+"""Mistakes that people make in hybrid parallelism, planted into the ranks of a mesh: `with planted(name, config)`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from meshcomm.config import Config, ParallelConfig
+from meshcomm.parallel import compose, norm
+from meshcomm.parallel.context import ContextSplit
+from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.dropout import Drops
+from meshcomm.parallel.norm import GradientNorm
+from meshcomm.parallel.pipeline import Accumulate
+from meshcomm.parallel.tensor import TensorSplit, local
+from meshcomm.parallel.tied import TiedWeight
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def sum_after_split_inputs_missing(config: Config) -> Patch:
+    return patch.object(TensorSplit, "leave", lambda self, x: x)
+
+
+def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
+    right = norm._checked
+
+    def wrong(mesh: Any, *args: Any) -> tuple[str, ...]:
+        return right(mesh, *args) or (("tp",) if mesh.size("tp") > 1 else ())
+
+    return patch.object(norm, "_checked", wrong)
+
+
+def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
+    right = compose.Trainer._sum_over_data
+
+    def wrong(self: compose.Trainer, count: Tensor) -> float:
+        return right(self, count) / self.splits.context.size
+
+    return patch.object(compose.Trainer, "_sum_over_data", wrong)
+
+
+def last_stage_begins_one_layer_late(config: Config) -> Patch:
+    right = compose.model_stages
+
+    def wrong(*args: Any) -> list[range]:
+        found = right(*args)
+        if len(found) > 1:
+            found[-1] = range(found[-1].start + 1, found[-1].stop)
+        return found
+
+    return patch.object(compose, "model_stages", wrong)
+
+
+def samples_numbered_from_zero_on_every_rank(config: Config) -> Patch:
+    assert config.train is not None and config.parallel is not None
+    right, own = Drops.at, config.train.global_batch // config.parallel.copies(config.mesh.dims)
+
+    def wrong(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
+        return right(seed, step, samples % own, positions)
+
+    return patch.object(Drops, "at", staticmethod(wrong))
+
+
+def norm_weights_of_own_tokens_only(config: Config) -> Patch:
+    return patch.object(TensorSplit, "finish_gradients", lambda self, module: None)
+
+
+def router_summed_like_an_expert(config: Config) -> Patch:
+    right = compose.separate
+
+    def wrong(module: Any) -> Any:
+        dense, experts = right(module)
+        routers = {name: dense.pop(name) for name in list(dense) if "router" in name}
+        return dense, {**experts, **routers}
+
+    return patch.object(compose, "separate", wrong)
+
+
+def experts_summed_like_dense_weights(config: Config) -> Patch:
+    return patch.object(ParallelConfig, "expert_gradient_dims", lambda self, views: self.gradient_dims)
+
+
+def tied_gradients_not_exchanged(config: Config) -> Patch:
+    return patch.object(TiedWeight, "sum_gradients", lambda self: None)
+
+
+def clipped_by_the_ranks_own_norm(config: Config) -> Patch:
+    def wrong(self: GradientNorm, max_norm: float) -> Tensor:
+        whole = self.norm()
+        own = norm._squares([norm._gradient(held) for held in self._held]).sqrt()
+        for held in self._held:
+            assert held.parameter.grad is not None
+            local(held.parameter.grad).mul_((max_norm / own).clamp(max=1.0))
+        return whole
+
+    return patch.object(GradientNorm, "clip_", wrong)
+
+
+def rotary_positions_from_zero_on_every_rank(config: Config) -> Patch:
+    def wrong(self: ContextSplit, sequence: int) -> Tensor:
+        return torch.arange(sequence // self.size, device=self.mesh.device)
+
+    return patch.object(ContextSplit, "positions", wrong)
+
+
+def last_microbatch_is_the_one_before(config: Config) -> Patch:
+    assert config.train is not None
+    right, size = Accumulate.__call__, config.train.microbatch
+
+    def wrong(self: Accumulate, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
+        inputs, targets = (torch.cat([x[:-size], x[-2 * size : -size]]) for x in (inputs, targets))
+        return right(self, inputs, targets, **more)
+
+    return patch.object(Accumulate, "__call__", wrong)
+
+
+def gradients_not_summed_along_data(config: Config) -> Patch:
+    def wrong(self: Any, end: int) -> None:
+        self._sent = end
+
+    return patch.object(GradientSync, "_send", wrong)
+
+
+BUGS: dict[str, Callable[[Config], Patch]] = {
+    made.__name__: made
+    for made in (
+        sum_after_split_inputs_missing,
+        replicated_parameters_counted_twice_along_tp,
+        loss_divided_by_a_ranks_own_tokens_under_cp,
+        last_stage_begins_one_layer_late,
+        samples_numbered_from_zero_on_every_rank,
+        norm_weights_of_own_tokens_only,
+        router_summed_like_an_expert,
+        experts_summed_like_dense_weights,
+        tied_gradients_not_exchanged,
+        clipped_by_the_ranks_own_norm,
+        rotary_positions_from_zero_on_every_rank,
+        last_microbatch_is_the_one_before,
+        gradients_not_summed_along_data,
+    )
+}
+
+
+@contextlib.contextmanager
+def planted(name: str, config: Config) -> Iterator[None]:
+    """In this process, until the block ends. No name: nothing is planted."""
+    with BUGS[name](config) if name else contextlib.nullcontext():
+        yield

@@ -1,0 +1,137 @@
+"""A job on both hosts, started as on a cluster: the same line on each, and the ranks meet by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from tests.two_hosts.hosts import NAMES, Host, Link, two_hosts
+
+PROGRAMS: Final = Path(__file__).parent / "programs"
+# What a launcher or a test left in the environment would be taken for this job's.
+_FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "TORCH", "MESHCOMM_", "SLURM_")
+
+
+@final
+@dataclass
+class Job:
+    """A job under way on two hosts.
+
+    folder: where it runs, on both; what rank 3 says is in `said/3.json`.
+    """
+
+    hosts: tuple[Host, Host]
+    folder: Path
+    processes: list[subprocess.Popen[bytes]]
+
+    def finish(self, limit_s: float) -> list[int]:
+        """The exit code of each host's torchrun. Raises AssertionError where one runs on."""
+        deadline = time.monotonic() + limit_s
+        try:
+            return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {limit_s:g} s:\n{self.log()}") from None
+
+    def log(self) -> str:
+        """What both hosts have printed so far."""
+        return "\n".join(f"--- {name}\n{(self.folder / name).read_text(errors='replace')}" for name in NAMES)
+
+    def said(self, event: str = "") -> dict[int, Any]:
+        """What the ranks have said so far, by rank. event: as in `say`."""
+        found = {}
+        for path in (self.folder / "said").glob(f"{event or 'end'}-*.json"):
+            found[int(path.stem.split("-")[1])] = json.loads(path.read_text())
+        return dict(sorted(found.items()))
+
+    def await_said(self, event: str, ranks: int, limit_s: float) -> dict[int, Any]:
+        """`said`, as soon as all `ranks` have said it."""
+        deadline = time.monotonic() + limit_s
+        while len(found := self.said(event)) < ranks:
+            over = [process.poll() for process in self.processes]
+            assert None in over and time.monotonic() < deadline, f"no {event!r} of all ranks, only of {list(found)}:\n{self.log()}"
+            time.sleep(0.02)
+        return found
+
+    def left(self) -> list[str]:
+        """The command lines of what still runs on the two hosts."""
+        return [f"{host.name}: {words}" for host in self.hosts for words in host.processes()]
+
+
+@contextmanager
+def job(
+    folder: Path, link: Link, ranks_per_node: int, config: str, program: str, *arguments: str
+) -> Iterator[Job]:
+    """Start `meshcomm run CONFIG PROGRAM ARGUMENTS` under torchrun on two new hosts.
+
+    config: the text of a TOML file. program: a file in `programs`. At the end of the block both hosts are
+    gone, with whatever ran on them.
+    """
+    (folder / "said").mkdir()
+    (folder / "mesh.toml").write_text(config)
+    with two_hosts(folder, link) as hosts:
+        line = line_of(ranks_per_node, str(PROGRAMS / f"{program}.py"), arguments)
+        processes = [host.start(line, folder, folder / host.name, environment(folder)) for host in hosts]
+        started = Job(hosts, folder, processes)
+        try:
+            yield started
+        finally:
+            for process in processes:
+                # The host's end is theirs too; but who only entered it is not of it.
+                process.kill()
+                process.wait()
+
+
+def line_of(ranks_per_node: int, script: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The line, equal on both hosts."""
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29400"]
+    size = ["--nnodes", str(len(NAMES)), "--nproc-per-node", str(ranks_per_node)]
+    command = ["-m", "meshcomm", "run", "mesh.toml", script, *arguments]
+    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *command]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """This process's own, without what belongs to another job."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {
+        **kept,
+        "PYTHONPATH": str(PROGRAMS.parents[2]),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        # No name server can be reached from a host; nobody shall wait for one.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        # torch's store tells of every connection that breaks, with the frames of its own code.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def say(event: str, rank: int, facts: object) -> None:
+    """Called by a program: leave `facts` where the test finds them, under the name of an event."""
+    half = Path("said") / f".{event}-{rank}"
+    half.write_text(json.dumps(facts))
+    half.replace(Path("said") / f"{event}-{rank}.json")
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """In a program: an error that leaves the block is said first, as "error", with the time on the clock
+    that all processes of a machine share.
+    """
+    try:
+        yield
+    except Exception as error:
+        facts = {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "missing": list(getattr(error, "missing", ())),
+            "at": time.monotonic(),
+        }
+        say("error", int(os.environ["RANK"]), facts)
+        raise
