@@ -122,7 +122,7 @@ CAUGHT = {
     "router_summed_like_an_expert": ("ep4 edp2", "gradient norm of step 1", ("ep",)),
     "experts_summed_like_dense_weights": ("ep4 edp2", "gradient norm of step 1", ("ep",)),
     "tied_gradients_not_exchanged": ("pp2 dp4 tied", "gradient norm of step 1", ("pp",)),
-    "clipped_by_the_ranks_own_norm": ("pp2 dp2 tp2", "loss of step 2", ("pp",)),
+    "clipped_by_the_ranks_own_norm": ("pp2 dp2 tp2", "loss of step 3", ("pp",)),
     "rotary_positions_from_zero_on_every_rank": ("cp2 dp2 tp2", "loss of step 1", ("cp",)),
     "last_microbatch_is_the_one_before": ("dp2 tp4", "loss of step 1", ("dp",)),
     "gradients_not_summed_along_data": ("dp2 tp4", "gradient norm of step 1", ("dp",)),

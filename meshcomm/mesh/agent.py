@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch.distributed as dist
@@ -93,6 +94,8 @@ class Agent(LocalElasticAgent):
     torch documents the methods that begin with an underscore as those for agents of one's own.
 
     Args:
+        folder: the job's own, whose name is the run's id; torch's agent makes a folder for logs in it,
+            which stays empty, and leaves it behind.
         failed: called when all ranks of a failed attempt have ended, with the exit codes (negative:
             signals) of those that had ended by themselves, and the time when all were last alive.
         restarts: called before the ranks are started again, with the number of the restart.
@@ -103,12 +106,14 @@ class Agent(LocalElasticAgent):
         command: list[str],
         world_size: int,
         max_restarts: int,
-        run_id: str,
+        folder: Path,
         failed: Callable[[Mapping[int, int], float], None],
         restarts: Callable[[int], None],
     ) -> None:
+        run_id = folder.name
         # Where ranks are bound to cores beside their GPU, and where they write, is torch's own choice.
-        usual = LaunchConfig(1, 1, world_size, run_id=run_id, rdzv_backend="c10d")
+        logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
+        usual = LaunchConfig(1, 1, world_size, run_id=run_id, rdzv_backend="c10d", logs_specs=logs)
         spec = WorkerSpec(
             role=usual.role,
             local_world_size=world_size,
@@ -122,7 +127,7 @@ class Agent(LocalElasticAgent):
         self._grace_s = _GRACE_S if _GRACE_VARIABLE not in os.environ else usual.shutdown_timeout or 0
         super().__init__(
             spec=spec,
-            logs_specs=DefaultLogsSpecs(),
+            logs_specs=logs,
             start_method=usual.start_method,
             **_known(LocalElasticAgent, shutdown_timeout=self._grace_s),
         )

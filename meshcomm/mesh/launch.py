@@ -57,7 +57,7 @@ def launch(
     # The ranks inherit these; they are how a rank, and all that it starts, is known.
     os.environ |= {JOB_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
     teller = _Teller(folder, world_size, max_restarts, label)
-    agent = Agent(list(arguments), world_size, max_restarts, folder.name, teller.failed, teller.restarts)
+    agent = Agent(list(arguments), world_size, max_restarts, folder, teller.failed, teller.restarts)
     try:
         result = agent.run()
     except (SignalException, KeyboardInterrupt) as stop:

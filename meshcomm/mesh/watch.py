@@ -21,6 +21,7 @@ from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.verdict import absent_from, described, lines_of, message_lines, unmatched
 from meshcomm.errors import CollectiveTimeout, CommunicationError, PeerLost
+from meshcomm.layout.sizes import fold
 from meshcomm.mesh.overdue import Overdue
 from meshcomm.transport.torch_private import calls_under_way
 
@@ -71,8 +72,15 @@ class Watch:
         self._overdue = Overdue()
         self._main = threading.get_ident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="meshcomm-watch", daemon=True)
-        self._thread.start()
+        # Of a store that cannot be reached the calls do not return: what it said last is no answer.
+        self._mute = False
+        # Two, as a look at such a store never ends, and the backend must be watched all the same.
+        self._threads = [
+            threading.Thread(target=each, name=f"meshcomm-{name}", daemon=True)
+            for name, each in (("answer", self._answer), ("watch", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.close)
 
     def record(self, label: str, ranks: list[int]) -> Recorder:
@@ -91,10 +99,19 @@ class Watch:
             return
         atexit.unregister(self.close)
         self._stop.set()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"closed/{self._rank}", json.dumps({**self.status(), "closed": True}))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
+        store, last = self._store, json.dumps({**self.status(), "closed": True})
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"closed/{self._rank}", last)
+
+        # Nobody waits for a store that has stopped answering, least of all for one that was found so.
+        telling = threading.Thread(target=tell, name="meshcomm-closed", daemon=True)
+        telling.start()
+        telling.join(0.0 if self._mute else _ANSWER_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(0.0 if telling.is_alive() else 5.0)
         for recorder, _ in self._recorders:
             recorder.close()
         # One where nobody answers, in place of a connection.
@@ -103,7 +120,6 @@ class Watch:
     # -- answering ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        number = 1
         while not self._stop.wait(self._interval):
             blocked = self._overdue.find(self._recorders, time.monotonic())
             if blocked is not None:
@@ -112,6 +128,10 @@ class Watch:
                 if self._overdue.find(self._recorders, time.monotonic()) is blocked:
                     self._end(error)
                     return
+
+    def _answer(self) -> None:
+        number = 1
+        while not self._stop.wait(self._interval):
             # A store that is gone has nobody left to answer.
             with contextlib.suppress(RuntimeError):
                 while self._store.check([f"ask/{self._rank}/{number}"]):
@@ -193,16 +213,17 @@ class Watch:
                 hint="look for the first error of the process that holds the store",
             )
         statuses = {**asked, self._rank: self.status()}
+        said = " ".join(str(error).splitlines()[:1])
         if waiting is None:
             absent = absent_from(recorder.label, recorder.ranks, recorder.started, statuses)
             lines = lines_of(absent, statuses) or [
-                "every rank of the group has come to the call; moving its data failed"
+                f"every rank of the group has come to the call; moving its data failed: {said}"
             ]
             expected = "every rank of the group to make the same call and stay alive until it ends"
         else:
             absent = unmatched(self._rank, recorder.label, waiting, statuses)
             lines = message_lines(absent, statuses) or [
-                "both ends have begun every message of the call; moving the data failed"
+                f"both ends have begun every message of the call; moving the data failed: {said}"
             ]
             with contextlib.suppress(RuntimeError):
                 for told in recorder.messages.differences():
@@ -210,6 +231,13 @@ class Watch:
             expected = (
                 "a receive for every send, with the same tag, and both ends to stay alive until it ends"
             )
+        if self._mute and absent:
+            ranks = fold([each.rank for each in absent])
+            lines = [
+                f"rank{'s' if len(absent) > 1 else ''} {ranks} could not be asked: the job's store does not "
+                "answer; the host that holds it has ended or cannot be reached from this one",
+                said,
+            ]
         kind, what = (
             (PeerLost, "lost a peer")
             if broken(error) or any(each.doing is None for each in absent)
@@ -231,24 +259,31 @@ class Watch:
     def _ask(self, ranks: list[int]) -> dict[int, Any] | None:
         """The statuses of those of `ranks` that answer in time; None where the store does not."""
         answers: dict[int, Any] = {}
-        broken_off = threading.Event()
+        broken_off, reached = threading.Event(), threading.Event()
         within_s = max(_ANSWER_S, 2 * self._interval)
 
         def collect() -> None:
             try:
-                self._collect(ranks, answers, within_s)
+                self._collect(ranks, answers, within_s, reached)
             except RuntimeError:
                 broken_off.set()
 
-        # The store may be served by a rank that is stopped: then its calls do not return.
+        # The store may be served by a rank that is stopped, or the way to it be cut: then its calls do
+        # not return.
         asking = threading.Thread(target=collect, daemon=True)
         asking.start()
         asking.join(within_s)
+        self._mute = asking.is_alive() and not reached.is_set()
         return None if broken_off.is_set() and not answers else dict(answers)
 
-    def _collect(self, ranks: list[int], answers: dict[int, Any], within_s: float) -> None:
+    def _collect(
+        self, ranks: list[int], answers: dict[int, Any], within_s: float, reached: threading.Event
+    ) -> None:
         deadline = time.monotonic() + within_s
-        numbers = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks}
+        numbers = {}
+        for rank in ranks:
+            numbers[rank] = self._store.add(f"asked/{rank}", 1)
+            reached.set()
         for rank, number in numbers.items():
             self._store.set(f"ask/{rank}/{number}", str(self._rank))
         while len(answers) < len(ranks) and time.monotonic() < deadline:

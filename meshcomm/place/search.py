@@ -197,21 +197,18 @@ def _placement(model: _Model, row: int, order: Order, step_s: float, also: int) 
     sizes = model.sizes.where(np.array([row]))
     places = model.places(sizes, order)
     number = int(sizes.microbatches[0])
-    shares = [
-        _share(flow, row, places[flow.along], number, model.machine)
-        for flow in model.flows
-        if places[flow.along].size[0] > 1 and flow.calls[row] > 0 and flow.size_bytes[row] > 0
-    ]
+    there = [flow for flow in model.flows if places[flow.along].size[0] > 1 and flow.calls[row] > 0]
+    shares = [_share(flow, row, places[flow.along], number, model.machine) for flow in there]
     of_microbatch = float(model.compute[row]) + sum(
-        share.seconds / number for share, flow in _kept(model, row, places, shares) if flow.each_microbatch
+        share.seconds / number for share, flow in zip(shares, there, strict=True) if flow.each_microbatch
     )
     held_bytes = memory(model.work, sizes)
     ones = [part for part in BASE if part in order.parts and sizes.of(part)[0] == 1]
     parts = [*ones, *(part for part in order.parts if part not in ones)]
     if {"data", "shard"} <= set(parts) and parts.index("data") > parts.index("shard"):
-        # One of them has a single rank and may stand anywhere: copies outside their shards.
-        parts.remove("data")
-        parts.insert(parts.index("shard"), "data")
+        # The shard has a single rank and may stand anywhere: inside its copies, as a config wants it.
+        parts.remove("shard")
+        parts.insert(parts.index("data") + 1, "shard")
     return Placement(
         dims={part: int(sizes.of(part)[0]) for part in parts},
         expert=int(sizes.expert[0]),
@@ -224,17 +221,6 @@ def _placement(model: _Model, row: int, order: Order, step_s: float, also: int) 
         memory_bytes={name: float(getattr(held_bytes, name)[0]) for name in held_bytes._fields},
         also=also,
     )
-
-
-def _kept(
-    model: _Model, row: int, places: Mapping[tuple[str, ...], Groups], shares: list[Share]
-) -> list[tuple[Share, Flow]]:
-    there = [
-        flow
-        for flow in model.flows
-        if places[flow.along].size[0] > 1 and flow.calls[row] > 0 and flow.size_bytes[row] > 0
-    ]
-    return list(zip(shares, there, strict=True))
 
 
 def _share(flow: Flow, row: int, where: Groups, microbatches: int, machine: Machine) -> Share:

@@ -76,16 +76,7 @@ def cost_view(facts: Facts) -> Group:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for column in (
-        "dim",
-        "operation",
-        "bytes",
-        "time",
-        "algbw",
-        "busbw",
-        "by",
-        "the least from which size on",
-    ):
+    for column in ("dim", "operation", "bytes", "time", "algbw", "busbw", "by"):
         table.add_column(column, justify="right" if column in ("bytes", "time", "algbw", "busbw") else "left")
     for each in facts["dims"]:
         for index, row in enumerate(each["rows"]):

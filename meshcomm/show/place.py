@@ -125,7 +125,7 @@ def _reasons(placement: Facts) -> Table:
         "",
         "",
         "compute",
-        f"{placement['microbatches']:,} micro-batches",
+        f"micro-batches: {placement['microbatches']:,}",
         "",
         "",
         seconds_text(placement["compute_s"]),
