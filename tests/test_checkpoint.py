@@ -147,6 +147,20 @@ def test_on_the_same_mesh_a_resumed_run_is_the_undisturbed_one_bit_by_bit(
         assert found["model.layers.3.attn.wq.weight"].shape == (32, 32)
 
 
+def test_checkpoints_written_beside_the_training_are_the_same(
+    pool: Pool, undisturbed: tuple[Path, Summary], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    config = tiny(out, "train.checkpoint_every=4", "train.keep=3", "train.checkpoint_async=true")
+    summary, _ = pool.run(run_once, config)[0]
+    assert summary.losses == undisturbed[1].losses
+    assert names(out) == names(undisturbed[0])
+    for step in ("step-000004", "step-000010"):
+        ours, theirs = (tensors(each / "checkpoints" / step, tmp_path) for each in (out, undisturbed[0]))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
 def loaded_and_continued(config: Config, checkpoint: Path) -> tuple[dict[str, Any], Summary, Resumed | None]:
     """The whole tensors right after loading, and the run that goes on from them."""
     with meshcomm.init(config) as mesh:

@@ -152,7 +152,6 @@ def differing(state: dict[str, Tensor], step: int) -> list[str]:
 MESHES: list[tuple[dict[str, int], dict[str, dict[str, int]], int]] = [
     ({"pp": 2, "fsdp": 2, "tp": 2}, {"expert": {"pp": 2, "ep": 2, "tp": 2}}, 4),
     ({"pp": 1, "fsdp": 4, "tp": 2}, {"expert": {"pp": 1, "ep": 4, "tp": 2}}, 1),
-    ({"pp": 2, "fsdp": 1, "tp": 4}, {"expert": {"pp": 2, "ep": 1, "tp": 4}}, 2),
     # The inner dims outside: other ranks have other parts.
     ({"tp": 2, "fsdp": 4, "pp": 1}, {"expert": {"tp": 2, "edp": 2, "ep": 2, "pp": 1}}, 2),
 ]

@@ -249,12 +249,18 @@ class Watch:
                 [f"{call} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}", *lines]
             ),
             expected=expected,
-            hint=f"meshcomm report {self._reports} puts the ranks' reports together"
-            if self._reports
-            else "look at the ranks named above",
+            hint=self._hint(not absent and "connecting" in said),
         )
         verdict.missing = tuple(dict.fromkeys(each.rank for each in absent))
         return verdict
+
+    def _hint(self, unconnected: bool) -> str:
+        if unconnected:
+            # Gloo's word for an address that another rank offered and that leads nowhere from here.
+            return "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
+        if self._reports:
+            return f"meshcomm report {self._reports} puts the ranks' reports together"
+        return "look at the ranks named above"
 
     def _ask(self, ranks: list[int]) -> dict[int, Any] | None:
         """The statuses of those of `ranks` that answer in time; None where the store does not."""

@@ -167,12 +167,14 @@ def _steps(
         if is_first(mesh):
             # What another run left was put aside when this one began.
             metrics = stack.enter_context(MetricsFile(out, after=0 if resumed is None else resumed.step))
+        stack.enter_context(checkpoints)
         reporter.start(start)
         logged = time.perf_counter()
         began = logged - before_s
         logged_step = len(losses)
         try:
             for step in range(len(losses) + 1, train.steps + 1):
+                checkpoints.poll()
                 lr = learning_rate(train, step)
                 loss, norm = trainer.step(*batches(step), lr, step)
                 if not math.isfinite(loss):
@@ -204,6 +206,7 @@ def _steps(
                     if metrics is not None:
                         metrics.sync()
                     checkpoints.save(lock(step, seconds), _state(trainer, losses))
+            checkpoints.finish()
         except BaseException:
             reporter.interrupted(summary())
             raise

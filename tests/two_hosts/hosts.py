@@ -93,6 +93,10 @@ class Host:
         """Take the interface down. The other host is not told: its packets get no answer."""
         self._run("ip", "link", "set", INTERFACE, "down")
 
+    def mend(self) -> None:
+        """Undo `cut`."""
+        self._run("ip", "link", "set", INTERFACE, "up")
+
     def join(self, link: Link) -> None:
         """Set up both interfaces of this host."""
         self._run("ip", "address", "add", f"{self.address}/24", "dev", INTERFACE)

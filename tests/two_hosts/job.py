@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, final
+
+import torch
 
 from tests.two_hosts.hosts import NAMES, Host, Link, two_hosts
 
@@ -67,15 +70,22 @@ class Job:
 
 @contextmanager
 def job(
-    folder: Path, link: Link, ranks_per_node: int, config: str, program: str, *arguments: str
+    folder: Path,
+    link: Link,
+    ranks_per_node: int,
+    config: str,
+    program: str,
+    *arguments: str,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Job]:
     """Start `meshcomm run CONFIG PROGRAM ARGUMENTS` under torchrun on two new hosts.
 
-    config: the text of a TOML file. program: a file in `programs`. At the end of the block both hosts are
+    config: the text of a TOML file. program: a file in `programs`. files: name -> text of others. At the end of the block both hosts are
     gone, with whatever ran on them.
     """
     (folder / "said").mkdir()
-    (folder / "mesh.toml").write_text(config)
+    for name, text in {**files, "mesh.toml": config}.items():
+        (folder / name).write_text(text)
     with two_hosts(folder, link) as hosts:
         line = line_of(ranks_per_node, str(PROGRAMS / f"{program}.py"), arguments)
         processes = [host.start(line, folder, folder / host.name, environment(folder)) for host in hosts]
@@ -117,6 +127,16 @@ def say(event: str, rank: int, facts: object) -> None:
     half = Path("said") / f".{event}-{rank}"
     half.write_text(json.dumps(facts))
     half.replace(Path("said") / f"{event}-{rank}.json")
+
+
+def own_the_processor() -> None:
+    """In a program that measures: let other work of the machine wait, as hosts of a cluster have processors
+    of their own. Of the calling thread and those that it will start.
+    """
+    torch.set_num_threads(1)
+    # Refused where root may not: then what is measured is the machine as it is.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 
 import meshcomm
-from tests.two_hosts.hosts import INTERFACE, sent_bytes
-from tests.two_hosts.job import say
+from tests.two_hosts.hosts import sent_bytes
+from tests.two_hosts.job import own_the_processor, say
 
 WAYS: tuple[Literal["flat", "hierarchical"], ...] = ("flat", "hierarchical")
 
 
 def main(size_bytes: int, rounds: int) -> None:
-    torch.set_num_threads(1)
+    own_the_processor()
     with meshcomm.init() as mesh:
         dims = ("dp", "tp")
         # Whole numbers, so that both ways give the same sum exactly.
@@ -36,7 +36,7 @@ def main(size_bytes: int, rounds: int) -> None:
                 taken = time.perf_counter() - began
                 mesh.barrier("all")
                 measured[way].append((taken, sent_bytes(Path("/proc/self")) - sent))
-                assert torch.equal(x, expected), f"{way} is wrong on {mesh.label}, interface {INTERFACE}"
+                assert torch.equal(x, expected), f"{way} is wrong on {mesh.label}"
         say("end", mesh.rank, measured)
 
 

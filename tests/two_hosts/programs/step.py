@@ -1,0 +1,63 @@
+"""Run under `meshcomm run CONFIG step.py ROUNDS`: the communication of a step, timed for every order of the
+dims. What a step is, and which orders there are, is in `step.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshcomm
+from meshcomm.mesh import Mesh
+from tests.two_hosts.job import own_the_processor, say
+
+
+def step(mesh: Mesh, calls: list[dict[str, Any]], buffers: list[torch.Tensor]) -> None:
+    """One step's calls of this rank, kind by kind."""
+    for call, x in zip(calls, buffers, strict=True):
+        for number in range(call["calls"]):
+            if call["operation"] == "all_reduce":
+                mesh.all_reduce(call["dim"], x, op="avg")
+            elif call["operation"] == "sendrecv":
+                # Activations go forward, their gradients backward.
+                mesh.shift(call["dim"], x, +1 if number % 2 == 0 else -1, wrap=False)
+            else:
+                raise AssertionError(call["operation"])
+
+
+def opened(order: list[str], sizes: dict[str, int]) -> Mesh:
+    dims = {dim: sizes[dim] for dim in order}
+    return meshcomm.init(dims=dims, merge={"all": order}, device="cpu", timeout_s=120.0)
+
+
+def main(rounds: int) -> None:
+    own_the_processor()
+    asked = json.loads(Path("step.json").read_text())
+    said: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        meshes = {" ".join(order): stack.enter_context(opened(order, asked["sizes"])) for order in asked["orders"]}
+        # Round by round through all orders: what else the machine does meets all of them.
+        for number in range(rounds + 1):
+            for order, mesh in meshes.items():
+                for name, calls in asked["steps"].items():
+                    # First of all every pair talks, and every comparison of first calls is made.
+                    buffers = [torch.ones(call["bytes"] // 4 if number else 1) for call in calls]
+                    mesh.barrier("all")
+                    began = time.perf_counter()
+                    step(mesh, calls, buffers)
+                    # No rank is done before all are.
+                    mesh.barrier("all")
+                    if number:
+                        said.setdefault(f"{name} {order}", []).append(time.perf_counter() - began)
+    say("end", int(os.environ["RANK"]), said)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""Two trainings whose dims matter differently, and what the cost model says of each order of their dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config import load
+from meshcomm.costs import best, lines, route
+from meshcomm.layout import Layout
+from meshcomm.place import rank_placements, workload
+from meshcomm.place.links import ALGORITHMS
+from meshcomm.place.search import Share
+from meshcomm.topology import Machine, known_machine, span
+
+SIZES: Final = {"pp": 2, "dp": 2, "tp": 2}
+ORDERS: Final = tuple(permutations(SIZES))
+RANKS_PER_NODE: Final = 4
+# Of the cable's 200 Mbit/s one rank has a fourth, as all four of a host use it at once. Latencies, and what
+# a rank reaches inside its host, are stated: they differ from machine to machine and decide nothing here.
+TOPOLOGY: Final = {
+    "ranks_per_node": RANKS_PER_NODE,
+    "links": {
+        "node": {"latency_us": 200.0, "bandwidth_gbytes_s": 0.25},
+        "network": {"latency_us": 500.0, "bandwidth_gbytes_s": 0.025 / RANKS_PER_NODE},
+    },
+}
+
+
+class Traffic(NamedTuple):
+    """What a rank sends in a step, whatever the order. shares: as `meshcomm place` counts them, along the
+    dims of `SIZES`. candidates: the predicted seconds of the orders that differ in the model, ascending.
+    """
+
+    machine: Machine
+    shares: tuple[tuple[str, Share], ...]
+    candidates: tuple[float, ...]
+
+    def predicted_s(self, order: tuple[str, ...]) -> float:
+        """Seconds that a step's communication takes with the dims in this order, outermost first."""
+        layout = Layout({dim: SIZES[dim] for dim in order})
+        total = 0.0
+        for dim, share in self.shares:
+            way = route(span(layout.groups(dim), self.machine), self.machine)
+            known = [line for line in lines(share.operation, way) if line.name in ALGORITHMS]
+            total += share.calls * best(known, share.size_bytes).seconds(share.size_bytes)
+        return total
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The same for a program, as plain data."""
+        return [
+            {"dim": dim, "operation": share.operation, "calls": share.calls, "bytes": round(share.size_bytes)}
+            for dim, share in self.shares
+        ]
+
+
+def traffic(name: str) -> Traffic:
+    """Of the training with this name in `TRAININGS`."""
+    settings = load({**_training(**TRAININGS[name]), "topology": TOPOLOGY})
+    assert settings.parallel is not None
+    dims = settings.parallel.parts
+    keep = {part: SIZES[dim] for part, dim in dims.items()}
+    machine = known_machine(settings.topology, "the test")
+    found = rank_placements(workload(settings), 8, machine, keep=keep).placements
+    sums = sorted(sum(share.seconds for share in each.shares) for each in found)
+    return Traffic(machine, tuple((dims[share.part], share) for share in found[0].shares), tuple(sums))
+
+
+# Long sequences and a small model, then the other way round.
+TRAININGS: Final[Mapping[str, Mapping[str, int]]] = {
+    "activations": {"width": 256, "ff": 256, "sequence": 128, "global_batch": 8},
+    "weights": {"width": 256, "ff": 1408, "sequence": 32, "global_batch": 4},
+}
+
+
+def _training(width: int, ff: int, sequence: int, global_batch: int) -> dict[str, Any]:
+    return {
+        "mesh": {"dims": dict(SIZES), "device": "cpu"},
+        "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "schedule": "1f1b"},
+        "model": {"layers": 4, "width": width, "heads": 4, "kv_heads": 4, "ff": ff},
+        "data": {"sequence": sequence},
+        "train": {"steps": 1, "global_batch": global_batch, "microbatch": 1, "lr": 1e-3, "out": "runs/none"},
+    }
