@@ -349,3 +349,18 @@ def test_each_mistake_has_its_text(pool: Pool) -> None:
     assert len(texts) == len(expected)
     for text, start in zip(texts, expected, strict=True):
         assert text.startswith(start), text
+
+
+def three_at_once() -> list[float]:
+    dims = {"dp": 2, "tp": 2}
+    with (
+        meshcomm.init(dims=dims, device="cpu", timeout_s=30) as first,
+        meshcomm.init(dims=dims, device="cpu", timeout_s=30) as second,
+        meshcomm.init(dims=dims, device="cpu", timeout_s=30) as third,
+    ):
+        x = torch.tensor([float(first.rank)])
+        return [mesh.all_reduce("tp", x.clone()).item() for mesh in (first, second, third)]
+
+
+def test_equal_meshes_open_at_once_have_groups_of_their_own(pool: Pool) -> None:
+    assert pool.run(three_at_once, ranks=4) == [[1.0] * 3] * 2 + [[5.0] * 3] * 2

@@ -27,6 +27,7 @@ from meshcomm.place.memory import held, memory, microbatches_held
 from meshcomm.place.orders import distinct, orders, strides
 from meshcomm.place.search import bubble
 from meshcomm.place.sizes import BASE, Sizes, factorisations, trainable
+from meshcomm.place.traffic import flows
 from meshcomm.place.written import placed_data
 from meshcomm.stages import orders as passes
 from meshcomm.stages import timeline
@@ -116,6 +117,15 @@ def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, wor
     found = rows(trainable(work, factorisations(work, world)))
     assert sorted(found, key=str) == sorted(legal, key=str)
     assert len(found) == len({str(row) for row in found})
+
+
+def test_a_rank_s_tokens_and_not_the_sample_s_are_split_along_tensor() -> None:
+    wide = {"model": {"layers": 2, "width": 64, "heads": 8, "kv_heads": 8, "ff": 64}, "data": {"sequence": 8}}
+    with pytest.raises(ConfigError, match="a rank's tokens are not divisible by tp"):
+        config("ring", {"dp": 1, "cp": 2, "tp": 8}, **wide)
+    work = workload(config("ring", **wide))
+    found = [(row["context"], row["tensor"]) for row in rows(trainable(work, factorisations(work, 16)))]
+    assert (2, 4) in found and (1, 8) in found and (2, 8) not in found
 
 
 @pytest.mark.parametrize("kind", ["all five", "experts and context", "experts"])
@@ -310,6 +320,69 @@ def test_bubbles_are_those_of_timelines(schedule: PipelineSchedule, ranks: int) 
     idle = line.length / (3 * each) - number
     (expected,) = bubble(schedule, np.array([float(ranks)]), each)
     assert idle == pytest.approx(expected)
+
+
+def test_the_calls_of_every_part_one_by_one() -> None:
+    """Three layers of width 96, samples of 48 tokens two at a time, along every part of size 2 or 4."""
+    two = {"context": 4, "tensor": 2, "microbatches": 3}
+    element, tokens, layers, head = 4, 2 * 48 / 4, 6, 8
+
+    def sent(kind: str, about: dict[str, Any] | None = None, **sizes: int) -> list[tuple[Any, ...]]:
+        work = workload(config(kind))._replace(**(about or {}))
+        found = flows(work, sizes_of(**sizes))
+        return [
+            (f.along, f.operation, float(f.calls[0]), float(f.size_bytes[0]), f.each_microbatch)
+            for f in found
+        ]
+
+    ring = sent("ring", **two)
+    block = tokens * 2 * (6 / 2) * head
+    forward, backward, turns = layers * 3, layers * 3, layers * 4
+    assert (("context",), "sendrecv", forward + backward, block * element, True) in ring
+    assert (("context",), "sendrecv", turns, block * 4, True) in ring
+    activation = tokens * 96 * element
+    assert (("tensor",), "all_gather", 4 * layers, activation, True) in ring
+    assert (("tensor",), "reduce_scatter", 4 * layers, activation, True) in ring
+    # In bfloat16 keys and values are half as large, their gradients in float32 are not.
+    halved = sent("ring", {"activation_bytes": 2}, **two)
+    assert (("context",), "sendrecv", turns, block * 4, True) in halved
+    assert (("context",), "sendrecv", forward + backward, block * 2, True) in halved
+    # Recomputed, what is forward happens twice.
+    again = sent("ring", {"recompute": True}, **two)
+    assert (("context",), "sendrecv", 2 * forward + backward, block * element, True) in again
+    assert (("tensor",), "all_gather", 6 * layers, activation, True) in again
+
+    # Two kv heads a rank on four ranks: each is there twice.
+    ulysses = sent("ulysses", {"kv_heads": 4}, **two)
+    rows_of_heads = tokens * head * element
+    assert (("context",), "all_to_all", 2 * layers, rows_of_heads * (6 + 2 * 4), True) in ulysses
+    assert (("context",), "all_to_all", 2 * layers, rows_of_heads * 6, True) in ulysses
+
+    sharded = sent("all five", shard=4, data=2, context=2)
+    work = workload(config("all five"))
+    weights = work.weights * 4
+    assert (("shard",), "all_gather", 12, weights / layers, True) in sharded
+    assert (("shard",), "reduce_scatter", 6, weights / layers, False) in sharded
+    assert (("data",), "all_reduce", 6, weights / 4 / layers, False) in sharded
+    assert (("context",), "all_reduce", 1, weights / 4, False) in sharded
+
+    experts = sent("experts", expert=4, data=8)
+    moe = workload(config("experts"))
+    spread = 6 * 8 * moe.expert_weights
+    assert (("expert",), "all_to_all", 4 * layers, 2 * 48 * 2 * 96 * 4, True) in experts
+    assert (("data",), "all_reduce", 1, (moe.weights - spread) * 4, False) in experts
+    assert (("replica",), "all_reduce", 1, spread / 4 * 4, False) in experts
+
+    pipeline = sent("interleaved", {"layers": 8}, pipeline=2)
+    assert (("pipeline",), "sendrecv", 4, 2 * 48 * 96 * 4, True) in pipeline
+    assert (("pipeline",), "sendrecv", 2, tokens * 96 * 4, True) in sent(
+        "ulysses", {"stages_per_rank": 1}, pipeline=2, context=4
+    )
+    # Buckets of 0.1 MB: as many calls as the gradients need.
+    small = sent("3-D", {"bucket_bytes": 1e5}, data=2)
+    whole = workload(config("3-D")).weights * 4
+    number = -(-whole // 100_000)
+    assert (("data",), "all_reduce", number, whole / number, False) in small
 
 
 # -- how much memory --------------------------------------------------------------------------------

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from torch import Tensor
 
 from meshcomm.comm.checks import check_in_place
 from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import into, materialised
+
+# Of larger tensors pieces of this size follow each other through the dims.
+_PIECE_BYTES: Final = 4 << 20
 
 
 def all_reduce(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None) -> Tensor:
@@ -31,10 +37,43 @@ def all_reduce(comms: Sequence[Communicator], x: Tensor, op: str, factor: float 
     padding = -length % inner.size
     padded = flat.new_zeros(length + padding)
     padded[:length] = flat
-    piece = _settled(inner.reduce_scatter(padded, 0, op, False, None, factor))
-    all_reduce(comms[:-1], piece, "sum" if op == "premul_sum" else op, None)
-    whole = _settled(inner.all_gather(piece))
-    return into(x, whole[:length].view(x.shape))
+    most = max(1, _PIECE_BYTES // (inner.size * flat.element_size())) * inner.size
+    pieces = padded.split(most)
+    further = "sum" if op == "premul_sum" else op
+    # While two pieces cross the outer dims, which are the slow ones, the one behind them is being reduced
+    # inside and the one before them gathered.
+    reducing = _begun(inner.reduce_scatter(pieces[0], 0, op, True, None, factor))
+    crossing: deque[tuple[Handle[Tensor] | None, Tensor, Tensor]] = deque()
+    gathering = []
+
+    def gather() -> None:
+        across, mine, piece = crossing.popleft()
+        if across is not None:
+            across.wait()
+        # Into where the piece came from: what was there has been reduced.
+        gathering.append(_begun(inner.all_gather(mine, 0, True, piece)))
+
+    for number, piece in enumerate(pieces):
+        mine = reducing.wait()
+        if number + 1 < len(pieces):
+            reducing = _begun(inner.reduce_scatter(pieces[number + 1], 0, op, True, None, factor))
+        if len(comms) == 2:
+            crossing.append((_begun(comms[0].checked_all_reduce(mine, further, True, None)), mine, piece))
+        else:
+            all_reduce(comms[:-1], mine, further, None)
+            crossing.append((None, mine, piece))
+        if len(crossing) == 2:
+            gather()
+    while crossing:
+        gather()
+    for handle in gathering:
+        handle.wait()
+    return into(x, padded[:length].view(x.shape))
+
+
+def _begun(result: object) -> Handle[Tensor]:
+    assert isinstance(result, Handle)
+    return result
 
 
 def _settled(result: object) -> Tensor:

@@ -71,7 +71,12 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing(status: Status, label: str | None = None) -> str:
-    """What a rank is doing: the call that it is inside of, else where its program is."""
+    """What a rank is doing: the call that failed it, or that it is inside of, else where its program is."""
+    failed = status.get("failed")
+    if failed is not None:
+        # What it does since then mostly follows from that.
+        closed = "has closed the mesh, and " if status.get("closed") else ""
+        return f"{closed}was in {failed['call']}, at {failed['site']}, which failed"
     inside = [g["last"] for g in status["groups"] if g["last"] is not None and g["last"]["inside"]]
     if inside:
         last = inside[-1]

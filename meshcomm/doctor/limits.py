@@ -90,7 +90,7 @@ def needs(plan: Plan, device: torch.device, cost: Cost) -> tuple[int, int]:
     """Descriptors and threads that one rank's Gloo groups cost at most: connected with every peer.
 
     The default group of torch.distributed is counted, idle, the connection to the store, and the
-    thread with which a mesh answers other ranks.
+    two threads with which a mesh answers other ranks and watches its own calls.
     """
     sizes = [
         family.size
@@ -99,7 +99,7 @@ def needs(plan: Plan, device: torch.device, cost: Cost) -> tuple[int, int]:
     ]
     groups = len(sizes) + (backend_on(plan.defaults.backend, device) == "gloo")
     peers = sum(size - 1 for size in sizes)
-    return 1 + groups * cost.descriptors + peers, 1 + groups * cost.threads
+    return 1 + groups * cost.descriptors + peers, 2 + groups * cost.threads
 
 
 def limits(need: tuple[int, int] | None, local_ranks: int) -> list[Limit]:

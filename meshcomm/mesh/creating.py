@@ -16,7 +16,7 @@ from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults
 from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.process import Meeting, start_default_group
+from meshcomm.mesh.process import Meeting, say_prefix, start_default_group
 from meshcomm.mesh.rank import end_rank
 from meshcomm.mesh.watch import Watch
 from meshcomm.mesh.worlds import Watching, World, prefixed
@@ -100,6 +100,8 @@ def create_groups(
             settings.mesh.timeout_s,
             bind,
         )
+        if owned:
+            say_prefix(prefix)
         whole_world = plan.layout.world_size == joined.world_size
         transports: dict[str, Transport] = {}
         if rank in plan.layout:

@@ -29,6 +29,7 @@ from meshcomm.mesh.process import (
     choose_device,
     meet,
     of_this_attempt,
+    outer_prefix,
 )
 from meshcomm.mesh.worlds import WORLD, World, prefixed
 from meshcomm.transport.torch_private import default_store
@@ -200,6 +201,7 @@ def _open(
     try:
         claim(joined.store, joined.rank, kept=joined.kept)
         opening = joined.store.add(f"meshcomm/opened/{joined.rank}", 1)
+        outer = "" if world is not None or joined.pretended else outer_prefix()
     except RuntimeError as error:
         raise StoreError(
             f"rank {joined.rank} lost the job's store before the mesh was opened",
@@ -207,7 +209,7 @@ def _open(
             expected="a store that lives as long as the job: in the launcher, in rank 0, or a file",
             hint="look for the first error of the process that holds the store",
         ) from error
-    prefix = f"meshcomm{opening}"
+    prefix = f"{outer}meshcomm{opening}"
     store = prefixed(prefix, joined.store)
     environment = Environment()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from meshcomm.mesh.exposure import exposed_file, exposed_store, serve_on_loopbac
 from meshcomm.mesh.launcher import Launch, attempt_of, attempt_prefix
 from meshcomm.mesh.owner import came_twice, is_running, process_name
 from meshcomm.mesh.reach import find_tcp_store
+from meshcomm.transport.torch_private import default_store
+
+_PREFIX: Final = "meshcomm/prefix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +231,19 @@ def start_default_group(
         device_id=device if bind and device.type != "cpu" else None,
     )
     return True
+
+
+def say_prefix(prefix: str) -> None:
+    """Note in the default group's store that the mesh with this prefix made the group."""
+    default_store().set(_PREFIX, prefix)
+
+
+def outer_prefix() -> str:
+    """What stands before the names of a mesh that is opened beside the one that made the default group.
+
+    Both count from one, each in its own part of the store; torch has one list of names for both.
+    """
+    if not dist.is_initialized():
+        return ""
+    store = default_store()
+    return f"{store.get(_PREFIX).decode()}." if store.check([_PREFIX]) else ""

@@ -30,6 +30,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 # How long a failing call waits for the others to say what they are doing.
 _ANSWER_S = 1.5
 
+# How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
+_CLOSES_S = 10.0
+
 
 @final
 class Watch:
@@ -108,7 +111,7 @@ class Watch:
         # Nobody waits for a store that has stopped answering, least of all for one that was found so.
         telling = threading.Thread(target=tell, name="meshcomm-closed", daemon=True)
         telling.start()
-        telling.join(0.0 if self._mute else _ANSWER_S)
+        telling.join(0.0 if self._mute else _CLOSES_S)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(0.0 if telling.is_alive() else 5.0)
@@ -190,15 +193,16 @@ class Watch:
         if recorder.inside or waiting is None:
             last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "site": "?"}
             waiting = None
-            call, begun = f"call {last['number']}", f"{last['call']}, call {last['number']}"
+            call = f"call {last['number']}"
+            begun = f'{last["call"]} along "{last["dim"]}", {call}'
         else:
             last, call = waiting, described(waiting)
-            begun = call
+            begun = f'{call} along "{last["dim"]}"'
         # What fails after the first failure mostly follows from it.
         self._failed = self._failed or {
             "label": recorder.label,
             "error": str(error).splitlines()[:1],
-            "call": f'{begun}, along "{last["dim"]}"',
+            "call": begun,
             "site": last["site"],
             "waiting": waiting,
         }

@@ -59,7 +59,9 @@ class Job:
         deadline = time.monotonic() + limit_s
         while len(found := self.said(event)) < ranks:
             over = [process.poll() for process in self.processes]
-            assert None in over and time.monotonic() < deadline, f"no {event!r} of all ranks, only of {list(found)}:\n{self.log()}"
+            assert None in over and time.monotonic() < deadline, (
+                f"no {event!r} of all ranks, only of {list(found)}:\n{self.log()}"
+            )
             time.sleep(0.02)
         return found
 

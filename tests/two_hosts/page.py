@@ -45,7 +45,9 @@ class Loss:
     seconds: float
 
 
-def page(link: Link, size_bytes: int, ways: list[Way], steps: list[Step], losses: list[Loss], timeout_s: float) -> str:
+def page(
+    link: Link, size_bytes: int, ways: list[Way], steps: list[Step], losses: list[Loss], timeout_s: float
+) -> str:
     """The whole text."""
     return "\n".join(
         [

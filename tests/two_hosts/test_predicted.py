@@ -14,7 +14,7 @@ def test_each_order_is_one_that_place_ranks(name: str) -> None:
     found = traffic(name)
     assert len(ORDERS) == 6 and len(found.candidates) == 3
     predicted = {order: found.predicted_s(order) for order in ORDERS}
-    assert sorted(set(map(lambda s: round(s, 9), predicted.values()))) == pytest.approx(found.candidates)
+    assert sorted({round(s, 9) for s in predicted.values()}) == pytest.approx(found.candidates)
     # What the outermost dim sends crosses the cable: at least its bytes take their time there.
     for order, seconds in predicted.items():
         crossing = [share for dim, share in found.shares if dim == order[0]]
@@ -37,6 +37,8 @@ def test_the_page_is_what_the_run_writes() -> None:
     assert "| weights | dp pp | 0.50 | 0.60 | 0.50 0.60 0.70 |" in text
     assert "| 2 | node1 | PeerLost | 0 1 | 7.5 |" in text
     # The one in docs has the same parts, with another run's figures.
-    heads = [line for line in text.splitlines() if line.startswith(("#", "| algorithm", "| traffic", "| rank"))]
+    heads = [
+        line for line in text.splitlines() if line.startswith(("#", "| algorithm", "| traffic", "| rank"))
+    ]
     written = PAGE.read_text(encoding="utf-8").splitlines()
     assert [line for line in heads if line not in written] == []

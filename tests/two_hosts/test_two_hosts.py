@@ -70,7 +70,7 @@ def test_the_same_line_on_both_hosts(tmp_path: Path) -> None:
 
 
 def test_a_wrong_interface_is_a_named_error(tmp_path: Path) -> None:
-    config = TWO_BY_TWO % 100 + '[network]\ninterfaces = ["lo"]\n'
+    config = TWO_BY_TWO % 100 + "options.dp.timeout_s = 6.0\n" + '[network]\ninterfaces = ["lo"]\n'
     with job(tmp_path, LINK, 2, config, "sums") as started:
         codes = started.finish(150)
         assert 0 not in codes
@@ -143,7 +143,9 @@ def test_orders_rank_as_predicted(tmp_path: Path, measured: dict[str, list[objec
 
 def beyond_noise(a: Step, b: Step) -> bool:
     """Whether the middle halves of the rounds of two orders lie apart."""
-    (low_a, _, high_a), (low_b, _, high_b) = (quantiles(each.seconds, n=4, method="inclusive") for each in (a, b))
+    (low_a, _, high_a), (low_b, _, high_b) = (
+        quantiles(each.seconds, n=4, method="inclusive") for each in (a, b)
+    )
     return bool(high_a < low_b or high_b < low_a)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import meshcomm
 from meshcomm.mesh import Mesh
@@ -41,8 +42,12 @@ def main(rounds: int) -> None:
     own_the_processor()
     asked = json.loads(Path("step.json").read_text())
     said: dict[str, list[float]] = {}
+    # The default group is this program's own: no mesh takes it along when it closes.
+    dist.init_process_group("gloo")
     with ExitStack() as stack:
-        meshes = {" ".join(order): stack.enter_context(opened(order, asked["sizes"])) for order in asked["orders"]}
+        meshes = {
+            " ".join(order): stack.enter_context(opened(order, asked["sizes"])) for order in asked["orders"]
+        }
         # Round by round through all orders: what else the machine does meets all of them.
         for number in range(rounds + 1):
             for order, mesh in meshes.items():
@@ -56,6 +61,7 @@ def main(rounds: int) -> None:
                     mesh.barrier("all")
                     if number:
                         said.setdefault(f"{name} {order}", []).append(time.perf_counter() - began)
+    dist.destroy_process_group()
     say("end", int(os.environ["RANK"]), said)
 
 
