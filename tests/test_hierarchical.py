@@ -1,0 +1,44 @@
+"""The hierarchical all_reduce of what is cut into several pieces, over two dims and three."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm import Mesh
+from meshcomm.comm import hierarchical
+from meshcomm.testing import Pool
+
+DIMS = {"pp": 2, "dp": 2, "tp": 2}
+
+
+def reduced(mesh: Mesh, length: int, op: str) -> list[bool]:
+    """Whether each of three calls gives what a plain loop over all ranks' tensors gives."""
+    found = []
+    for dims in (("dp", "tp"), ("pp", "dp", "tp"), ("pp", "tp")):
+        ranks = [
+            r for r in range(8) if all(mesh.coords_of(r)[d] == mesh.coords[d] for d in DIMS if d not in dims)
+        ]
+        everyone = torch.stack([torch.arange(length) % 97 + rank for rank in ranks]).double()
+        expected = everyone.sum(0) if op == "sum" else everyone.amax(0)
+        x = (torch.arange(length) % 97 + mesh.rank).double()
+        mesh.all_reduce(dims, x, op=op, algorithm="hierarchical")
+        found.append(torch.equal(x, expected))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 1000, 4097])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_pieces_give_the_whole(length: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 1024 * 8)
+    assert meshcomm.simulate(reduced, dims=DIMS, args=(length, op)) == [[True] * 3] * 8
+
+
+def on_gloo() -> list[bool]:
+    with meshcomm.init(dims=DIMS, device="cpu", timeout_s=30) as mesh:
+        return reduced(mesh, 1_500_000, "sum")
+
+
+def test_pieces_of_their_usual_size_on_processes(pool: Pool) -> None:
+    assert pool.run(on_gloo) == [[True] * 3] * 8
