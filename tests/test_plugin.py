@@ -18,6 +18,10 @@ from meshcomm.testing.report import MeshFailure, RankEnd, failure_of
 
 pytest_plugins = ["pytester"]
 
+# These suites run inside a process that has imported meshcomm; pytest, which would rewrite the asserts of
+# an installed plugin's package, warns of that.
+QUIET = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+
 SUITE = """
     import os, sys, time, warnings
     import pytest, torch
@@ -151,7 +155,7 @@ def lay_out(pytester: pytest.Pytester, **files: str) -> None:
 def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     gloo = via == "gloo"
     lay_out(pytester, test_suite=SUITE + (KILLED if gloo else DEADLOCK), helpers=HELPERS)
-    result = pytester.runpytest_inprocess("-rA", f"--mesh-via={via}")
+    result = pytester.runpytest_inprocess("-rA", f"--mesh-via={via}", *QUIET)
     text = result.stdout.str()
     outcomes = result.parseoutcomes()
     assert outcomes == {
@@ -254,7 +258,7 @@ def test_packages_and_import_modes(pytester: pytest.Pytester, mode: str) -> None
         )
     pytester.makeconftest("import pytest\n@pytest.fixture\ndef given(): return 4.0")
     pytester.makeini(f"[pytest]\npythonpath = .\naddopts = --import-mode={mode} -p no:cacheprovider")
-    result = pytester.runpytest_inprocess("-v")
+    result = pytester.runpytest_inprocess("-v", *QUIET)
     assert result.parseoutcomes() == {"passed": 4, "xfailed": 2}, result.stdout.str()
     result.stdout.fnmatch_lines(
         [
