@@ -209,13 +209,7 @@ class Watch:
         self._write()
         asked = self._ask([rank for rank in recorder.ranks if rank != self._rank])
         if asked is None:
-            return CommunicationError(
-                f"{where} failed, and nobody could be asked why: the job's store does not answer",
-                given=f"{call} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}\n"
-                + " ".join(str(error).splitlines()[:1]),
-                expected="a store that lives as long as the job: in the launcher, or in rank 0",
-                hint="look for the first error of the process that holds the store",
-            )
+            return self._unasked(recorder, where, error, f"{call} on {recorder.label}", last["site"])
         statuses = {**asked, self._rank: self.status()}
         said = " ".join(str(error).splitlines()[:1])
         if waiting is None:
@@ -265,6 +259,27 @@ class Watch:
         if self._reports:
             return f"meshcomm report {self._reports} puts the ranks' reports together"
         return "look at the ranks named above"
+
+    def _unasked(
+        self, recorder: Recorder, where: str, error: BaseException, call: str, site: str
+    ) -> CommunicationError:
+        """The error where the store does not answer: what the backend alone can tell."""
+        others = [rank for rank in recorder.ranks if rank != self._rank]
+        lost = broken(error)
+        # Of two ranks it is clear which one broke the connection.
+        named = others if lost and len(others) == 1 else []
+        lines = [f"{call}, ranks {recorder.ranks}, at {site}", *(str(error).splitlines()[:1])]
+        lines += [f"rank {rank} broke the connection" for rank in named]
+        kind, what = (PeerLost, "lost a peer") if lost else (CommunicationError, "failed")
+        found = kind(
+            f"{where} {what}, and nobody could be asked why: the job's store does not answer",
+            given="\n".join(lines),
+            expected="a store that lives as long as the job: in the launcher, or in rank 0",
+            hint="look for the first error of the process that holds the store",
+        )
+        if isinstance(found, PeerLost):
+            found.missing = tuple(named)
+        return found
 
     def _ask(self, ranks: list[int]) -> dict[int, Any] | None:
         """The statuses of those of `ranks` that answer in time; None where the store does not."""

@@ -271,7 +271,7 @@ ROWS = [
         "in all_reduce",
         "dp",
         _dies_without,
-        without(everyone("CommunicationError"), _VICTIM),
+        without(everyone("CommunicationError|PeerLost"), _VICTIM),
         (),
         MISSING_S,
         {"dp": 4},
@@ -284,7 +284,7 @@ ROWS = [
         "before the first call on a group",
         "dp",
         _meets_without,
-        everyone("StoreError|CommunicationError"),
+        everyone("StoreError|CommunicationError|PeerLost"),
         server="own process",
     ),
     Row(
