@@ -77,6 +77,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pp2 shard2 tp2": _case(
         {"pp": 2, "fsdp": 2, "tp": 2}, {"pipeline": "pp", "shard": "fsdp", "tensor": "tp"}
     ),
+    "pp2 shard2 tp2 tied": _case(
+        {"pp": 2, "fsdp": 2, "tp": 2},
+        {"pipeline": "pp", "shard": "fsdp", "tensor": "tp"},
+        tied_embeddings=True,
+    ),
     "shard2 cp2 tp2": _case(
         {"fsdp": 2, "cp": 2, "tp": 2}, {"shard": "fsdp", "context": "cp", "tensor": "tp"}
     ),

@@ -33,7 +33,8 @@ _TAG: Final = 1 << 30
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
 
-_COMBINE: Final[Mapping[str, Callable[..., Tensor]]] = {
+# How two operands become one; an average is divided at the end.
+COMBINE: Final[Mapping[str, Callable[..., Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
@@ -83,7 +84,7 @@ def all_reduce(
             trees = 2 if algorithm == "double_tree" else 1
             chunks = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES)))
         moves = _moves(algorithm, comm.size, inner, chunks, comm.coord, flat.numel())
-        _run(comm, flat, moves, _COMBINE[plain_op], f"all_reduce by {algorithm}")
+        _run(comm, flat, moves, COMBINE[plain_op], f"all_reduce by {algorithm}")
         if plain_op == "avg":
             flat.div_(comm.size)
         return into(x, carried)

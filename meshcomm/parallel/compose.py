@@ -93,15 +93,18 @@ class Trainer:
         self.stages = [Stage(index, ranks * each, layers[index]) for index in indices]
         self.modules = nn.ModuleList([build(self.splits, stage) for stage in self.stages])
 
-        tied = [w for module in self.modules if (w := getattr(module, "tied_weight", None)) is not None]
-        self._tied = None
-        if model.tied_embeddings and ranks > 1:
-            self._tied = TiedWeight(mesh, part.pipeline or "", tied[0] if tied else None)
-            self._tied.copy()
+        across = model.tied_embeddings and ranks > 1
+        if across:
+            self._tied_across().copy()
         hooks = schedule_properties(part.schedule).hooks_fire or ranks == 1
         self.gradients = self._summed(hooks)
-        # Twice the same weight, where two stages of this rank's column hold it: counted by its owner.
-        self._copies = tied if self._tied is not None and not self._tied.is_owner else []
+        # Only now: sharding puts other parameters into the modules.
+        self._tied = self._tied_across() if across else None
+        # The first stage counts the weight that the last one has too.
+        held = self._tied_weight()
+        self._copies = (
+            [held] if self._tied is not None and not self._tied.is_owner and held is not None else []
+        )
 
         self._tokens = 1.0
 
@@ -139,8 +142,16 @@ class Trainer:
         )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This rank's parameters by global name, each once, stage by stage."""
-        return [pair for module in self.modules for pair in module.named_parameters()]
+        """This rank's parameters by global name, each once, stage by stage.
+
+        A weight that embedding and head share is `embed.weight`, whichever of them a stage has.
+        """
+        tied = self._tied_weight()
+        return [
+            ("embed.weight" if parameter is tied else name, parameter)
+            for module in self.modules
+            for name, parameter in module.named_parameters()
+        ]
 
     def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> Done:
         """One optimiser step on this rank's share of the global batch.
@@ -193,8 +204,6 @@ class Trainer:
                 state["step"].zero_()
         found: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
-            if self.sections.model.tied_embeddings and name == "head.weight":
-                name = "embed.weight"
             found[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"optimizer.{name}.{key}"] = value
@@ -210,6 +219,14 @@ class Trainer:
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        """The weight that embedding and head share, where one of this rank's stages has it."""
+        held = (getattr(module, "tied_weight", None) for module in self.modules)
+        return next((weight for weight in held if weight is not None), None)
+
+    def _tied_across(self) -> TiedWeight:
+        return TiedWeight(self.mesh, self.sections.parallel.pipeline or "", self._tied_weight())
 
     def _summed(self, hooks: bool) -> Summed:
         """What sums the gradients of this rank's parameters."""

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_COMBINE: Final[dict[str, Callable[..., Tensor]]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+from meshcomm.comm.scheduled import COMBINE
+
 _SEGMENT_BYTES: Final = 1024 * 1024
 
 
@@ -29,7 +21,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     rank c-1 and meets c-2, c-3, and so on. Tried on torch 2.13; the same order
     serves its all_reduce, reduce and reduce_scatter, whose average divides the sum.
     """
-    combine, size, length = _COMBINE[op], len(parts), parts[0].numel()
+    combine, size, length = COMBINE[op], len(parts), parts[0].numel()
     ordered = parts[0].is_floating_point() and op in ("sum", "avg", "product") and size > 2
     if not ordered or length == 0:
         total = parts[0].clone()

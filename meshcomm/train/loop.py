@@ -88,6 +88,20 @@ def trainer_for(mesh: Mesh, config: Config) -> Trainer:
     return Trainer(mesh, config, build)
 
 
+def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:
+    """The samples of this rank, step by step."""
+    _, _, data, train = trainer.sections
+    return Batches(
+        corpus,
+        sequence=data.sequence,
+        global_batch=train.global_batch,
+        seed=train.seed,
+        coord=trainer.data_coord,
+        size=trainer.data_size,
+        device=trainer.mesh.device,
+    )
+
+
 def _resumed(
     mesh: Mesh,
     beginning: Beginning,
@@ -136,15 +150,7 @@ def _steps(
     """The steps that follow those of `losses`, on which `before_s` seconds were spent."""
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
-    batches = Batches(
-        corpus,
-        sequence=data.sequence,
-        global_batch=train.global_batch,
-        seed=train.seed,
-        coord=trainer.data_coord,
-        size=trainer.data_size,
-        device=mesh.device,
-    )
+    batches = batches_of(trainer, corpus)
     start = Start(
         steps=train.steps,
         tokens_per_step=train.global_batch * data.sequence,

@@ -15,8 +15,8 @@ from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import whole
 from meshcomm.train import data as text
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.loop import trainer_for
+from meshcomm.train.data import Corpus
+from meshcomm.train.loop import batches_of, trainer_for
 from meshcomm.train.rates import learning_rate
 
 
@@ -99,20 +99,10 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     """
     trainer = trainer_for(mesh, config)
     _, _, data, train = trainer.sections
-    batches = Batches(
-        text.load(data) if corpus is None else corpus,
-        sequence=data.sequence,
-        global_batch=train.global_batch,
-        seed=train.seed,
-        coord=trainer.data_coord,
-        size=trainer.data_size,
-        device=mesh.device,
-    )
+    batches = batches_of(trainer, text.load(data) if corpus is None else corpus)
     done = [trainer.step(*batches(step), learning_rate(train, step), step) for step in range(1, steps + 1)]
     weights, gradients = {}, {}
     for name, parameter in trainer.named_parameters():
-        if trainer.sections.model.tied_embeddings and name == "head.weight":
-            name = "embed.weight"
         assert parameter.grad is not None
         weights[name] = whole(parameter).detach().double().cpu()
         gradients[name] = whole(parameter.grad, of=parameter).double().cpu()
