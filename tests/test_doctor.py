@@ -18,13 +18,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm import jobs
 from meshcomm.cli import app
 from meshcomm.config import Config, MeshConfig, ProcessConfig, load
 from meshcomm.doctor import Finding, examine, limits, network, together, variables
 from meshcomm.doctor.limits import Cost, Limit
 from meshcomm.doctor.network import Interface
 from meshcomm.errors import ConfigError
+from meshcomm.jobs.doctor import doctor as doctor_job
 from meshcomm.mesh import exposure
 from meshcomm.mesh.exposure import ExposedRendezvous
 from meshcomm.mesh.launcher import Launch, find_launch
@@ -108,7 +108,7 @@ def test_an_error_ends_in_exit_code_1_and_its_text() -> None:
 
 def test_overrides_without_a_config_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--set has no effect without a CONFIG\n  given:    --set a=1\n"):
-        jobs.doctor(None, ["a=1"], None, False)
+        doctor_job(None, ["a=1"], None, False)
 
 
 def test_a_mesh_of_open_size_is_not_compared() -> None:

@@ -93,7 +93,7 @@ def test_the_plan_of_a_large_mesh() -> None:
 
 
 def test_without_a_rank_only_the_dims_are_shown() -> None:
-    shown = meshcomm("plan", "configs/mesh.toml", "--world", "8", module="meshcomm.cli")
+    shown = meshcomm("plan", "configs/mesh.toml", "--world", "8")
     assert lines(shown.stdout) == MESH.splitlines()[:9]
 
 

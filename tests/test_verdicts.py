@@ -21,7 +21,7 @@ import meshcomm
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.verdict import verdict
 from meshcomm.errors import CollectiveTimeout, PeerLost
-from meshcomm.jobs import report
+from meshcomm.jobs.report import report
 from meshcomm.mesh.overdue import FIRST_GRACE_S, Overdue
 from meshcomm.testing import Pool
 

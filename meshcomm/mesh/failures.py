@@ -16,7 +16,7 @@ from meshcomm.comm.site import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
 
 # Frames that only started the user's script.
-_STARTERS = tuple(str(Path(__file__).parents[1] / file) for file in ("jobs.py", "mesh/rank.py"))
+_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "mesh/rank.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _starts_scripts(file: str) -> bool:
-    return "runpy" in file or file in _STARTERS
+    return "runpy" in file or file.startswith(_STARTERS)
 
 
 def _frame(error: BaseException) -> str:

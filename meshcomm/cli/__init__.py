@@ -1,0 +1,14 @@
+"""The commands of `meshcomm`. What needs torch is imported by the command that needs it."""
+
+from __future__ import annotations
+
+# In the order in which `meshcomm --help` lists their commands.
+from meshcomm.cli import afterwards, looking, measuring, predicting, running  # noqa: F401
+from meshcomm.cli.app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """The `meshcomm` command."""
+    app(prog_name="meshcomm")

@@ -1,0 +1,50 @@
+"""Commands for what a job left behind: report, export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshcomm.cli.app import app
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where ranks left their reports.")],
+) -> None:
+    """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
+    from meshcomm.jobs.report import report as job
+
+    typer.echo(job(folder))
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder: its last checkpoint; or one of them."),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Only the model's tensors, by the names of its modules.")
+    ] = False,
+) -> None:
+    """Write a checkpoint's whole tensors into one safetensors file, in one process."""
+    from meshcomm.jobs.export import export as job
+
+    typer.echo(job(source, target, weights))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `meshcomm export` wrote.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The train.out of the run that goes on from it.")
+    ],
+) -> None:
+    """Make a checkpoint of an exported file, for `meshcomm train --set train.resume=true`."""
+    from meshcomm.jobs.export import import_file as job
+
+    typer.echo(job(source, out))

@@ -1,0 +1,85 @@
+"""The `meshcomm` command itself, and what its commands have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from meshcomm.errors import MeshcommError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from meshcomm.config import Config, TopologyConfig
+
+# Columns of a table that does not go to a terminal.
+_WIDTH = 100
+
+
+class Commands(TyperGroup):
+    """All commands. A MeshcommError of any of them ends as its text on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except MeshcommError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Declare the mesh once; every group, collective and message follows from it.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, JSON or YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting; VALUE is TOML, nothing removes the key."
+    ),
+]
+World = Annotated[int | None, typer.Option(help="Number of processes; needed where a size is -1.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
+
+
+@app.callback()
+def _commands() -> None:
+    # With a callback the first argument stays a command's name even while there is one command.
+    pass
+
+
+def discovered_topology(settings: Config) -> TopologyConfig:
+    """`[topology]`, with what the launcher's environment says."""
+    import os
+
+    from meshcomm.topology import discovered
+
+    return discovered(settings.topology, os.environ)
+
+
+def show(what: RenderableType) -> None:
+    """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
+    import os
+
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDTH)
+    console.print(what)
+
+
+def show_json(facts: object) -> None:
+    """Print plain data as JSON."""
+    from json import dumps
+
+    typer.echo(dumps(facts, indent=2))

@@ -1,0 +1,100 @@
+"""Commands that start ranks: train, run, simulate, parity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    world: World = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="After a rank fails, start all again, at most so often; see checkpoint_every."
+        ),
+    ] = 0,
+    overrides: Overrides = None,
+) -> None:
+    """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
+    from meshcomm.jobs.train import train as job
+
+    raise typer.Exit(job(config, overrides or (), world, max_restarts))
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    config: ConfigFile,
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    ],
+    world: World = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
+    from meshcomm.jobs.run import run as job
+
+    raise typer.Exit(job(config, script, context.args, overrides or (), world))
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def simulate(
+    context: typer.Context,
+    config: ConfigFile,
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    ],
+    world: World = None,
+    seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
+    explore: Annotated[int, typer.Option(min=1, help="Try so many schedules, from --seed on.")] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the traffic as JSON; the script prints to stderr.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
+    from meshcomm.jobs.simulate import simulate as job
+
+    facts = job(config, script, context.args, overrides or (), world, seed, explore, json)
+    if json:
+        show_json(facts)
+    else:
+        from meshcomm.show.traffic import traffic_view
+
+        show(traffic_view(facts))
+
+
+@app.command()
+def parity(
+    config: ConfigFile,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Compare so many steps; 20, or all where there are fewer.")
+    ] = None,
+    world: World = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="The largest relative difference that is none.")
+    ] = 1e-9,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Compare the same training on its mesh and on one process, in float64: losses, norms, gradients, weights.
+
+    Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
+    """
+    from meshcomm.jobs.parity import parity as job
+
+    facts = job(config, overrides or (), world, steps, tolerance)
+    if json:
+        show_json(facts)
+    else:
+        from meshcomm.show.parity import parity_view
+
+        show(parity_view(facts))
+    raise typer.Exit(0 if facts["agrees"] else 1)

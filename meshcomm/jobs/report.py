@@ -1,0 +1,44 @@
+"""`meshcomm report`: what the ranks of a failed job left, put together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from meshcomm.comm.verdict import doing, name_of_rank, verdict
+from meshcomm.errors import LaunchError
+
+
+def report(folder: Path) -> str:
+    """The verdict of the reports in a folder, as text."""
+    files = sorted(folder.glob("rank*.json"), key=lambda path: int("0" + path.stem[4:]))
+    if not files:
+        raise LaunchError(
+            f"there are no reports in {folder}",
+            given=f"{folder}" if folder.is_dir() else f"{folder}, which is no folder",
+            expected="rank0.json, rank1.json, ... as ranks leave them when a call fails",
+            hint="mesh.reports in the config says where they go; default meshcomm-reports",
+        )
+    statuses = {}
+    for file in files:
+        try:
+            status = json.loads(file.read_text())
+            statuses[int(status["rank"])] = status
+        except (ValueError, KeyError, TypeError) as error:
+            raise LaunchError(
+                f"{file} is not a report",
+                given=str(error),
+                expected="a file that a rank wrote",
+                hint=f"remove {file}",
+            ) from None
+    lines = [f"{len(statuses)} report(s) in {folder}", *verdict(statuses)]
+    for rank, status in statuses.items():
+        if status["failed"] is not None:
+            failed = status["failed"]
+            lines.append(
+                f"{name_of_rank(rank, status)}: {failed['call']} on "
+                f"{failed['label']}, at {failed['site']}: {' '.join(failed['error'])}"
+            )
+        else:
+            lines.append(f"{name_of_rank(rank, status)} {doing(status)}")
+    return "\n".join(lines)

@@ -1,0 +1,38 @@
+"""`meshcomm run`: a script on every rank."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshcomm.config import load
+from meshcomm.errors import LaunchError
+from meshcomm.jobs.starting import start_job
+from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+
+
+def run(
+    config: Path, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
+) -> int:
+    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`."""
+    settings = load(config, overrides)
+    if not script.is_file():
+        raise LaunchError(
+            f"there is no script {script}",
+            given=str(script),
+            expected="a Python file",
+            hint="meshcomm run CONFIG SCRIPT [ARGUMENTS]",
+        )
+
+    def body() -> None:
+        os.environ[CONFIG_VARIABLE] = str(config)
+        os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
+        sys.argv = [str(script), *arguments]
+        # As `python SCRIPT` does: imports are looked for beside the script first.
+        sys.path.insert(0, str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
+
+    return start_job(settings, world, ["run", str(config), str(script), *arguments], overrides, body)

@@ -1,0 +1,88 @@
+"""How a command becomes processes: outside a launcher one per rank here, inside one this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from meshcomm.config import Config
+from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.mesh.launch import launch
+from meshcomm.mesh.launcher import Launch, find_launch
+from meshcomm.mesh.rank import as_rank
+
+
+def start_job(
+    settings: Config,
+    world: int | None,
+    words: list[str],
+    overrides: Sequence[str],
+    body: Callable[[], None],
+    max_restarts: int = 0,
+) -> int:
+    """Run `body` as this rank, where a launcher started us; else start `meshcomm WORDS` once per rank here.
+
+    world: the number of ranks, or None for what `settings` say.
+    overrides: what `--set` said, for the ranks that are started.
+    max_restarts: how often all ranks are started again after one of them failed.
+    Returns the exit code.
+    """
+    here = find_launch(os.environ)
+    if here.kind != "single":
+        refuse_other_world(here, world)
+        if max_restarts:
+            raise LaunchError(
+                f"--max-restarts {max_restarts} inside a job that {here.kind} started",
+                given=f"--max-restarts {max_restarts}, launcher {here.kind} with {here.world_size} processes",
+                expected="no --max-restarts: the launcher restarts, or does not",
+                hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
+            )
+        as_rank(body, here, lambda: label_of(settings, here.rank, here.world_size))
+        return 0
+    size = world_of(settings, world)
+    settings.resolved(size)
+    sets = [part for override in overrides for part in ("--set", override)]
+    # Options go before the words: all that follows a script's name is the script's.
+    return launch(
+        ["-m", "meshcomm", words[0], *sets, *words[1:]],
+        size,
+        max_restarts,
+        lambda rank: label_of(settings, rank, size),
+    )
+
+
+def refuse_other_world(here: Launch, world: int | None) -> None:
+    """Raise LaunchError where `--world` contradicts the launcher."""
+    if world is not None and world != here.world_size:
+        raise LaunchError(
+            f"--world {world} inside a job of {here.world_size} processes",
+            given=f"--world {world}, launcher {here.kind} with {here.world_size}",
+            expected="no --world: the launcher decides",
+            hint="leave --world out",
+        )
+
+
+def world_of(settings: Config, world: int | None) -> int:
+    """Number of ranks to start: `world`, or what the sizes need, or one for each GPU of this host."""
+    if world is not None:
+        return world
+    mesh = settings.mesh
+    if -1 in mesh.dims.values() and mesh.device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if mesh.ranks is not None:
+        return max(mesh.ranks) + 1
+    size = 1
+    for part in mesh.sizes(None).values():
+        size *= part
+    return size
+
+
+def label_of(settings: Config, rank: int, world_size: int) -> str:
+    """A rank with its coords, for messages about it; without them where it has none."""
+    try:
+        coords = settings.plan(world_size).layout.coords(rank)
+    except MeshcommError:
+        return f"rank {rank}"
+    return f"rank {rank} ({' '.join(f'{name}={coord}' for name, coord in coords.items())})"
