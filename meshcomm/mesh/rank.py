@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
     another launcher the first rank that fails prints its own. Under an agent of torch, this process
     ends when the agent does.
     """
+    _write_whole_lines()
     job = _job()
     if job is not None:
         end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
@@ -77,6 +79,13 @@ def end_rank(
     elif _speaks_first(launch, patience_s if failure.patient else 0.0):
         print(failure.text, file=sys.stderr)
     _leave(failure.code)
+
+
+def _write_whole_lines() -> None:
+    """Several ranks share one pipe: unbuffered, their lines run into each other; buffered, they come at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _job() -> Path | None:
