@@ -165,6 +165,10 @@ while True:
     ("words", "message"),
     [
         (["run", "mesh.toml", "nothing.py"], "there is no script nothing.py"),
+        (
+            ["run", "mesh.toml", "--world", "8", "script.py"],
+            "options come first: meshcomm run --world ... CONFIG SCRIPT",
+        ),
         (["train", "mesh.toml"], "mesh.toml says nothing about training"),
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
         (["run", "--world", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),

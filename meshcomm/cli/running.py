@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
+from meshcomm.errors import LaunchError
 
 
 @app.command()
@@ -39,6 +40,7 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
+    _check_script("run", script)
     from meshcomm.jobs.run import run as job
 
     raise typer.Exit(job(config, script, context.args, overrides or (), world))
@@ -60,6 +62,7 @@ def simulate(
     overrides: Overrides = None,
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
+    _check_script("simulate", script)
     from meshcomm.jobs.simulate import simulate as job
 
     facts = job(config, script, context.args, overrides or (), world, seed, explore, json)
@@ -98,3 +101,12 @@ def parity(
 
         show(parity_view(facts))
     raise typer.Exit(0 if facts["agrees"] else 1)
+
+
+def _check_script(command: str, script: Path) -> None:
+    if script.is_file():
+        return
+    usage = f"meshcomm {command} CONFIG SCRIPT [ARGUMENTS]"
+    if str(script).startswith("-"):
+        usage = f"options come first: meshcomm {command} {script} ... CONFIG SCRIPT [ARGUMENTS]"
+    raise LaunchError(f"there is no script {script}", given=str(script), expected="a Python file", hint=usage)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshcomm.config import load
-from meshcomm.errors import LaunchError
 from meshcomm.jobs.starting import start_job
 from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
@@ -19,13 +18,6 @@ def run(
 ) -> int:
     """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`."""
     settings = load(config, overrides)
-    if not script.is_file():
-        raise LaunchError(
-            f"there is no script {script}",
-            given=str(script),
-            expected="a Python file",
-            hint="meshcomm run CONFIG SCRIPT [ARGUMENTS]",
-        )
 
     def body() -> None:
         os.environ[CONFIG_VARIABLE] = str(config)

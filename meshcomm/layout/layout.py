@@ -53,6 +53,13 @@ class Digits(tuple[tuple[int, int], ...]):
             value = value * size + position // stride % size
         return value
 
+    def coords(self, positions: Ranks) -> Ranks:
+        """`coord` of every position, same shape."""
+        values = np.zeros_like(positions)
+        for size, stride in self:
+            values = values * size + positions // stride % size
+        return values
+
     def offset(self, coord: int) -> int:
         """How far the position with this coord lies from the one with coord 0."""
         value = 0
@@ -237,6 +244,9 @@ class Layout:
     def home(self, dims: Dims) -> str:
         """The view that `dims` belong to, "" for the base."""
         names = self.expand(dims)
+        for name in names:
+            if name not in self._homes:
+                self._unknown(name)
         homes = dict.fromkeys(self._homes[name] for name in names)
         for candidate in ("", *homes):
             sizes = self._factorisation(candidate)

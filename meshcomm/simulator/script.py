@@ -34,13 +34,6 @@ def simulate_script(
     settings = load(config, overrides)
     size = world_size_of(settings, world)
     settings.resolved(size)
-    if not script.is_file():
-        raise LaunchError(
-            f"there is no script {script}",
-            given=str(script),
-            expected="a Python file",
-            hint="meshcomm simulate CONFIG SCRIPT [ARGUMENTS]",
-        )
     try:
         code = compile(script.read_bytes(), str(script), "exec")
     except SyntaxError as error:

@@ -24,6 +24,7 @@ from meshcomm.parallel.tensor import (
     VocabParallelEmbedding,
     assign,
     local,
+    whole_shape,
 )
 
 
@@ -230,7 +231,7 @@ def initialise(model: Transformer, layers: int, seed: int) -> None:
     weight that embedding and head share is drawn as the head's.
     """
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
+        shape = whole_shape(parameter)
         if len(shape) == 1:
             assign(parameter, torch.ones(shape, dtype=model.split.dtype))
             continue

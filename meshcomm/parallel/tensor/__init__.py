@@ -11,7 +11,7 @@ from meshcomm.parallel.tensor.apply import tensor_parallel
 from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding
 from meshcomm.parallel.tensor.loss import cross_entropy
 from meshcomm.parallel.tensor.overlap import columns
-from meshcomm.parallel.tensor.parameters import assign, local, whole
+from meshcomm.parallel.tensor.parameters import assign, local, whole, whole_shape
 from meshcomm.parallel.tensor.split import TensorSplit
 from meshcomm.parallel.tensor.state import load_unsplit_state, unsplit_state
 
@@ -28,4 +28,5 @@ __all__ = [
     "tensor_parallel",
     "unsplit_state",
     "whole",
+    "whole_shape",
 ]

@@ -51,6 +51,14 @@ def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
     return values
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter, however it is split. Nothing is communicated."""
+    shape = list(parameter.shape)
+    for part in parts_of(parameter):
+        shape[part.axis] *= part.mesh.size(part.dim)
+    return tuple(shape)
+
+
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated."""

@@ -11,7 +11,7 @@ from meshcomm.errors import ShapeError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.parallel.tensor.fused import joined, kept
 from meshcomm.parallel.tensor.modules import FUSED
-from meshcomm.parallel.tensor.parameters import assign, parts_of, whole
+from meshcomm.parallel.tensor.parameters import assign, whole, whole_shape
 
 
 def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -54,7 +54,7 @@ def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         sizes = fused.get(name)
         fits = value.shape[0] == sum(sizes) if sizes and value.ndim else not sizes
         values[name] = kept(value, sizes) if sizes and fits else value
-        if not fits or (tuple(values[name].shape) != _whole_shape(own[name])):
+        if not fits or (tuple(values[name].shape) != whole_shape(own[name])):
             problems.append(f"{name} has shape {tuple(value.shape)}")
     if problems:
         raise ShapeError(
@@ -65,10 +65,3 @@ def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
     for name, value in values.items():
         assign(own[name], value)
-
-
-def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    shape = list(tensor.shape)
-    for part in parts_of(tensor):
-        shape[part.axis] *= part.mesh.size(part.dim)
-    return tuple(shape)

@@ -1,0 +1,72 @@
+"""The training loop itself in the simulator: what one process computes, on meshes without a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import MeshcommError, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.train import Silent, Summary, run
+
+STEPS = 3
+BASE: dict[str, Any] = {
+    "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu"},
+    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
+    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
+    "data": {"sequence": 32, "max_bytes": 100_000},
+    "train": {
+        "steps": STEPS, "global_batch": 8, "microbatch": 2, "warmup_steps": 2, "clip_norm": 0.5,
+        "dtype": "float64", "seed": 3,
+    },
+}  # fmt: skip
+
+
+def settings(out: Path, *overrides: str) -> Config:
+    return load(BASE, [f'train.out="{out}"', *overrides])
+
+
+def train(config: Config, world: int) -> list[Summary]:
+    def body(mesh: Mesh) -> Summary:
+        return run(mesh, config, Silent())
+
+    return meshcomm.simulate(body, config, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (4, ["mesh.dims={ pp = 1, dp = 2, tp = 2 }"]),
+        (4, ["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "parallel.sequence_parallel=true"]),
+        (4, ["mesh.dims={ pp = 1, cp = 2, dp = 2, tp = 1 }", 'parallel.context="cp"']),
+    ],
+    ids=["dp2 tp2", "dp2 tp2 sequence parallel", "cp2 dp2"],
+)
+def test_the_losses_of_one_process(world: int, overrides: list[str], tmp_path: Path) -> None:
+    (alone,) = train(settings(tmp_path / "alone"), 1)
+    split = train(settings(tmp_path / "split", *overrides), world)
+    assert alone.losses[-1] < alone.losses[0]
+    for summary in split:
+        assert summary.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh.dims={ pp = 2, dp = 1, tp = 1 }"], 'no torch process group along "pp"'),
+        (
+            ["mesh.dims={ pp = 1, dp = 2, tp = 1 }", 'parallel.shard="dp"', "parallel.data="],
+            "no torch process group along",
+        ),
+    ],
+    ids=["pipeline", "shard"],
+)
+def test_what_needs_torchs_groups_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, *overrides)
+    with pytest.raises(MeshcommError, match=message) as caught:
+        train(config, 2)
+    assert UnsupportedOp.__name__ in str(caught.value)
