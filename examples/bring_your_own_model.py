@@ -1,7 +1,15 @@
 """A model that knows nothing of meshes, made parallel over dp x tp, and the same on one process.
+
 Look at: the plan, which names what is split, and the two losses, which are equal.
 
-meshcomm run configs/mesh.toml examples/bring_your_own_model.py
+    meshcomm run --world 8 configs/world.toml examples/bring_your_own_model.py
+    meshcomm simulate --world 8 configs/world.toml examples/bring_your_own_model.py
+
+Prints:
+    step  0: loss 14.440048659, on one process 14.440048659
+    step  5: loss 4.205353976, on one process 4.205353976
+    step 10: loss 2.183982251, on one process 2.183982251
+    step 15: loss 1.234707146, on one process 1.234707146
 """
 
 import copy

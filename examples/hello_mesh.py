@@ -1,6 +1,16 @@
-"""Who am I, and who are my neighbours? Look at: each dim's sum of ranks, and the ring along tp.
+"""Who am I, and who are my neighbours? The mesh comes from the config that the command names.
 
-meshcomm run configs/mesh.toml examples/hello_mesh.py
+Look at: the table of dims, groups and neighbours, which rank 0 prints; each rank's groups and the sums of their ranks;
+and who is on the left along tp, where both ends are joined.
+
+    meshcomm run configs/mesh.toml examples/hello_mesh.py
+    meshcomm simulate configs/mesh.toml examples/hello_mesh.py
+
+Prints:
+    ...
+    rank 0 (pp=0 dp=0 tp=0): pp [0, 4] sum 4, dp [0, 2] sum 2, tp [0, 1] sum 1, from the left 1
+    rank 5 (pp=1 dp=0 tp=1): pp [1, 5] sum 6, dp [5, 7] sum 12, tp [4, 5] sum 9, from the left 4
+    ...
 """
 
 import torch
@@ -13,6 +23,6 @@ with meshcomm.init() as mesh:
     lines = []
     for dim in mesh.dims:
         total = mesh.all_reduce(dim, torch.tensor([mesh.rank]))
-        lines.append(f"{dim}: ranks {mesh.ranks(dim)}, sum {total.item()}")
+        lines.append(f"{dim} {mesh.ranks(dim)} sum {total.item()}")
     came = mesh.shift("tp", torch.tensor([mesh.rank]), +1)
-    print(f"{mesh.label}: {'; '.join(lines)}; from the left {came.item()}", flush=True)
+    print(f"{mesh.label}: {', '.join(lines)}, from the left {came.item()}", flush=True)

@@ -1,7 +1,16 @@
 """An encoder and a language model on different ranks, and a bridge between them.
+
 Look at: which ranks are in which mesh, and what crosses the bridge.
 
-torchrun --nproc-per-node 8 examples/two_meshes.py
+    meshcomm run --world 8 configs/world.toml examples/two_meshes.py
+    meshcomm simulate --world 8 configs/world.toml examples/two_meshes.py
+
+Prints:
+    rank 0: in the encoder, {'tp': 0}, features [1.0, 1.0]
+    rank 1: in the encoder, {'tp': 1}, features [1.0, 1.0]
+    rank 2: in the model, {'pp': 0, 'tp': 0}, features [1.0, 1.0]
+    ...
+    rank 7: in the model, {'pp': 2, 'tp': 1}, features [1.0, 1.0]
 """
 
 import torch

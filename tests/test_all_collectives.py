@@ -423,3 +423,31 @@ def test_each_mistake_is_refused_before_a_byte_moves(pool: Pool) -> None:
         f'ShapeError: broadcast of a list along "dp" {at} was given a float',
         f'ShapeError: all_reduce along "dp" {at} was given a float',
     ]
+
+
+def weighted(mesh: Mesh) -> None:
+    """Each rank's own factor, while calls are still compared; and one without effect, once they are not."""
+    n, rank = mesh.size("dp"), mesh.rank
+    x, total = torch.arange(2.0 * n), torch.arange(2.0 * n) * sum(range(1, n + 1))
+    for algorithm in ("flat", "tree"):
+        found = mesh.all_reduce("dp", x.clone(), "premul_sum", factor=rank + 1.0, algorithm=algorithm)
+        assert torch.equal(found, total)
+    found = mesh.reduce("dp", x, 0, "premul_sum", factor=rank + 1.0)
+    assert found is None if mesh.coord("dp") else torch.equal(found, total)
+    found = mesh.reduce_scatter("dp", x, op="premul_sum", factor=rank + 1.0)
+    assert torch.equal(found, total.chunk(n)[mesh.coord("dp")])
+    for _ in range(2):
+        with pytest.raises(meshcomm.MeshcommError, match="factor has no effect with op='sum'"):
+            mesh.all_reduce("dp", x, factor=2.0)
+        mesh.all_reduce("dp", x)
+
+
+def run_weighted() -> None:
+    for compared in (0, "always"):
+        with meshcomm.init(dims={"dp": 3}, device="cpu", timeout_s=30, validate_calls=compared) as mesh:
+            weighted(mesh)
+
+
+def test_each_rank_has_a_factor_of_its_own(pool: Pool) -> None:
+    pool.run(run_weighted, ranks=3)
+    meshcomm.simulate(weighted, dims={"dp": 3})

@@ -1,0 +1,38 @@
+"""The same chain, with work of one's own while a message is on its way.
+
+Look at: the values, which are those of send_chain.py, and the work that was done before each wait. Until a handle's
+wait() returns, what arrives must not be read and what leaves must not be changed; a handle that is dropped
+without a wait is reported with its line.
+
+    meshcomm run --world 8 configs/world.toml examples/communication/async_chain.py
+    meshcomm simulate --world 8 configs/world.toml examples/communication/async_chain.py
+
+Prints:
+    rank 0 (all=0): [100.0, 200.0], and work of 1000000 meanwhile
+    rank 1 (all=1): [200.0, 400.0], and work of 2000000 meanwhile
+    rank 2 (all=2): [400.0, 800.0], and work of 2000000 meanwhile
+    ...
+    rank 7 (all=7): [12800.0, 25600.0], and work of 1000000 meanwhile
+"""
+
+import torch
+
+import meshcomm
+
+
+def work():
+    return torch.ones(100, 100).matmul(torch.ones(100, 100)).sum().item()
+
+
+with meshcomm.init(dims={"all": -1}, device="cpu") as mesh:
+    here, last = mesh.coord("all"), mesh.size("all") - 1
+    x, done = torch.tensor([100.0, 200.0]), 0.0
+    if here > 0:
+        coming = mesh.irecv("all", torch.empty(2), src=here - 1)
+        done += work()
+        x = 2 * coming.wait()
+    if here < last:
+        leaving = mesh.isend("all", x, dst=here + 1)
+        done += work()
+        leaving.wait()
+    print(f"{mesh.label}: {x.tolist()}, and work of {done:.0f} meanwhile", flush=True)

@@ -1,0 +1,33 @@
+"""A group of ranks 2, 4, 6, 8 and 10 out of eleven: global ranks and coords.
+
+Look at: rank 2 sends to coord 4, which is rank 10. dst and src are coords, which are the ranks within the group. In
+torch.distributed it would be `send(x, dst=10, group=g)`, as its dst and src are global ranks, also with a
+group, or `send(x, group=g, group_dst=4)`; `dst=4` would go to rank 4.
+
+    meshcomm run --world 11 configs/world.toml examples/communication/five_of_eleven.py
+    meshcomm simulate --world 11 configs/world.toml examples/communication/five_of_eleven.py
+
+Prints:
+    rank 0 (not in the mesh)
+    rank 1 (not in the mesh)
+    rank 2 (even=0): coord 0 along even, received nothing
+    rank 3 (not in the mesh)
+    rank 4 (even=1): coord 1 along even, received nothing
+    ...
+    rank 10 (even=4): coord 4 along even, received 123
+"""
+
+import torch
+
+import meshcomm
+
+with meshcomm.init(dims={"even": 5}, ranks=[2, 4, 6, 8, 10], device="cpu") as mesh:
+    if mesh.is_member:
+        coord = mesh.coord("even")
+        assert mesh.ranks("even")[coord] == mesh.rank == mesh.rank_at(even=coord)
+        if coord == 0:
+            mesh.send("even", torch.tensor([123]), dst=4)
+        came = mesh.recv("even", torch.empty(1, dtype=torch.int64), src=0).item() if coord == 4 else "nothing"
+        print(f"{mesh.label}: coord {coord} along even, received {came}", flush=True)
+    else:
+        print(f"{mesh.label}", flush=True)

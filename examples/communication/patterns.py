@@ -1,0 +1,41 @@
+"""Four collectives, each read off an einops pattern with a mesh dim in it.
+
+Look at: the shapes, and that each result is what slicing the whole tensor gives. A dim's name says where it lies in
+the local tensor: on the right only it is gathered, on the left only sliced or reduced and scattered, on both
+sides at different places exchanged. `explain_pattern` says what a pattern will send, without a process.
+
+    meshcomm run --world 8 configs/world.toml examples/communication/patterns.py
+    meshcomm simulate --world 8 configs/world.toml examples/communication/patterns.py
+
+Prints:
+    all_gather (2, 6, 8) slice (2, 6, 4) reduce_scatter (2, 6, 4) all_to_all (2, 3, 8)
+    b (tp s) h -> b s (tp h)    on mesh tp=2
+      tp: moves: slices are exchanged between all ranks along it
+      step                                            axes        shape      each rank sends
+      x                                               b (tp s) h  (2, 6, 4)
+      all_to_all along tp, split axis 1, join axis 2  b s (tp h)  (2, 3, 8)  24
+      sent by each rank: 24 elements, times the bytes of one
+"""
+
+import torch
+
+import meshcomm
+
+with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
+    tp, n = mesh.coord("tp"), mesh.size("tp")
+    whole = torch.arange(2.0 * 6 * 8).reshape(2, 6, 8)  # batch, sequence, hidden
+    mine = whole.chunk(n, 2)[tp]
+
+    gathered = mesh.rearrange(mine, "b s h -> b s (tp h)")
+    sliced = mesh.rearrange(whole, "b s (tp h) -> b s h")
+    summed = mesh.rearrange(whole, "b s (tp h) -> b s h", partial="sum")
+    swapped = mesh.rearrange(mine, "b (tp s) h -> b s (tp h)")
+
+    assert torch.equal(gathered, whole)
+    assert torch.equal(sliced, mine)
+    assert torch.equal(summed, n * mine)
+    assert torch.equal(swapped, whole.chunk(n, 1)[tp])
+    if mesh.rank == 0:
+        print("all_gather", tuple(gathered.shape), "slice", tuple(sliced.shape), end=" ")
+        print("reduce_scatter", tuple(summed.shape), "all_to_all", tuple(swapped.shape))
+        print(meshcomm.explain_pattern("b (tp s) h -> b s (tp h)", mesh.dims, mine.shape), flush=True)

@@ -1,0 +1,31 @@
+"""Every process tells about itself, and every process knows it of all.
+
+Look at: the list, in the order of coords. Every rank has it, rank 0 prints it. Objects may differ in size; nothing
+is packed into a tensor of a fixed length, and no pickle is read. `pid` is one number where the ranks are simulated.
+
+    meshcomm run --world 8 configs/world.toml examples/communication/process_info.py
+    meshcomm simulate --world 8 configs/world.toml examples/communication/process_info.py
+
+Prints:
+    {'rank': 0, 'device': 'cpu', 'pid': 21699}
+    ...
+    {'rank': 7, 'device': 'cpu', 'pid': 21718}
+    rank 0 (all=0): 8 processes, the sum of their ranks is 28
+    ...
+    rank 7 (all=7): 8 processes, the sum of their ranks is 28
+"""
+
+import os
+
+import torch
+
+import meshcomm
+
+with meshcomm.init(dims={"all": -1}, device="cpu") as mesh:
+    mine = {"rank": mesh.rank, "device": str(mesh.device), "pid": os.getpid()}
+    everyone = mesh.objects.all_gather("all", mine)
+    total = mesh.all_reduce("all", torch.tensor([mesh.rank]))
+    if mesh.rank == 0:
+        for info in everyone:
+            print(info)
+    print(f"{mesh.label}: {len(everyone)} processes, the sum of their ranks is {total.item()}", flush=True)

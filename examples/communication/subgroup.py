@@ -1,0 +1,30 @@
+"""A mesh on ranks 0 and 1 with a timeout of its own, and ranks that are not in it.
+
+Look at: ranks 0 and 1 have the sum. The others hold a mesh that says that they are not members, and get an error, not
+a hang or a wrong number, where they call it all the same. Every rank makes every mesh, so that all agree on it.
+
+    meshcomm run --world 8 configs/world.toml examples/communication/subgroup.py
+    meshcomm simulate --world 8 configs/world.toml examples/communication/subgroup.py
+
+Prints:
+    rank 0 (pair=0): sum 1, timeout 30 s
+    rank 1 (pair=1): sum 1, timeout 30 s
+    rank 2 (not in the mesh): rank 2 is not in the mesh {'pair': 2}
+    ...
+    rank 7 (not in the mesh): rank 7 is not in the mesh {'pair': 2}
+"""
+
+import torch
+
+import meshcomm
+
+with meshcomm.init(dims={"pair": 2}, ranks=[0, 1], timeout_s=30, device="cpu") as mesh:
+    x = torch.tensor([mesh.rank])
+    if mesh.is_member:
+        seconds = mesh.plan.defaults.timeout_s
+        print(f"{mesh.label}: sum {mesh.all_reduce('pair', x).item()}, timeout {seconds:g} s", flush=True)
+    else:
+        try:
+            mesh.all_reduce("pair", x)
+        except meshcomm.MeshcommError as error:
+            print(f"{mesh.label}: {error.what}", flush=True)

@@ -1,0 +1,22 @@
+"""A mesh in five lines: two dims, and a sum along one of them.
+
+Look at: which ranks each sum is over. Ranks 0 2 4 6 are one line along dp, ranks 1 3 5 7 the other.
+
+    meshcomm run --world 8 configs/world.toml examples/mesh_in_five_lines.py
+    meshcomm simulate --world 8 configs/world.toml examples/mesh_in_five_lines.py
+
+Prints:
+    rank 0 (dp=0 tp=0): along dp [0, 2, 4, 6], whose sum is 12
+    rank 1 (dp=0 tp=1): along dp [1, 3, 5, 7], whose sum is 16
+    rank 2 (dp=1 tp=0): along dp [0, 2, 4, 6], whose sum is 12
+    ...
+    rank 7 (dp=3 tp=1): along dp [1, 3, 5, 7], whose sum is 16
+"""
+
+import torch
+
+import meshcomm
+
+with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
+    total = mesh.all_reduce("dp", torch.tensor([mesh.rank]))
+    print(f"{mesh.label}: along dp {mesh.ranks('dp')}, whose sum is {total.item()}", flush=True)
