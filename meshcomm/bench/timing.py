@@ -28,20 +28,26 @@ def in_turn(
     rounds: int,
     calls: int,
     align: Callable[[], object] | None = None,
+    finish: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each way: `rounds` times `calls` calls of one, then of the next.
 
-    align: called before each block, so that all ranks start together.
+    Every other round goes through the ways backwards, so that none always has the same one before it.
+    align: called before each block, so that all ranks start together. finish: called after each, before
+        the clock stops: returns when what the calls have begun is done.
     One round before the others is not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways.items())
     for number in range(rounds + 1):
-        for name, call in ways.items():
+        for name, call in order if number % 2 else order[::-1]:
             if align is not None:
                 align()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
+            if finish is not None:
+                finish()
             seconds = (time.perf_counter() - start) / calls
             if number > 0:
                 found[name].append(seconds)

@@ -8,18 +8,61 @@ from typing import Annotated
 import typer
 
 from meshcomm.cli.app import AsJson, Overrides, World, app
+from meshcomm.cli.completion import complete_config, complete_dim
 
 
 @app.command()
 def bench(
-    world: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 4,
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of the large tensors.")] = 64,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            autocompletion=complete_config,
+            help="Whose mesh is measured. Without: one dim, on the CPU, and calls before a byte moves.",
+        ),
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=2, help="Number of processes; needed where a size is -1, 4 without CONFIG."),
+    ] = None,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", help="As in 4KiB or 64MB; several times. Default: 4KiB, 64KiB, 1MiB, 16MiB."),
+    ] = None,
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dim",
+            autocompletion=complete_dim,
+            help="A dim, merged dim or view's dim; several times. Default: all with groups of their own.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="One group along a dim, while the others wait.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw bandwidth over size.")] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
+    ] = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
 ) -> None:
-    """Measure calls and bandwidth beside raw torch.distributed, in one run on this machine."""
+    """Measure operations along each dim beside raw torch.distributed, in one run.
+
+    Outside a launcher, starts one process per rank here.
+    """
+    from meshcomm.jobs.bench import Output
     from meshcomm.jobs.bench import bench as job
 
-    raise typer.Exit(job(megabytes, rounds, world))
+    output = Output(json, svg, fit)
+    code = job(config, overrides or (), world, operation or (), size or (), dim or (), rounds, alone, output)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -1,37 +1,171 @@
-"""`meshcomm bench`."""
+"""`meshcomm bench`: operations of a config's mesh, or of processes along one dim, beside raw torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-import torch
-
+from meshcomm.bench.chosen import chosen_dims, items
+from meshcomm.bench.facts import Asked, measured_facts
+from meshcomm.bench.output import check_output, write_output
 from meshcomm.config import Config, load
-from meshcomm.jobs.starting import start_job
+from meshcomm.costs.fitting import Time, check_sizes
+from meshcomm.costs.measured import MARK as TOPOLOGY_MARK
+from meshcomm.costs.measured import fit_links, measured_text
+from meshcomm.costs.operations import named_operations
+from meshcomm.errors import ConfigError
+from meshcomm.jobs.starting import start_job, world_of
+from meshcomm.layout import Plan
 from meshcomm.mesh.launcher import find_launch
 from meshcomm.mesh.opening import init
+from meshcomm.show.bench import bench_view, fit_facts
+from meshcomm.show.plot import MARK as PLOT_MARK
+from meshcomm.show.plot import bandwidth_svg
+from meshcomm.show.units import read_bytes
+from meshcomm.topology import discovered, known_machine
+
+SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
+# Without a config, outside a launcher.
+_WORLD: Final = 4
+_DIM: Final = "dp"
 
 
-def bench(megabytes: int, rounds: int, world: int) -> int:
-    """Measure meshcomm beside raw torch.distributed; returns the exit code."""
-    # Steady state: the comparison of the first calls is over.
-    mesh = {"dims": {"dp": world}, "device": "cpu", "timeout_s": 300.0, "validate_calls": 0}
-    settings = load({"mesh": mesh})
-    words = ["bench", "--megabytes", str(megabytes), "--rounds", str(rounds), "--world", str(world)]
-    if find_launch(os.environ).kind == "single":
+class Output(NamedTuple):
+    """Where the results go beside the screen. json: print the facts instead of tables."""
+
+    json: bool = False
+    svg: Path | None = None
+    fit: Path | None = None
+
+
+def bench(
+    config: Path | None,
+    overrides: Sequence[str],
+    world: int | None,
+    operations: Sequence[str],
+    sizes: Sequence[str],
+    dims: Sequence[str],
+    rounds: int,
+    alone: bool,
+    output: Output,
+) -> int:
+    """Measure the mesh of `config` beside raw torch.distributed; returns the exit code.
+
+    Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU, and also calls
+    before a byte moves, and long lists of small tensors. All that is asked for is checked before any starts.
+    """
+    asked = Asked(
+        named_operations(operations), [read_bytes(text) for text in sizes or SIZES], dims, rounds, alone
+    )
+    settings = load(config if config is not None else _one_dim(), overrides)
+    here = find_launch(os.environ)
+    if config is None and here.kind == "single":
+        world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
+    size = here.world_size if here.kind != "single" else world_of(settings, world)
+    families, _ = chosen_dims(settings.plan(size), dims)
+    items(families, asked.operations, asked.sizes)
+    if output.svg is not None:
+        check_output(output.svg, "--svg", ".svg", PLOT_MARK)
+    if output.fit is not None:
+        check_sizes(asked.sizes)
+        check_output(output.fit, "--fit", ".toml", TOPOLOGY_MARK)
+    words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
+    for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
+        words += [word for value in values for word in (option, value)]
+    words += ["--alone"] * alone + ["--json"] * output.json
+    for option, path in (("--svg", output.svg), ("--fit", output.fit)):
+        words += [] if path is None else [option, str(path)]
+    return start_job(settings, world, words, overrides, lambda: body(settings, asked, output, config is None))
+
+
+def _one_dim() -> dict[str, Any]:
+    return {"mesh": {"dims": {_DIM: -1}, "device": "cpu", "timeout_s": 300.0}}
+
+
+def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
+    """What each rank does. plain: no config was given, and lists and calls are measured too."""
+    topology = discovered(settings.topology, os.environ)
+    if output.fit is not None:
+        known_machine(topology, settings.source)
+    with init(_steady(settings)) as mesh:
+        if not mesh.is_member:
+            return
+        first = mesh.rank == int(mesh.layout.ranks.min())
+        facts = measured_facts(mesh, asked, topology, first)
+        if plain:
+            from meshcomm.bench.lists import many
+
+            facts["lists"] = [asdict(row) for row in many(mesh, _DIM, asked.rounds)]
+        plan = mesh.plan
+    if not first:
+        return
+    if plain:
+        # Now that the other ranks have ended, and no group is left in this process.
         from meshcomm.bench.overhead import overhead
-        from meshcomm.bench.table import console, rows_table
 
-        console().print(rows_table("calls, fake backend, one process", overhead(rounds)))
-    return start_job(settings, None, words, (), lambda: _bench(settings, megabytes, rounds))
+        facts["calls"] = [asdict(row) for row in overhead(asked.rounds)]
+    failure: ConfigError | None = None
+    if output.fit is not None:
+        try:
+            _fit(settings, plan, facts, output.fit)
+        except ConfigError as error:
+            # What was measured is shown all the same.
+            failure = error
+    if output.svg is not None:
+        write_output(output.svg, "--svg", bandwidth_svg(facts))
+    _print(facts, output)
+    if failure is not None:
+        raise failure
 
 
-def _bench(settings: Config, megabytes: int, rounds: int) -> None:
+def _steady(settings: Config) -> Config:
+    """Without the comparison of the first calls, which ends by itself; "always" is what every call costs."""
+    if settings.mesh.validate_calls == "always":
+        return settings
+    return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})
+
+
+def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> None:
+    """Put latencies and bandwidths into the facts, and write them as a `[topology]`."""
+    topology = discovered(settings.topology, os.environ)
+    times = [
+        Time(row["dim"], row["operation"], row["bytes"], row["meshcomm"]["seconds"]) for row in facts["rows"]
+    ]
+    fitted = fit_links(times, plan, known_machine(topology, settings.source))
+    here = find_launch(os.environ)
+    notes = []
+    if here.local_size != topology.ranks_per_node:
+        notes.append(
+            f"ranks_per_node = {topology.ranks_per_node}, as {settings.source} says; "
+            f"the launcher has {here.local_size} on this host"
+        )
+    facts["fit"] = fit_facts(fitted, notes)
+    machine, mesh = facts["machine"], facts["mesh"]
+    head = (
+        f"{machine['date'][:10]}, {' '.join(f'{name}={size}' for name, size in mesh['dims'].items())}, "
+        f"{machine['hosts']} host{'s' * (machine['hosts'] > 1)}, {machine['device']}, torch {machine['torch']}"
+    )
+    resolved = settings.resolved(here.world_size)
+    write_output(path, "--fit", measured_text(resolved, topology, fitted.links, head))
+
+
+def _print(facts: dict[str, Any], output: Output) -> None:
+    if output.json:
+        from json import dumps
+
+        print(dumps(facts, indent=2))
+        return
     from meshcomm.bench.table import console, rows_table
-    from meshcomm.bench.transfer import large, many
+    from meshcomm.bench.timing import Row
 
-    torch.set_num_threads(1)
-    with init(settings) as mesh:
-        rows = [*many(mesh, "dp", rounds), *large(mesh, "dp", megabytes, rounds)]
-        if mesh.rank == 0:
-            console().print(rows_table(f"data, {mesh.size('dp')} processes, {mesh.device.type}", rows))
+    to = console()
+    to.print(bench_view(facts))
+    for key, title in (("calls", "calls, fake backend, one process"), ("lists", "lists of tensors")):
+        if key in facts:
+            to.print(rows_table(title, [Row(**row) for row in facts[key]]))
+    for path in (output.svg, output.fit):
+        if path is not None and path.exists():
+            to.print(f"written: {path}")

@@ -31,6 +31,19 @@ def bytes_text(number: float) -> str:
     return f"{number:.3g} B"
 
 
+def size_text(number: int) -> str:
+    """A size as people choose it: in binary units where it is a whole number of up to 1,023 of them, else as
+    `bytes_text`.
+
+    >>> size_text(65536), size_text(64_000_000), size_text(4092)
+    ('64 KiB', '64 MB', '4.09 kB')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size <= number < 1024 * size and number % size == 0:
+            return f"{number // size} {unit}"
+    return bytes_text(number)
+
+
 def seconds_text(seconds: float) -> str:
     """Milliseconds and microseconds where that is shorter.
 
