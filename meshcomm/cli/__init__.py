@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 # In the order in which `meshcomm --help` lists their commands.
-from meshcomm.cli import afterwards, looking, measuring, predicting, running  # noqa: F401
+from meshcomm.cli import afterwards, looking, measuring, predicting, running, viewing  # noqa: F401
 from meshcomm.cli.app import app
+from meshcomm.cli.completion import answers_shell
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
     """The `meshcomm` command."""
+    answers_shell()
     app(prog_name="meshcomm")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from meshcomm.cli.completion import InstallCompletion, ShowCompletion, complete_config
 from meshcomm.errors import MeshcommError
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ app = typer.Typer(
     help="Declare the mesh once; every group, collective and message follows from it.",
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, JSON or YAML file.")]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", autocompletion=complete_config, help="A TOML, JSON or YAML file."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,7 +56,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(show_completion: ShowCompletion = None, install_completion: InstallCompletion = None) -> None:
     # With a callback the first argument stays a command's name even while there is one command.
     pass
 

@@ -1,43 +1,183 @@
-"""Commands that say what a config means: plan, lint."""
+"""Commands that say what a config means: plan, where, tree, diff, lint, schema."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
+from meshcomm.cli.completion import complete_config, complete_dim, complete_view
+
+Export = Annotated[
+    Path | None,
+    typer.Option("--export", metavar="FILE", help="Write it to a file instead: .svg, .md or .json."),
+]
 
 
 @app.command()
 def plan(
     config: ConfigFile,
     world: World = None,
-    rank: Annotated[int | None, typer.Option(help="Show this rank's coords, groups and neighbours.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Show this rank's coords, groups and neighbours; mark it in the grid.")
+    ] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
+    ] = False,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIM",
+            autocompletion=complete_dim,
+            help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
+            "Draws the grid. Default: the innermost dim.",
+        ),
+    ] = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
+    export: Export = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show dims, groups and one rank's place, without a process, a GPU or torch."""
+    """Show dims, groups and one rank's place, without a process, a GPU or torch.
+
+    --export topo.svg is the grid as a picture; in .md and .json it stands after the tables.
+    """
     from meshcomm.config import load
     from meshcomm.show.plan import facts_view, plan_facts
 
+    _one_way_out(export, json)
+    if schedule and export is not None and export.suffix.lower() != ".json":
+        raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
     settings = load(config, overrides or ()).resolved(world)
-    facts = plan_facts(settings.plan(world), rank, discovered_topology(settings))
+    laid_out, topology = settings.plan(world), discovered_topology(settings)
+    facts = plan_facts(laid_out, rank, topology)
+    if grid or by is not None or export is not None:
+        from meshcomm.show.grid import grid_facts
+
+        facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
     if schedule:
         from meshcomm.show.schedule import schedule_facts
 
         facts["schedule"] = schedule_facts(settings, world)
-    if json:
-        show_json(facts)
-        return
-    show(facts_view(facts))
-    if schedule:
-        from meshcomm.show.schedule import schedule_view
+    if export is not None:
+        from meshcomm.show.export import plan_file
 
-        show(schedule_view(facts["schedule"]))
+        plan_file(export, facts)
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        show(facts_view(facts))
+        if "grid" in facts:
+            from meshcomm.show.grid_text import GridText
+
+            show(GridText(facts["grid"]))
+        if schedule:
+            from meshcomm.show.schedule import schedule_view
+
+            show(schedule_view(facts["schedule"]))
+
+
+@app.command()
+def where(
+    config: ConfigFile,
+    place: Annotated[
+        str,
+        typer.Argument(metavar="RANK|COORDS", help="5, or pp=1,dp=0,tp=1; fewer coords list all such ranks."),
+    ],
+    world: World = None,
+    export: Export = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
+    from meshcomm.config import load
+    from meshcomm.show.page import page_view
+    from meshcomm.show.where import read_place, where_facts, where_page
+
+    _one_way_out(export, json)
+    asked = read_place(place)
+    settings = load(config, overrides or ()).resolved(world)
+    facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
+    if export is not None:
+        from meshcomm.show.export import page_file
+
+        page_file(export, facts, where_page(facts), f"where {place}")
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        show(page_view(where_page(facts)))
+
+
+@app.command()
+def tree(
+    config: ConfigFile,
+    world: World = None,
+    view: Annotated[
+        str, typer.Option(autocompletion=complete_view, help="A view's dims in place of the base's.")
+    ] = "",
+    export: Export = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show the dims inside each other, down to the ranks of the innermost groups; --json has all of them."""
+    from meshcomm.config import load
+    from meshcomm.show.tree import FOLDED, tree_facts, tree_view
+
+    _one_way_out(export, json)
+    settings = load(config, overrides or ()).resolved(world)
+    whole = json or export is not None
+    facts = tree_facts(settings.plan(world), view, discovered_topology(settings), None if whole else FOLDED)
+    if export is not None:
+        from meshcomm.show.export import tree_file
+
+        tree_file(export, facts)
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        show(tree_view(facts))
+
+
+@app.command()
+def diff(
+    one: Annotated[
+        Path, typer.Argument(metavar="A", autocompletion=complete_config, help="A TOML, JSON or YAML file.")
+    ],
+    other: Annotated[
+        Path, typer.Argument(metavar="B", autocompletion=complete_config, help="What it is compared with.")
+    ],
+    world: World = None,
+    export: Export = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Compare two configs: settings, groups and their options, and which ranks change place.
+
+    Exit code 0 where they are equal, 1 where they are not, 2 where one cannot be read. --set changes both.
+    """
+    from meshcomm.config import load
+    from meshcomm.show.diff import diff_facts, diff_page
+    from meshcomm.show.page import page_view
+
+    _one_way_out(export, json)
+    a, b = (load(path, overrides or ()).resolved(world) for path in (one, other))
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    if export is not None:
+        from meshcomm.show.export import page_file
+
+        page_file(export, facts, diff_page(facts), f"{one} and {other}")
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        show(page_view(diff_page(facts)))
+    raise typer.Exit(0 if facts["equal"] else 1)
 
 
 @app.command()
@@ -65,3 +205,35 @@ def lint(
     else:
         typer.echo(lint_text(settings.source, facts, findings))
     raise typer.Exit(int(strict and bool(findings)))
+
+
+@app.command()
+def schema(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file.")] = None,
+) -> None:
+    """Print the JSON schema of configs: what editors complete, explain and check them by."""
+    from meshcomm.config.schema import schema_text
+
+    if out is None:
+        typer.echo(schema_text(), nl=False)
+        return
+    from meshcomm.show.export import write_whole
+
+    write_whole(out, schema_text())
+    typer.echo(f"written: {out}", err=True)
+
+
+def _dims(by: str | None) -> str | tuple[str, ...] | None:
+    names = None if by is None else tuple(name.strip() for name in by.split(","))
+    return names[0] if names is not None and len(names) == 1 else names
+
+
+def _one_way_out(export: Path | None, json: bool) -> None:
+    """Refuse what could only be half obeyed, before any work."""
+    if export is None:
+        return
+    if json:
+        raise typer.BadParameter("--json prints and --export writes: one of the two")
+    from meshcomm.show.export import check_kind
+
+    check_kind(export)

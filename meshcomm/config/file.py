@@ -25,7 +25,8 @@ def load(
     """Read a configuration and check all of it. Reads no environment variable.
 
     source: a TOML, JSON or YAML file (by its ending); or the same as a mapping; or a Config, to
-        change it by overrides. Entries of `data.files` are relative to the file's folder.
+        change it by overrides. Entries of `data.files` are relative to the file's folder. A JSON
+        file's "$schema" is for editors, and not read.
     overrides: `KEY.PATH=VALUE` texts, applied in order; VALUE is TOML, and nothing at all removes
         the key.
 
@@ -100,6 +101,9 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     data = parser(text, label)
     if data is None:
         data = {}
+    if parser is parse_json and isinstance(data, dict) and isinstance(data.get("$schema"), str):
+        # For editors; TOML and YAML have comments for it.
+        del data["$schema"]
     if not isinstance(data, dict):
         raise ConfigError(
             f"{label}: holds no table",

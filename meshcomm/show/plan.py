@@ -9,12 +9,12 @@ import numpy as np
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
+from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.topology import Machine, machine, span
 from meshcomm.topology.span import slowest_level
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.table import Table
+    from rich.console import Group
 
 Facts = dict[str, Any]
 
@@ -130,14 +130,15 @@ def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | No
 
 def facts_view(facts: Facts) -> Group:
     """`plan_facts` for a rich console: a headline, the dims, and the rank where there is one."""
-    # rich is slow to import, and --json needs none of it.
-    from rich.console import Group
-    from rich.text import Text
+    return page_view(plan_page(facts))
 
-    parts: list[RenderableType] = [Text(headline(facts)), dims_table(facts)]
+
+def plan_page(facts: Facts) -> list[Part]:
+    """`plan_facts` as lines and tables."""
+    parts: list[Part] = [Line(headline(facts), heading=True), dims_table(facts)]
     if "rank" in facts:
-        parts += [Text(rank_line(facts)), rank_table(facts)]
-    return Group(*parts)
+        parts += [Line(rank_line(facts), heading=True), rank_table(facts)]
+    return parts
 
 
 def headline(facts: Facts) -> str:
@@ -157,7 +158,7 @@ def rank_line(facts: Facts) -> str:
     return text
 
 
-def dims_table(facts: Facts) -> Table:
+def dims_table(facts: Facts) -> Cells:
     """One row for each dim, merged dim and view's dim."""
     with_nodes = any("nodes" in dim for dim in facts["dims"])
     with_lanes = any(dim["lane"] for dim in facts["dims"])
@@ -166,7 +167,7 @@ def dims_table(facts: Facts) -> Table:
     columns = ["dim", "kind", *right, "backend", "timeout"]
     columns += ["lane"] * with_lanes + ["shared with"] * with_shares
     columns += ["nodes", "link"] * with_nodes
-    table = _table(columns, right={*right, "timeout", "nodes"})
+    rows = []
     for dim in facts["dims"]:
         kind = dim["kind"] if dim["kind"] != "merged" else "merged " + " ".join(dim["dims"])
         extra = "".join(f" {name}={value}" for name, value in dim["extra"].items() if value is not True)
@@ -189,16 +190,16 @@ def dims_table(facts: Facts) -> Table:
         if with_nodes:
             row["nodes"] = _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
             row["link"] = _link_text(dim["link"], dim["crosses"])
-        table.add_row(*(row[column] for column in columns))
-    return table
+        rows.append(tuple(row[column] for column in columns))
+    return Cells(tuple(columns), tuple(rows), frozenset({*right, "timeout", "nodes"}))
 
 
-def rank_table(facts: Facts) -> Table:
+def rank_table(facts: Facts) -> Cells:
     """One row for each name: the rank's coord, its group in coord order, and its ring neighbours."""
     groups = facts["rank"]["groups"]
     with_nodes = any("nodes" in group for group in groups)
     columns = ["dim", "coord", "prev", "next", "my group, in coord order"] + ["nodes"] * with_nodes
-    table = _table(columns, right={"coord", "prev", "next", "nodes"})
+    rows = []
     for group in groups:
         alone = group["size"] == 1
         row = [
@@ -208,18 +209,8 @@ def rank_table(facts: Facts) -> Table:
             "-" if alone else f"{group['next']}{' (wraps)' if group['last'] else ''}",
             f"{fold(group['ranks'])}{'' if not alone else ' (alone: no group)'}",
         ]
-        table.add_row(*row, *([str(group["nodes"])] if with_nodes else []))
-    return table
-
-
-def _table(columns: list[str], right: set[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
-    return table
+        rows.append((*row, *([str(group["nodes"])] if with_nodes else [])))
+    return Cells(tuple(columns), tuple(rows), frozenset({"coord", "prev", "next", "nodes"}))
 
 
 def _count(number: int, what: str) -> str:

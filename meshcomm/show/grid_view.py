@@ -1,0 +1,60 @@
+"""The rank grid of a live mesh or of a plan, in whatever form it is asked for."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from meshcomm.config import TopologyConfig
+from meshcomm.layout import Dims, Plan
+from meshcomm.show.export import export
+from meshcomm.show.grid import grid_facts
+from meshcomm.show.grid_page import grid_page
+from meshcomm.show.grid_svg import grid_svg
+from meshcomm.show.grid_text import GridText
+from meshcomm.show.page import as_text, page_markdown
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@final
+class RankGrid:
+    """Ranks as coloured blocks, a colour for each group along a dim, lines between nodes.
+
+    Prints as text of 100 columns without colour, on a rich console in colour and as wide as that; in a
+    notebook it is a picture. `facts` is what all forms show, see `meshcomm.show.grid.grid_facts`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        by: Dims | None = None,
+        topology: TopologyConfig | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.facts: dict[str, Any] = grid_facts(plan, by, topology, rank)
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        return GridText(self.facts)
+
+    def __str__(self) -> str:
+        return as_text(GridText(self.facts))
+
+    def svg(self) -> str:
+        """As one self-contained SVG file."""
+        return grid_svg(self.facts)
+
+    def markdown(self) -> str:
+        """As GitHub tables."""
+        return page_markdown(grid_page(self.facts))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
+        export(Path(fspath(path)), self.facts, lambda: grid_page(self.facts), self.svg)
+
+    def _repr_svg_(self) -> str:
+        # What notebooks ask for.
+        return self.svg()
