@@ -1,0 +1,107 @@
+"""Every command with its arguments, options and exit codes as a page: `python -m meshcomm.cli.page`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import typer
+
+from meshcomm.cli import app
+
+# What a command's exit code says beside 0 and 2, where its own help does not tell.
+EXIT_CODES: Final[Mapping[str, str]] = {
+    "lint": "1 with `--strict`, where there is a finding",
+    "bench": "that of the rank that was the cause: 1 for an error, 128 + signal; 130 after Ctrl-C",
+    "train": "that of the rank that was the cause: 1 for an error, 128 + signal; 130 after Ctrl-C",
+    "run": "that of the rank that was the cause: 1 for an error, the script's own, 128 + signal; 130 after Ctrl-C",
+}
+
+
+def page() -> str:
+    """Markdown, made from the app that reads the command line."""
+    lines = [
+        "# Commands",
+        "",
+        "Made by `python -m meshcomm.cli.page` from the commands themselves; a test compares them.",
+        "",
+        "Every command ends with exit code 0 where all is well and, unless it says otherwise, with 2 where something is wrong with what it was given: then",
+        "the error is on stderr, without a traceback. `python -m meshcomm` is the same as `meshcomm`; under torchrun, Slurm or MPI it",
+        "is what the launcher starts.",
+        "",
+        "| command | |",
+        "|---|---|",
+    ]
+    commands = all_commands()
+    lines += [f"| [`meshcomm {name}`](#{_anchor(name)}) | {_first(one)} |" for name, one in commands.items()]
+    for name, one in commands.items():
+        lines += ["", f"## {name}", "", *_section(name, one)]
+    return "\n".join(lines) + "\n"
+
+
+def all_commands() -> dict[str, Any]:
+    """Every command that is shown, by its name; those of a group as `group command`."""
+    found: dict[str, Any] = {}
+
+    def visit(group: Any, before: str) -> None:
+        for name, one in group.commands.items():
+            if hasattr(one, "commands"):
+                visit(one, f"{before}{name} ")
+            elif not one.hidden:
+                found[before + name] = one
+
+    visit(typer.main.get_command(app), "")
+    return found
+
+
+def _section(name: str, command: Any) -> list[str]:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    words = ["meshcomm", name, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)]
+    if command.context_settings.get("allow_extra_args"):
+        words.append("[ARGUMENTS]...")
+    lines = ["```text", " ".join(words), "```", "", _paragraphs(command.help or "")]
+    if arguments or options:
+        lines += ["", "| | default | |", "|---|---|---|"]
+    for each in arguments:
+        needed = "needed" if each.required else ""
+        either = "` or `".join(_argument(each).split("|"))
+        lines.append(f"| `{either}` | {needed} | {_cell(each.help or '')} |")
+    context = command.context_class(command, info_name=name)
+    for each in options:
+        flags, _ = each.get_help_record(context)
+        lines.append(f"| `{flags.replace(' range', '')}` | {_default(each)} | {_cell(each.help or '')} |")
+    code = EXIT_CODES.get(name)
+    return lines if code is None else [*lines, "", f"Exit code: {code}."]
+
+
+def _argument(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "needed"
+    if parameter.is_flag or parameter.default is None or callable(parameter.default):
+        return ""
+    return f"`{parameter.default}`"
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+
+
+def _first(command: Any) -> str:
+    return _cell((command.help or "").strip().split("\n\n")[0])
+
+
+def _anchor(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

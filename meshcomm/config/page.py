@@ -1,0 +1,149 @@
+"""Every section and key of a configuration as a page of documentation: `python -m meshcomm.config.page`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from meshcomm.config.page_examples import EXAMPLES
+from meshcomm.config.root import Config
+from meshcomm.config.wording import toml
+
+# A section inside a section: the key under which it lies, by the name of its model.
+_INSIDE: Final = {"DimOptions": "options.NAME", "Links": "links", "Link": "NAME"}
+_KINDS: Final = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+
+
+def page() -> str:
+    """Markdown, made from the models that check a configuration."""
+    lines = [
+        "# Configuration",
+        "",
+        "Made by `python -m meshcomm.config.page` from the models that check every configuration; a test compares them.",
+        "",
+        "A configuration is a TOML file, or the same as JSON, as YAML, or as a mapping in Python. `--set KEY=VALUE` changes one",
+        "key on the command line, and with nothing behind `=` removes it. An unknown key is an error, and so is a key that has no",
+        "effect beside the others. All problems of a file are reported at once. `None` stands for a key that is left out.",
+        "",
+        "| section | |",
+        "|---|---|",
+    ]
+    # As pydantic has them, so that what is written here is what is checked.
+    schema = Config.model_json_schema()
+    for name, field in schema["properties"].items():
+        more = " Needed." if name in schema["required"] else ""
+        lines.append(f"| [`[{name}]`](#{name}) | {_cell(field['description'])}{more} |")
+    for name, model in sections().items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            _opening(model),
+            "",
+            "| key | type | default | |",
+            "|---|---|---|---|",
+        ]
+        needed = set(model.get("required", ()))
+        for key, field in model["properties"].items():
+            default = "needed" if key in needed else f"`{_default(field)}`"
+            lines.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field['description'])} |")
+        for example in EXAMPLES[name]:
+            lines += ["", "```toml", example.rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """Every section by its place, with its JSON schema: properties, each with its description."""
+    schema = Config.model_json_schema()
+    found: dict[str, dict[str, Any]] = {}
+
+    def visit(place: str, field: Any) -> None:
+        for name in _models(field):
+            below = place if place.count(".") == 0 and name not in _INSIDE else f"{place}.{_INSIDE[name]}"
+            if below not in found:
+                found[below] = schema["$defs"][name]
+                for inner in schema["$defs"][name]["properties"].values():
+                    visit(below, inner)
+
+    for name, field in schema["properties"].items():
+        visit(name, field)
+    return found
+
+
+def _models(field: Any) -> list[str]:
+    """Names of the models that a field's schema refers to."""
+    if isinstance(field, list):
+        return [name for part in field for name in _models(part)]
+    if not isinstance(field, dict):
+        return []
+    if "$ref" in field:
+        return [field["$ref"].rsplit("/", 1)[1]]
+    return [
+        name for key, part in field.items() if key not in ("default", "examples") for name in _models(part)
+    ]
+
+
+def _opening(model: Mapping[str, Any]) -> str:
+    first = str(model["description"]).split("\n\n")[0].replace("\n", " ")
+    # "`[mesh]`: names, ..." says again what the heading says.
+    return _sentence(first.split(": ", 1)[1] if first.startswith("`[") else first)
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    default = field.get("default", {} if "additionalProperties" in field else None)
+    if isinstance(default, dict) or "$ref" in field:
+        return "{}"
+    return "None" if default is None else toml(default)
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    return _cell(" or ".join(dict.fromkeys(_types(field))))
+
+
+def _types(field: Mapping[str, Any]) -> list[str]:
+    """The kinds of values that a field takes; null is left out, as TOML has none."""
+    if "anyOf" in field:
+        return [name for part in field["anyOf"] for name in _types(part)]
+    if "$ref" in field:
+        return [f"table `{_INSIDE[_models(field)[0]]}`"]
+    if "enum" in field:
+        return [f"`{toml(value)}`" for value in field["enum"]]
+    if "const" in field:
+        return [f"`{toml(field['const'])}`"]
+    kind = str(field["type"])
+    if kind == "null":
+        return []
+    if kind == "object":
+        return [f"table of {_several(field['additionalProperties'])}"]
+    if kind == "array":
+        count = f"{field['minItems']} " if "prefixItems" in field else ""
+        return [f"list of {count}{_several(field.get('items') or field['prefixItems'][0])}"]
+    return [_KINDS[kind] + _bounds(field)]
+
+
+def _several(field: Mapping[str, Any]) -> str:
+    """What a list or a table holds, in the plural."""
+    return re.sub(r"\b(number|text|list|table)\b", r"\1s", " or ".join(_types(field)), count=1)
+
+
+def _bounds(field: Mapping[str, Any]) -> str:
+    low, high = field.get("minimum"), field.get("maximum")
+    above, below = field.get("exclusiveMinimum"), field.get("exclusiveMaximum")
+    parts = [f"{low} or more"] if low is not None else [f"above {above}"] if above is not None else []
+    parts += [f"{high} at most"] if high is not None else [f"below {below}"] if below is not None else []
+    if field.get("minLength"):
+        parts.append("not empty")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,85 @@
+"""The fenced blocks of a page, with what comments before them say.
+
+A comment right before a block says how it is run; a reader of the page does not see it:
+
+    <!-- file: hello.py -->        the block is a file of that name, for commands further down
+    <!-- output -->                the block is what the block before it prints; `...` stands for any lines
+    <!-- output: any order -->     the same, lines in any order; also before a ```console block
+    <!-- output: sample -->        what is shown differs from run to run: it is not compared
+    <!-- exit: 2 -->               the commands of the block end with that code
+    <!-- raises: DeadlockError --> the block ends with that error; an <!-- output --> block after it has its text
+    <!-- mesh: dp=2 tp=2 -->       the block is run on every rank of that mesh, in the simulator
+    <!-- processes: dp=2 tp=2 -->  the same, on processes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NOTES = ("file", "output", "exit", "raises", "mesh", "processes")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: `page` from the root of the repository, the line of its first text, and the text."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How the table of what is not run calls it: by its page and its first line of text."""
+        first = next((line.strip() for line in self.text.splitlines() if line.strip()), "")
+        return f"{self.page}: {first}"
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[str]:
+    """README and every page of docs/, from the root of the repository."""
+    found = [path for path in sorted(DOCS.rglob("*.md")) if "tools" not in path.relative_to(DOCS).parts]
+    return ["README.md", *(path.relative_to(ROOT).as_posix() for path in found)]
+
+
+def blocks(page: str, text: str | None = None) -> list[Block]:
+    """All fenced blocks of a page, in order. Raises ValueError for a comment that is misspelt or misplaced."""
+    lines = ((ROOT / page).read_text(encoding="utf-8") if text is None else text).splitlines()
+    found: list[Block] = []
+    notes: dict[str, str] = {}
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        at += 1
+        if not line.strip():
+            continue
+        comment = re.fullmatch(r"<!--\s*(\w+)(?::\s*(.*?))?\s*-->", line.strip())
+        if comment:
+            if comment[1] not in NOTES:
+                raise ValueError(f"{page}:{at}: no such comment: {line.strip()}; known: {', '.join(NOTES)}")
+            notes[comment[1]] = comment[2] or ""
+            continue
+        fence = re.match(r"(\s*)(`{3,}|~{3,})\s*([\w+-]*)", line)
+        if fence is None:
+            if notes:
+                raise ValueError(f"{page}:{at}: a comment for a block, and no block after it")
+            continue
+        start = at
+        while at < len(lines) and lines[at].strip() != fence[2]:
+            at += 1
+        indent = len(fence[1])
+        body = "\n".join(
+            each[indent:] if each[:indent].isspace() or not indent else each for each in lines[start:at]
+        )
+        at += 1
+        found.append(Block(page, start + 1, fence[3], body, notes))
+        notes = {}
+    return found

@@ -1,0 +1,68 @@
+"""What the ranks of the pool do for a page: a script, a block, a function out of a block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import meshcomm
+from meshcomm.errors import MeshcommError
+from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+
+
+def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:
+    """Run a script as `python SCRIPT ARGUMENTS` or `meshcomm run CONFIG SCRIPT ARGUMENTS` does on this rank.
+
+    Returns the exit code and what would stand on stderr.
+    """
+    variables = {} if config is None else {CONFIG_VARIABLE: config, OVERRIDES_VARIABLE: "\n".join(overrides)}
+    with _inside(folder, variables):
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except MeshcommError as error:
+            return 2, f"{type(error).__name__}: {error}"
+        except SystemExit as left:
+            return (left.code if isinstance(left.code, int) else int(left.code is not None)), ""
+    return 0, ""
+
+
+def block(folder: str, source: str, filename: str, dims: Mapping[str, int], before: str) -> None:
+    """Run a block of a page on this rank of a mesh; `before` makes the names that it takes for granted."""
+    with _inside(folder, {}), meshcomm.init(dims=dims, device="cpu") as mesh:
+        names: dict[str, Any] = {"mesh": mesh, "__name__": "page"}
+        exec(compile(before, "<preludes>", "exec"), names)
+        exec(compile(source, filename, "exec"), names)
+
+
+def function_of(source: str, filename: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Call one function that a block defines."""
+    module = types.ModuleType("page")
+    exec(compile(source, filename, "exec"), module.__dict__)
+    return getattr(module, name)(*arguments)
+
+
+@contextlib.contextmanager
+def _inside(folder: str, variables: Mapping[str, str]) -> Iterator[None]:
+    here, path, arguments = Path.cwd(), list(sys.path), list(sys.argv)
+    before = {name: os.environ.get(name) for name in variables}
+    os.chdir(folder)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+        sys.argv = arguments
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,53 @@
+"""Is what a page shows what came out?"""
+
+from __future__ import annotations
+
+import re
+
+
+def differs(shown: str, got: str, order: str = "") -> str | None:
+    """What is wrong, as a text; None where the page is right.
+
+    shown: lines of the page; `...` alone stands for any lines, also none. Places in a file (train.py:4)
+        are not compared, nor blank lines and the spaces at the ends of lines.
+    order: "any order": every line that is shown has come, in whatever order. "sample": not compared.
+    """
+    if order == "sample":
+        return None
+    if order not in ("", "any order"):
+        return f"no such order: {order}"
+    wanted, came = _lines(shown), _lines(got)
+    if order == "any order":
+        missing = [line for line in wanted if line != "..." and line not in came]
+        return None if not missing else _told("missing: " + "; ".join(missing), came)
+    # Between two `...` stand runs of lines; each is looked for behind the one before.
+    runs: list[list[str]] = [[]]
+    for line in wanted:
+        if line.strip() == "...":
+            runs.append([])
+        else:
+            runs[-1].append(line)
+    at = 0
+    for number, run in enumerate(runs):
+        last = number == len(runs) - 1
+        if number == 0:
+            places = [0]
+        elif last:
+            places = [len(came) - len(run)]
+        else:
+            places = list(range(at, len(came) - len(run) + 1))
+        place = next((p for p in places if p >= at and came[p : p + len(run)] == run), None)
+        if place is None or (last and place + len(run) != len(came)):
+            return _told("the page shows:\n  " + "\n  ".join(run), came)
+        at = place + len(run)
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    return [
+        re.sub(r"[\w./-]+\.(py|md):\d+", "FILE", line.rstrip()) for line in text.splitlines() if line.strip()
+    ]
+
+
+def _told(what: str, came: list[str]) -> str:
+    return what + "\n\nwhat came:\n  " + "\n  ".join(came)
