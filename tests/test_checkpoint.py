@@ -317,8 +317,12 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "checkpoints",
         "checkpoints.1",
+        "config.1.json",
+        "config.json",
         "metrics.1.jsonl",
         "metrics.jsonl",
+        "run.1.json",
+        "run.json",
     ]
     assert content(tmp_path / "run/checkpoints/step-000060").keys() == (
         content(tmp_path / "other/checkpoints/step-000060").keys()
@@ -346,7 +350,7 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     # Restarted before the first checkpoint: the same file from its first line.
     (resumed,) = pool.run(interrupted, config, Attempt("a", 1), 3, ranks=1)
     assert resumed == Resumed(0, tmp_path / "checkpoints", (), 1)
-    assert left() == ["checkpoints", "metrics.jsonl"]
+    assert left() == ["checkpoints", "config.json", "metrics.jsonl", "run.json"]
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     ((_, resumed),) = pool.run(run_once, config, Attempt("a", 2), ranks=1)
     assert resumed == Resumed(2, tmp_path / "checkpoints" / "step-000002", (), 2)
@@ -355,7 +359,12 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     again = tiny(tmp_path, ONE, "train.checkpoint_every=2", "train.steps=6", "train.resume=true")
     ((summary, resumed),) = pool.run(run_once, again, ranks=1)
     assert summary.steps == 6 and resumed is not None and resumed.step == 6
-    assert len(metrics(tmp_path)) == 6 and left() == ["checkpoints", "metrics.jsonl"]
+    assert len(metrics(tmp_path)) == 6 and left() == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "run.json",
+    ]
     # Another job, restarted or not, starts anew, and nothing is lost.
     first = content(tmp_path)
     for attempt in (Attempt("b", 1), Attempt("", 1), Attempt("b", 0)):
@@ -365,13 +374,14 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     assert kept["checkpoints.1/step-000006/.metadata"] == first["checkpoints/step-000006/.metadata"]
     assert left() == sorted(
         [
-            "checkpoints",
-            "metrics.jsonl",
-            *(
-                f"{name}.{n}{end}"
-                for n in (1, 2, 3)
-                for name, end in (("checkpoints", ""), ("metrics", ".jsonl"))
-            ),
+            f"{name}{n}{end}"
+            for n in ("", ".1", ".2", ".3")
+            for name, end in (
+                ("checkpoints", ""),
+                ("config", ".json"),
+                ("metrics", ".jsonl"),
+                ("run", ".json"),
+            )
         ]
     )
 

@@ -377,7 +377,18 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     assert [line["tokens"] for line in lines] == [512 * step for step in (1, 3, 6, 7)]
     rates = [round(line["tokens_per_s"] * seconds) for line, seconds in zip(lines, spans(lines), strict=True)]
     assert rates == [512 * steps for steps in (1, 2, 3, 1)]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("metrics.jsonl", "config.json", "run.json"),
+        *("metrics.1.jsonl", "config.1.json", "run.1.json"),
+    }
+    again = load(tmp_path / "config.json")
+    assert again == load(again, ["mesh.dims={ pp = 2, dp = 2, tp = 1 }"]) and again.train == config.train
+    about, before = (json.loads((tmp_path / f"run{n}.json").read_text()) for n in ("", ".1"))
+    assert about["state"] == before["state"] == "finished" and about["run"] != before["run"]
+    assert (about["steps"], about["ended"]["steps"], about["ended"]["reason"]) == (7, 7, None)
+    assert about["dims"] == {"pp": 2, "dp": 2, "tp": 1} and about["fingerprint"] == before["fingerprint"]
+    assert about["ended"]["late"].keys() == {"pp", "dp"}
+    assert {row["dim"] for row in about["ended"]["stats"]} >= {"dp"}
 
 
 def spans(lines: list[dict[str, Any]]) -> list[float]:
@@ -407,6 +418,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(pool: Pool, tmp_pa
         message,
     )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == calls[-1][1].steps
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert (about["state"], about["ended"]["steps"]) == ("stopped", step - 1)
+    assert re.fullmatch(rf"TrainingError: the loss of step {step} is (nan|inf)", about["ended"]["reason"])
 
 
 def disagree(files: list[str], out: str) -> list[str]:

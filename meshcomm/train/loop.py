@@ -27,7 +27,9 @@ from meshcomm.train.lock import Lock, compare, lock_of
 from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.model import Transformer, initialise
 from meshcomm.train.rates import learning_rate
+from meshcomm.train.record import recorded
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
+from meshcomm.train.tracing import TracedSteps
 
 _LOSSES = "run.losses"
 
@@ -37,7 +39,8 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
 
     attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
     Called by: every rank of an open mesh, with equal configs.
-    Returns:   the same losses on every rank. Rank 0 has written metrics.jsonl into `train.out`.
+    Returns:   the same losses on every rank. Rank 0 has written metrics.jsonl, and beside it config.json
+               and run.json, into `train.out`; see meshcomm.train.record.
     Raises:    ConfigError or LayoutError where config and mesh, or config and checkpoint do not
                fit; TrainingError where ranks have different settings or data, a parameter gets no
                gradient, the loss is not finite, or a checkpoint cannot be written or read.
@@ -59,7 +62,7 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
         losses: list[float] = []
         if resumed is not None and resumed.step:
             losses = _load(trainer, checkpoints, resumed)
-        return _steps(trainer, facts.corpus, reporter, checkpoints, lock, resumed, losses, before_s)
+        return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses, before_s)
     finally:
         torch.set_num_threads(before)
 
@@ -139,6 +142,7 @@ def _load(trainer: Trainer, checkpoints: Checkpoints, resumed: Resumed) -> list[
 
 def _steps(
     trainer: Trainer,
+    config: Config,
     corpus: Corpus,
     reporter: Reporter,
     checkpoints: Checkpoints,
@@ -170,19 +174,25 @@ def _steps(
 
     with contextlib.ExitStack() as stack:
         metrics = None
+        ended: list[Summary] = []
         if is_first(mesh):
             # What another run left was put aside when this one began.
             metrics = stack.enter_context(MetricsFile(out, after=0 if resumed is None else resumed.step))
+            ended = stack.enter_context(recorded(out, config, mesh.plan, start))
         stack.enter_context(checkpoints)
+        traced = stack.enter_context(TracedSteps(mesh, train.trace_steps, out))
         reporter.start(start)
         logged = time.perf_counter()
         began = logged - before_s
-        logged_step = len(losses)
+        logged_step = first = len(losses)
+        before = mesh.stats()
         try:
             for step in range(len(losses) + 1, train.steps + 1):
                 checkpoints.poll()
                 lr = learning_rate(train, step)
+                traced.before(step)
                 loss, norm = trainer.step(*batches(step), lr, step)
+                traced.after(step)
                 if not math.isfinite(loss):
                     raise TrainingError(
                         f"the loss of step {step} is {loss}",
@@ -214,10 +224,15 @@ def _steps(
                     checkpoints.save(lock(step, seconds), _state(trainer, losses))
             checkpoints.finish()
         except BaseException:
-            reporter.interrupted(summary())
+            ended.append(summary())
+            reporter.interrupted(ended[-1])
             raise
-    late = {dim: (each.rank, each.mean_s) for dim, each in mesh.lateness().stragglers.items()}
-    done = dataclasses.replace(summary(), late=late)
+        traffic = mesh.stats().since(before)
+        late = {dim: (each.rank, each.mean_s) for dim, each in mesh.lateness().stragglers.items()}
+        done = dataclasses.replace(summary(), late=late)
+        if len(losses) > first:
+            done = dataclasses.replace(done, traffic=traffic, traffic_steps=len(losses) - first)
+        ended.append(done)
     reporter.finish(done)
     return done
 

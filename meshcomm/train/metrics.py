@@ -34,14 +34,14 @@ def check_folder(folder: Path) -> None:
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
     """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
 
-    Or the next number that is free of both, the highest being the latest. Nothing is deleted.
+    config.json, run.json and trace.json likewise. Or the next number that is free of all, the highest being the
+    latest. Nothing is deleted.
     """
-    names = {
-        "metrics.jsonl": "metrics.{}.jsonl",
-        **({"checkpoints": "checkpoints.{}"} if with_checkpoints else {}),
-    }
+    left = ("metrics.jsonl", "config.json", "run.json", "trace.json")
+    files = {name: name.replace(".", ".{}.") for name in left}
+    names = {**files, **({"checkpoints": "checkpoints.{}"} if with_checkpoints else {})}
     number = 1
-    while (folder / f"metrics.{number}.jsonl").exists() or (folder / f"checkpoints.{number}").exists():
+    while any((folder / aside.format(number)).exists() for aside in (*files.values(), "checkpoints.{}")):
         number += 1
     for name, aside in names.items():
         if (folder / name).exists():

@@ -1,0 +1,35 @@
+"""The page as one file that needs no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshcomm.errors import ViewError
+from meshcomm.view.page import document
+from meshcomm.view.run import run_news
+
+
+def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
+    """Write the page into `path`, with the facts, and with all that the run in `folder` has written so far.
+
+    Returns a line that says so. Raises ViewError where it cannot be written.
+    """
+    run = run_news(folder)
+    while run["more"]:
+        more = run_news(folder, run["id"], run["offset"])
+        if more["reset"]:
+            run = more
+            continue
+        columns = {key: run["columns"][key] + values for key, values in more["columns"].items()}
+        run = {**more, "reset": True, "columns": columns}
+    html = document(facts, run).html
+    try:
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ViewError(
+            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
+            given=f"--export {path}",
+            expected="a file in a folder that is there and may be written",
+        ) from None
+    return f"written: {path} ({len(html.encode()):,} bytes)"

@@ -1,0 +1,62 @@
+"""One document out of the files of the page: nothing is loaded from anywhere else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
+
+# In the order in which they are put together; all share one scope.
+_SCRIPTS: Final = (
+    "dom.js",
+    "mesh.js",
+    "turn.js",
+    "picture.js",
+    "panel.js",
+    "traffic.js",
+    "chart.js",
+    "run.js",
+    "main.js",
+)
+
+
+class Document(NamedTuple):
+    """html: the whole page. policy: its Content-Security-Policy, which allows its own style and script only."""
+
+    html: str
+    policy: str
+
+
+def document(facts: dict[str, Any] | None = None, run: dict[str, Any] | None = None) -> Document:
+    """The page.
+
+    facts: as from `page_facts`; written into the page, which then needs no server. None: the page asks
+        for facts.json and run.json where it came from. run: with facts, the news of a run, as of now.
+    """
+    folder = files("meshcomm.view")
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    parts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    script = '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
+    connect = "'self'" if facts is None else "'none'"
+    # frame-ancestors has no effect in a meta element: the server's header adds it.
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    data = "" if facts is None else _embedded({"facts": facts, "run": run})
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    for mark, text in (("POLICY", policy), ("STYLE", style), ("DATA", data), ("SCRIPT", script)):
+        assert html.count(f"@@{mark}@@") == 1
+        html = html.replace(f"@@{mark}@@", text)
+    return Document(html, f"{policy}; frame-ancestors 'none'")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,99 @@
+"""What a training run has written since somebody last asked: read from its folder, at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+Facts = dict[str, Any]
+
+METRICS: Final = "metrics.jsonl"
+RUN: Final = "run.json"
+# What the page draws of each line of metrics.
+COLUMNS: Final = ("step", "loss", "tokens_per_s", "gradient_norm", "lr", "seconds")
+# So much of the file at once: a page that is opened late asks again until it has all.
+_MOST_BYTES: Final = 1 << 20
+
+
+def run_news(folder: Path | None, known: str = "", offset: int = 0) -> Facts:
+    """The lines of metrics since `offset`, and how the run is doing.
+
+    known, offset: what the call before returned as id and offset; "" and 0 for the first.
+
+    Keys: state ("none": the configuration does not train; "waiting": nothing was written yet; "running",
+    "finished", "stopped"; "unknown": metrics without a run.json that can be read), folder, about (the
+    content of run.json, or None), id, reset (the lines are those of another run than `known`, from its
+    first on), offset, more (ask again at once), age_s (seconds since metrics were written, or None), and
+    columns: for each of COLUMNS its values, one a line, None where a line has no finite number.
+    A folder that is not there, or goes away, is no error.
+    """
+    if folder is None:
+        return _facts("none", None, None, "", False, 0)
+    about = _about(folder)
+    state = "waiting" if about is None else about["state"]
+    run = "" if about is None else about["run"]
+    try:
+        with (folder / METRICS).open("rb") as file:
+            status = os.fstat(file.fileno())
+            # A run that goes on from a checkpoint cuts the file and has another `run`.
+            name = f"{run}-{status.st_ino:x}"
+            whole = name == known and 0 < offset <= status.st_size
+            if whole:
+                file.seek(offset - 1)
+                whole = file.read(1) == b"\n"
+            start = offset if whole else 0
+            file.seek(start)
+            text = file.read(_MOST_BYTES)
+    except OSError:
+        return _facts(state, folder, about, run, known != run, 0)
+    # The last line may be half written.
+    text = text[: text.rfind(b"\n") + 1]
+    end = start + len(text)
+    news = _facts("unknown" if about is None else state, folder, about, name, name != known or not whole, end)
+    news["more"] = bool(text) and end < status.st_size
+    news["age_s"] = max(0.0, time.time() - status.st_mtime)
+    lines = [line for raw in text.splitlines() if (line := _line(raw)) is not None]
+    news["columns"] = {key: [_number(line.get(key)) for line in lines] for key in COLUMNS}
+    return news
+
+
+def _facts(
+    state: str, folder: Path | None, about: Facts | None, name: str, reset: bool, offset: int
+) -> Facts:
+    return {
+        "state": state,
+        "folder": None if folder is None else str(folder),
+        "about": about,
+        "id": name,
+        "reset": reset,
+        "offset": offset,
+        "more": False,
+        "age_s": None,
+        "columns": {key: [] for key in COLUMNS},
+    }
+
+
+def _about(folder: Path) -> Facts | None:
+    try:
+        found = json.loads((folder / RUN).read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (OSError, ValueError):
+        return None
+    known = isinstance(found, dict) and found.get("state") in ("running", "finished", "stopped")
+    return found if known and isinstance(found.get("run"), str) else None
+
+
+def _line(raw: bytes) -> Facts | None:
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and _number(found.get("step")) is not None else None
+
+
+def _number(value: object) -> float | int | None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if good else None  # type: ignore[return-value]

@@ -1,0 +1,140 @@
+"""A server for one page, for this machine alone."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final, final
+from urllib.parse import parse_qs, urlsplit
+
+from meshcomm import __version__
+from meshcomm.errors import ViewError
+from meshcomm.view.page import document
+from meshcomm.view.run import run_news
+
+ADDRESS: Final = "127.0.0.1"
+# A page of another site that has its name resolve to 127.0.0.1 sends its own name.
+_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+@final
+class Server(ThreadingHTTPServer):
+    """Serves `/`, `/facts.json` and `/run.json` on 127.0.0.1, and nothing else.
+
+    Args:
+        facts:  as from `page_facts`.
+        folder: of the run, there or not; None without training.
+        port:   0 for one that is free.
+    It answers GET and HEAD whose Host is a name of this machine; a thread for each connection. Start it
+    with `serve_forever`, end it with `shutdown` from another thread and `server_close`.
+    Raises ViewError where the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, facts: dict[str, Any], folder: Path | None, port: int = 0) -> None:
+        self.folder = folder
+        self.page = document()
+        self.facts = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ViewError(
+                f"port {port} cannot be had: {(getattr(error, 'strerror', None) or str(error)).lower()}",
+                given=f"--port {port} on {ADDRESS}",
+                expected="a port from 1024 to 65535 that no other program has",
+                hint="leave --port out, and a free one is taken",
+            ) from None
+
+    def server_bind(self) -> None:
+        """Bind, without asking a name server for the name of 127.0.0.1, as HTTPServer would."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = f"meshcomm/{__version__}"
+    sys_version = ""
+    # Until the request is there, for whoever connects and says nothing.
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if not self._from_here():
+            self._answer(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "text/plain",
+                b"Host is not a name of this machine: open http://127.0.0.1:PORT/\n",
+            )
+            return
+        url = urlsplit(self.path)
+        if url.path == "/":
+            page = self.server.page
+            more = {"Content-Security-Policy": page.policy, "X-Frame-Options": "DENY"}
+            self._answer(HTTPStatus.OK, "text/html", page.html.encode(), more)
+        elif url.path == "/facts.json":
+            self._answer(HTTPStatus.OK, "application/json", self.server.facts)
+        elif url.path == "/run.json":
+            self._run(parse_qs(url.query))
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and nothing else\n")
+
+    do_HEAD = do_GET
+
+    def _refuse(self) -> None:
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET or HEAD\n", {"Allow": "GET, HEAD"})
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
+
+    def _run(self, query: dict[str, list[str]]) -> None:
+        known, offset = query.get("id", [""])[0], query.get("offset", ["0"])[0]
+        if not offset.isdecimal() or len(offset) > 18:
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", b"offset is a number of bytes\n")
+            return
+        news = run_news(self.server.folder, known, int(offset))
+        self._answer(HTTPStatus.OK, "application/json", json.dumps(news).encode())
+
+    def _from_here(self) -> bool:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1:
+            return False
+        name, colon, port = hosts[0].strip().lower().rpartition(":")
+        # A port that ssh forwards has another number here.
+        return (name if colon and port.isdecimal() else hosts[0].strip().lower()) in _NAMES
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in {**_HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        # What a refused request carries is not read, and no thread waits for a browser's next question.
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the command prints the page's address and no more."""

@@ -1,0 +1,102 @@
+// What goes along each dim: predicted for one step from the configuration, or measured by the run.
+
+const TRAFFIC = {
+  bytes: { of: (row) => row.sent_bytes, text: bytesText },
+  time: { of: (row) => row.seconds, text: secondsText },
+  measured: { of: (row) => row.nbytes, text: bytesText },
+};
+
+// Rows by the dims that they go along, the most first.
+function trafficGroups(rows, measure) {
+  const found = new Map();
+  for (const row of rows) {
+    const name = row.along.join(" + ");
+    if (!found.has(name)) found.set(name, { name, along: row.along, rows: [], total: 0 });
+    found.get(name).rows.push(row);
+    found.get(name).total += measure.of(row);
+  }
+  for (const group of found.values()) group.rows.sort((a, b) => measure.of(b) - measure.of(a));
+  return [...found.values()].sort((a, b) => b.total - a.total);
+}
+
+function predictedLine(row) {
+  const times = `${row.calls.toLocaleString("en")} × ${bytesText(row.size_bytes)}`;
+  const took = row.seconds === null ? "" : `, ${secondsText(row.seconds)} on ${row.link}`;
+  return `${row.operation}: ${row.what}; ${times} → ${bytesText(row.sent_bytes)} sent${took}`;
+}
+
+function measuredLine(row) {
+  const inside = `${secondsText(row.seconds)} inside ${row.calls === 1 ? "it" : "them"}`;
+  return `${row.call}${row.async_op ? ", asynchronous" : ""}: ${count(row.calls, "call")}, ${bytesText(row.nbytes)}, ${inside}`;
+}
+
+// traffic: as from predicted_traffic. turn(along): what a click on a dim's name does.
+class Traffic {
+  constructor(mesh, traffic, turn) {
+    this.mesh = mesh;
+    this.traffic = traffic;
+    this.turn = turn;
+    this.stats = null;
+    this.chosen = "bytes";
+    this.choices();
+    this.show();
+  }
+
+  // stats: the rows of Mesh.stats over so many steps, or null.
+  measured(stats, steps) {
+    if (JSON.stringify(stats) === JSON.stringify(this.stats)) return;
+    this.stats = stats;
+    this.steps = steps;
+    if (stats === null && this.chosen === "measured") this.chosen = "bytes";
+    this.choices();
+    this.show();
+  }
+
+  choices() {
+    const offered = [["bytes", "bytes of a step"]];
+    if (this.traffic.links !== null && this.traffic.rows.length) offered.push(["time", "time of a step"]);
+    if (this.stats !== null) offered.push(["measured", "measured by the run"]);
+    byId("measures").replaceChildren(...(offered.length < 2 ? [] : [choice("show", "measure", offered, this.chosen, (name) => {
+      this.chosen = name;
+      this.show();
+    })]));
+  }
+
+  note() {
+    const { rows, links } = this.traffic;
+    if (this.chosen === "measured") {
+      return `Counted by rank 0 over ${count(this.steps, "step")}: its calls through meshcomm, bytes as nccl-tests counts. What torch does by itself (FSDP, pipelining) is not in it.`;
+    }
+    if (!rows.length) return "Nothing is sent: every dim that training uses has one rank.";
+    const model = "One step of the rank with most layers, by a model from the configuration, not measured; small calls are left out.";
+    if (links === null) return `${model} Nobody says which ranks share a node (topology.ranks_per_node), so no times.`;
+    return `${model}${this.chosen === "time" ? " One call after the other, none hidden behind computation." : ""} Links: ${links.join("; ")}.`;
+  }
+
+  show() {
+    const measure = TRAFFIC[this.chosen];
+    const rows = this.chosen === "measured"
+      ? this.stats.map((row) => ({ ...row, along: [row.dim].flat(), line: measuredLine(row) }))
+      : this.traffic.rows.map((row) => ({ ...row, line: predictedLine(row) }));
+    const groups = trafficGroups(rows, measure);
+    const most = Math.max(...groups.map(({ total }) => total), 1e-30);
+    byId("bars").replaceChildren(...groups.map((group) => this.bar(group, measure, most)), el("p", { class: "quiet", text: this.note() }));
+  }
+
+  bar(group, measure, most) {
+    const family = this.mesh.family(group.along);
+    const name = el("button", { type: "button", text: group.name, title: "turn the mesh by it" });
+    if (family) name.addEventListener("click", () => this.turn(group.along));
+    else name.disabled = true;
+    const colour = (i) => ({ "--ring": (family?.hue ?? 0).toFixed(1), "--shade": ((i % 4) * 0.07 - 0.07).toFixed(2) });
+    const segments = group.rows.map((row, i) => {
+      const segment = el("div", { title: row.line, ...colour(i) });
+      segment.style.width = `${(100 * measure.of(row)) / most}%`;
+      return segment;
+    });
+    return el("div", { class: "flow", "data-along": group.name, "data-total": group.total },
+      el("div", { class: "head" }, name, el("span", { class: "quiet", text: family ? count(family.size, "rank") : "" }), el("span", { class: "sum", text: measure.text(group.total) })),
+      el("div", { class: "track", "aria-hidden": "true" }, ...segments),
+      el("ul", {}, ...group.rows.map((row, i) => el("li", {}, el("i", colour(i)), row.line))));
+  }
+}
