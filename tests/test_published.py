@@ -27,7 +27,8 @@ class Published(NamedTuple):
 
 PUBLISHED = {
     "Llama 3 405B, long context": Published(
-        'Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 4: 16,384 GPUs; order TP, CP, PP, DP from inside',
+        'Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 4: 16,384 GPUs, sequences of 131,072; order TP, CP, PP, DP '
+        "from inside. The first version prints DP 4 there, which does not multiply to the GPUs; later ones 8",
         {"dp": 8, "pp": 16, "cp": 16, "tp": 8},
         {},
         [
@@ -41,7 +42,8 @@ PUBLISHED = {
     ),
     "Megatron 175B": Published(
         'Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", '
-        "table 2: model-parallel size 96 (tensor 8, pipeline 12), 1,536 GPUs",
+        "table 2: 174.6 billion parameters, model-parallel size 96, 1,536 GPUs; tensor 8 by its rule that tensor "
+        "parallelism takes the GPUs of a node, so pipeline 12; ranks by tensor, data, pipeline from inside",
         {"pp": 12, "dp": 16, "tp": 8},
         {},
         [
@@ -53,7 +55,7 @@ PUBLISHED = {
         {"pp": [127, 255, 383], "dp": [1415, 1423, 1431], "tp": [1528, 1529, 1530]},
     ),
     "Megatron 1T": Published(
-        "Narayanan et al. 2021, table 1: tensor 8, pipeline 64, 3,072 GPUs",
+        "Narayanan et al. 2021, table 1, 1008.0 billion parameters: tensor 8, pipeline 64, 3,072 GPUs, batch 3,072",
         {"pp": 64, "dp": 6, "tp": 8},
         {},
         [
@@ -65,7 +67,8 @@ PUBLISHED = {
         {"pp": [47, 95, 143], "dp": [3031, 3039, 3047], "tp": [3064, 3065, 3066]},
     ),
     "torchtitan 3-D": Published(
-        'Liang et al. 2024, "TorchTitan": Llama 3.1 405B on 512 GPUs, FSDP 8, TP 8, PP 8',
+        'Liang et al. 2024, "TorchTitan", and benchmarks/llama3_h100_202412_torchtitan.md of its repository, table 5: '
+        "Llama 3.1 405B on 512 GPUs, FSDP 8, TP 8, PP 8",
         {"pp": 8, "dp_shard": 8, "tp": 8},
         {},
         [
