@@ -182,3 +182,7 @@ class TrainingError(MeshcommError):
 
 class MeshTestError(MeshcommError):
     """A test cannot run on a mesh as it is written."""
+
+
+class ViewError(MeshcommError):
+    """A page cannot be made of what was given, or not be served or written where it was asked to be."""
