@@ -967,6 +967,33 @@ config: 1 problem
 """,
     ),
     Case(
+        "NCCL's sockets without NCCL",
+        MESH,
+        ["mesh.device='cpu'", "network.nccl_socket_nthreads=4"],
+        ["mesh.device='cuda'", "network.nccl_socket_nthreads=4"],
+        """\
+config: 1 problem
+  network.nccl_socket_nthreads: no effect: no group of this mesh runs on NCCL
+    given:    nccl_socket_nthreads = 4, mesh.device = "cpu", mesh.backend = "auto"
+    expected: nccl_socket_nthreads only where a backend is nccl
+    try:      remove network.nccl_socket_nthreads, or
+              mesh.device = "cuda" and mesh.backend = "nccl"
+""",
+    ),
+    Case(
+        "more sockets than NCCL opens",
+        MESH,
+        ["network={ nccl_socket_nthreads = 8, nccl_nsocks_perthread = 16 }"],
+        ["network={ nccl_socket_nthreads = 8, nccl_nsocks_perthread = 8 }"],
+        """\
+config: 1 problem
+  network.nccl_nsocks_perthread: more than 64 sockets: 8*16 = 128
+    given:    nccl_socket_nthreads = 8, nccl_nsocks_perthread = 16
+    expected: at most 64 sockets for a connection, which is NCCL's own limit
+    try:      network.nccl_nsocks_perthread = 8
+""",
+    ),
+    Case(
         "no rank on a node",
         MESH,
         ["topology.ranks_per_node=0"],

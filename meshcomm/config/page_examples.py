@@ -189,6 +189,7 @@ recompute = true
 compile = false
 out = "runs/books"
 log_every = 10
+trace_steps = [3, 5]
 checkpoint_every = 100
 checkpoint_async = true
 keep = 3

@@ -21,6 +21,9 @@ _SUBSYSTEMS: Final = (
     "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
 )  # fmt: skip
 
+# NCCL ignores a pair of settings that asks for more sockets for one connection.
+_MOST_SOCKETS: Final = 64
+
 # Which keys say something for which way of finding each other.
 _USED: Final = {
     "env": (),
@@ -119,7 +122,7 @@ def _address_problems(address: str) -> Iterator[Problem]:
 
 
 class NetworkConfig(Model):
-    """`[network]`: which network interfaces carry the traffic, and what NCCL logs about it."""
+    """`[network]`: which network interfaces carry the traffic, what NCCL logs about it, and its sockets."""
 
     interfaces: FrozenList[Text] = Field(
         default=(), description="Names of network interfaces for Gloo and NCCL. Default: theirs to choose."
@@ -130,6 +133,18 @@ class NetworkConfig(Model):
     nccl_debug_subsys: FrozenList[str] = Field(
         default=(),
         description='With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out.',
+    )
+    nccl_socket_nthreads: int | None = Field(
+        default=None,
+        ge=1,
+        le=16,
+        description="Threads with which NCCL serves a connection over sockets. None: what NCCL chooses.",
+    )
+    nccl_nsocks_perthread: int | None = Field(
+        default=None,
+        ge=1,
+        le=16,
+        description="Sockets that each of those threads has; at most 64 in all. None: what NCCL chooses.",
     )
 
     def problems(self, broken: Broken) -> Iterator[Problem]:
@@ -157,4 +172,21 @@ class NetworkConfig(Model):
                 given=f"nccl_debug_subsys = {toml(self.nccl_debug_subsys)}, {level}",
                 expected='nccl_debug = "INFO" or "TRACE" beside it',
                 hint=either(['network.nccl_debug = "INFO"', "remove network.nccl_debug_subsys"]),
+            )
+        yield from self._socket_problems()
+
+    def nccl_settings(self) -> dict[str, object]:
+        """What is set here for NCCL alone, by key; it has no effect where no group runs on NCCL."""
+        keys = ("nccl_debug", "nccl_socket_nthreads", "nccl_nsocks_perthread")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+
+    def _socket_problems(self) -> Iterator[Problem]:
+        threads, sockets = self.nccl_socket_nthreads, self.nccl_nsocks_perthread
+        if threads is not None and sockets is not None and threads * sockets > _MOST_SOCKETS:
+            yield Problem(
+                "nccl_nsocks_perthread",
+                f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}",
+                given=f"nccl_socket_nthreads = {threads}, nccl_nsocks_perthread = {sockets}",
+                expected=f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit",
+                hint=f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}",
             )

@@ -92,14 +92,14 @@ class Config(Model):
             )
         if broken.touches("mesh.device", "mesh.backend", "mesh.options") or may_use_nccl(mesh):
             return
-        if self.network.nccl_debug is not None:
+        for key, value in self.network.nccl_settings().items():
             yield Problem(
-                "network.nccl_debug",
+                f"network.{key}",
                 "no effect: no group of this mesh runs on NCCL",
-                given=f"nccl_debug = {toml(self.network.nccl_debug)}, mesh.device = {toml(mesh.device)}, "
+                given=f"{key} = {toml(value)}, mesh.device = {toml(mesh.device)}, "
                 f"mesh.backend = {toml(mesh.backend)}",
-                expected="nccl_debug only where a backend is nccl",
-                hint=either(["remove network.nccl_debug", 'mesh.device = "cuda" and mesh.backend = "nccl"']),
+                expected=f"{key} only where a backend is nccl",
+                hint=either([f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"']),
             )
 
     def layout(self, world: int | None) -> Layout:

@@ -66,6 +66,11 @@ class TrainConfig(Model):
     log_every: int = Field(
         default=1, ge=1, description="Steps from one line of metrics to the next. Default 1."
     )
+    trace_steps: Pair[int] | None = Field(
+        default=None,
+        description="The first and the last step whose calls are written to trace.json in out. None: none.",
+        examples=[(3, 5)],
+    )
     checkpoint_every: int = Field(
         default=0,
         ge=0,
@@ -111,6 +116,18 @@ class TrainConfig(Model):
                 expected='dtype = "float32" beside it',
                 hint=either(['train.dtype = "float32"', "remove train.compute_dtype"]),
             )
+        if self.trace_steps is not None and not broken.touches("trace_steps", "steps"):
+            first, last = self.trace_steps
+            if not 1 <= first <= last <= self.steps:
+                yield Problem(
+                    "trace_steps",
+                    f"steps {first} to {last} are no steps of this training",
+                    given=f"trace_steps = {toml(self.trace_steps)}, steps = {self.steps}",
+                    expected=f"a first and a last step, from 1 to {self.steps}",
+                    hint=either(
+                        [f"train.trace_steps = {toml((1, min(3, self.steps)))}", "remove train.trace_steps"]
+                    ),
+                )
         if not self.checkpoint_every and not broken.touches("checkpoint_every"):
             yield from self._without_checkpoints()
 

@@ -93,6 +93,10 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
         variables["NCCL_DEBUG"] = network.nccl_debug
     if network.nccl_debug_subsys:
         variables["NCCL_DEBUG_SUBSYS"] = ",".join(network.nccl_debug_subsys)
+    if network.nccl_socket_nthreads is not None:
+        variables["NCCL_SOCKET_NTHREADS"] = str(network.nccl_socket_nthreads)
+    if network.nccl_nsocks_perthread is not None:
+        variables["NCCL_NSOCKS_PERTHREAD"] = str(network.nccl_nsocks_perthread)
     return variables
 
 

@@ -192,7 +192,7 @@ def check_devices(settings: Config, device: torch.device, backend: str, launch: 
     if device.type == "cpu":
         useless = {
             "process.device_id = true": settings.process.device_id is True,
-            "network.nccl_debug": settings.network.nccl_debug is not None and "nccl" not in backend,
+            **{f"network.{key}": "nccl" not in backend for key in settings.network.nccl_settings()},
         }
         for setting, given in useless.items():
             if given:

@@ -12,7 +12,9 @@ from meshcomm.simulator.mailbox import Mailbox
 from meshcomm.simulator.rendezvous import Coming, Rendezvous, facts_of
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.sites import Site, here
+from meshcomm.simulator.starts import Start, Starts
 from meshcomm.simulator.traffic import Ledger
+from meshcomm.simulator.wording import name_of
 from meshcomm.simulator.work import SimulatedWork
 from meshcomm.transport import Transport, Work
 
@@ -32,6 +34,7 @@ class SimulatorTransport(Transport):
         box: Mailbox,
         ledger: Ledger,
         backend: str,
+        starts: Starts | None = None,
     ) -> None:
         self.name = backend
         self.size = len(meets.ranks)
@@ -44,6 +47,7 @@ class SimulatorTransport(Transport):
         self._meets = meets
         self._box = box
         self._ledger = ledger
+        self._starts = starts
         self._count = 0
         self._told: tuple[str, str, dict[str, Any]] | None = None
 
@@ -126,7 +130,17 @@ class SimulatorTransport(Transport):
         parts = None if lengths is None or x is None else [n * x.element_size() for n in lengths[0]]
         nbytes = 0 if x is None else x.nbytes
         self._ledger.collective(self._meets, self.coord, kind, nbytes, brought.get("root", -1), parts)
+        if self._starts is not None:
+            self._in_order(self._starts, kind if told is None else told[1])
         return self._meets.come(self.coord, self._count, Coming(kind, facts, told, **brought), blocking)
+
+    def _in_order(self, starts: Starts, call: str) -> None:
+        what = f"{call}, call {self._count} on {self._meets.label} at {here().line}"
+        own = Start(self._actor.rank, name_of(self._actor), what)
+        error = starts.start((id(self._meets), self._count), self.size, own)
+        if error is not None:
+            self._scheduler.stop(error)
+            self._scheduler.check()
 
     def _send(self, x: Tensor, dst: int, tag: int, site: Site) -> SimulatedWork:
         self._scheduler.check_thread(self._actor)

@@ -16,6 +16,7 @@ from meshcomm.mesh.launcher import Launch
 from meshcomm.simulator.mailbox import Mailbox
 from meshcomm.simulator.rendezvous import Rendezvous
 from meshcomm.simulator.scheduler import Actor, Scheduler
+from meshcomm.simulator.starts import Starts
 from meshcomm.simulator.store import Shelf, SimulatedStore
 from meshcomm.simulator.traffic import Ledger
 from meshcomm.simulator.transport import SimulatorTransport
@@ -31,6 +32,7 @@ class Ground:
         self.scheduler = scheduler
         self.shelf = Shelf()
         self.ledger = Ledger()
+        self.starts = Starts()
         # By prefix of the mesh, name and ranks; in the order of their first use.
         self.groups: dict[tuple[str, str, tuple[int, ...]], tuple[Group, Rendezvous, Mailbox]] = {}
 
@@ -61,8 +63,9 @@ class SimulatedWorld:
     def open(self, group: Group, prefix: str) -> SimulatorTransport:
         meets, box = self._ground.group(prefix, group)
         backend = backend_on(group.options.backend, _CPU)
+        starts = self._ground.starts if "nccl" in backend else None
         return SimulatorTransport(
-            self._ground.scheduler, self._actor, meets, box, self._ground.ledger, backend
+            self._ground.scheduler, self._actor, meets, box, self._ground.ledger, backend, starts
         )
 
     def watch(self, coords: Mapping[str, int]) -> SimulatedWatch:
@@ -74,6 +77,8 @@ class SimulatedWorld:
 @final
 class SimulatedWatch:
     """Recorders for the groups of a simulated rank. The scheduler knows what it does: no thread answers."""
+
+    timed = False
 
     def record(self, label: str, ranks: list[int]) -> Recorder:
         return Recorder(label, ranks, _failed)

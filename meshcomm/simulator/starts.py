@@ -1,0 +1,101 @@
+"""Do all ranks start the collectives of several NCCL groups in one order?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+from meshcomm.errors import DeadlockError
+
+# A collective: which group, and its number there.
+Call = tuple[int, int]
+
+_EXPECTED: Final = (
+    "one order on all ranks, asynchronous calls too: a collective may hold the device until its peers come, "
+    "which they do not while another holds theirs"
+)
+
+
+class Start(NamedTuple):
+    """One rank's start of a collective. where: the rank with its coords. what: call, group and line."""
+
+    rank: int
+    where: str
+    what: str
+
+
+@final
+class Starts:
+    """Who started what before what, over all NCCL groups of a simulation.
+
+    Calls on one communicator are matched by their order. Between communicators NCCL knows no order, and a
+    kernel that waits for its peers may keep those of other communicators from running: torch's
+    documentation calls concurrent groups unsafe for that reason. So where one rank starts A before B and
+    another B before A, the program may wait for ever, or not, by luck. That is a circle in the graph of
+    starts. A call that all its ranks have started, with none left before it, is in no circle and is
+    forgotten, so what is kept is what is under way.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Call, Start]] = {}
+        self._left: dict[Call, int] = {}
+        self._before: dict[Call, set[Call]] = {}
+        self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
+
+    def start(self, call: Call, size: int, own: Start) -> DeadlockError | None:
+        """A rank of the `size` ranks of the call's group starts it; an error where that closes a circle."""
+        if call not in self._left:
+            self._left[call], self._before[call], self._after[call] = size, set(), {}
+        self._left[call] -= 1
+        earlier = self._last.get(own.rank)
+        self._last[own.rank] = (call, own)
+        if earlier is not None and earlier[0] in self._left and earlier[0] != call:
+            before, start = earlier
+            self._after[before].setdefault(call, (start, own))
+            self._before[call].add(before)
+            path = self._path(call, before)
+            if path is not None:
+                return _error([(start, own), *path])
+        self._forget(call)
+        return None
+
+    def _path(self, source: Call, target: Call) -> list[tuple[Start, Start]] | None:
+        """The starts that lead from one call to another, later one."""
+        came: dict[Call, tuple[Call, tuple[Start, Start]]] = {}
+        waiting = [source]
+        while waiting:
+            at = waiting.pop()
+            if at == target:
+                path = []
+                while at != source:
+                    at, starts = came[at]
+                    path.append(starts)
+                return path[::-1]
+            for later, starts in self._after[at].items():
+                if later not in came:
+                    came[later] = (at, starts)
+                    waiting.append(later)
+        return None
+
+    def _forget(self, call: Call) -> None:
+        waiting = [call]
+        while waiting:
+            at = waiting.pop()
+            if at in self._left and not self._left[at] and not self._before[at]:
+                for later in self._after.pop(at):
+                    self._before[later].discard(at)
+                    waiting.append(later)
+                del self._left[at], self._before[at]
+
+
+def _error(circle: Sequence[tuple[Start, Start]]) -> DeadlockError:
+    lines = [f"{first.where} starts {first.what}, then {second.what}" for first, second in circle]
+    ranks = tuple(dict.fromkeys(first.rank for first, _ in circle))
+    error = DeadlockError(
+        "ranks start collectives of NCCL groups in different orders: " + ", ".join(map(str, ranks)),
+        given="\n".join(lines),
+        expected=_EXPECTED,
+        hint="start them in the same order on every rank",
+    )
+    error.circle = ranks
+    return error

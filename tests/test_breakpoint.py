@@ -1,0 +1,68 @@
+"""One rank stops in the debugger where it is told to, the others wait, and stepping goes on in the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+
+
+def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
+    """What the debugger printed on this rank; the others read nothing."""
+    shown = io.StringIO()
+    before, sys.stdin = sys.stdin, io.StringIO(typed)
+    try:
+        with contextlib.redirect_stdout(shown):
+            secret = 6 * 7  # noqa: F841 (looked at in the debugger)
+            mesh.breakpoint(**arguments)
+            assert not arguments.get("dp") or mesh.store.has_key("looked"), "the others did not wait"
+            after = mesh.all_reduce("dp", torch.ones(1)).item()
+            assert after == 2
+            sys.settrace(None)
+    finally:
+        sys.stdin = before
+    return shown.getvalue()
+
+
+def each_way() -> list[str]:
+    with meshcomm.init(dims={"dp": 2, "tp": 1}, device="cpu", timeout_s=30) as mesh:
+        found = [
+            stopped(mesh, "p secret\nmesh.store.set('looked', '')\nc\n", dp=1),
+            stopped(mesh, "n\nn\nn\np after\nc\n"),
+            stopped(mesh, "", skip=3),
+        ]
+        try:
+            stopped(mesh, "", pp=1)
+        except meshcomm.MeshcommError as error:
+            found.append(str(error))
+        return found
+
+
+def test_one_rank_stops_and_the_others_wait(pool: Pool) -> None:
+    first, second = pool.run(each_way, ranks=2)
+    line = "rank 1 (dp=1 tp=0) stopped; the others wait until it goes on. c: go on, n: step, q: end"
+    assert second[0].startswith(f"{line}\n")
+    assert "mesh.breakpoint(**arguments)" in second[0]  # where it stands: at the user's line
+    assert "(Pdb) 42\n" in second[0]
+    assert first[0] == second[1] == ""
+    assert "-> assert not arguments.get" in first[1]  # n: the next line of the user's code
+    assert "(Pdb) 2.0\n" in first[1]
+    assert first[2] == second[2] == ""
+    assert first[3] == second[3]
+    assert first[3].startswith("the mesh has no dim 'pp'")
+
+
+def quits(mesh: Mesh) -> None:
+    stopped(mesh, "q\n")
+
+
+def test_quitting_ends_the_rank_and_those_that_wait() -> None:
+    with pytest.raises(meshcomm.errors.MeshcommError, match=r"rank 0.*BdbQuit"):
+        meshcomm.simulate(quits, dims={"dp": 2})
