@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-import re
 import threading
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,15 +290,6 @@ def under_way(mesh: Mesh) -> list[float]:
 def test_an_exchange_that_is_only_started() -> None:
     found = meshcomm.simulate(under_way, dims={"cp": 3})
     assert found == [[2.0, 1.0], [0.0, 2.0], [1.0, 0.0]]
-
-
-def test_the_guides_examples_hold() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "guide" / "context.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(block, "context.md", "exec"), {"__name__": "guide"})
-    case = doctest.DocTestParser().get_doctest(text.replace("```", ""), {}, "context.md", None, 0)
-    assert len(case.examples) == 2
-    assert doctest.DocTestRunner(verbose=False).run(case).failed == 0
 
 
 # -- the split ---------------------------------------------------------------------------------

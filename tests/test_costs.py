@@ -6,8 +6,6 @@ import json
 import math
 import random
 import re
-import shlex
-import tomllib
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -211,30 +209,6 @@ def test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated
     assert 2 * math.ceil(math.log2(24_576)) * alone == pytest.approx(0.11e-3, rel=0.01)
     text = (ROOT / "docs/guide/costs.md").read_text()
     assert f"alpha {alpha * 1e6:.2f} us and {call * 1e6:.0f} us for each call" in text
-
-
-@pytest.mark.parametrize("guide", ["topology.md", "costs.md"])
-def test_every_block_of_the_guides_runs_and_prints_what_stands_there(
-    guide: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    for name in ("COLUMNS", "LOCAL_WORLD_SIZE", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    text = (ROOT / "docs/guide" / guide).read_text()
-    blocks = re.findall(r"```(\w+)\n(.*?)\n```", text, re.DOTALL)
-    assert {kind for kind, _ in blocks} <= {"toml", "console", "python"} and len(blocks) >= 3
-    for kind, block in blocks:
-        if kind == "console":
-            words, *expected = block.splitlines()
-            shown = command(*shlex.split(words.removeprefix("$ meshcomm ")))
-            assert [line.rstrip() for line in shown.stdout.splitlines()] == expected
-        elif kind == "python":
-            exec(compile(block, guide, "exec"), {})
-            printed = capsys.readouterr().out.splitlines()
-            for line in re.findall(r"print\(.*\)  # (.*)", block):
-                assert line in printed
-        else:
-            load(tomllib.loads(block) | {"mesh": {"dims": {"dp": 2}}})
 
 
 # -- routes of dims, and the command ----------------------------------------------------------------

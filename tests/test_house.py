@@ -24,6 +24,7 @@ ORDER = [
     "stages",
     "place",
     "show",
+    "view",
     "transport",
     "comm",
     "pattern",
@@ -39,7 +40,7 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "cli",
+    "errors", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILE = ROOT / "transport" / "torch_private.py"

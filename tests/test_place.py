@@ -276,7 +276,8 @@ def test_one_step_by_hand() -> None:
     macs = (layers * (attention + 3 * 64 * 128) + 64 * 256) / 4
     compute = 2 * 3 * tokens * macs / 1e9
     activation = tokens * 64 * 4
-    tensor = layers * 4 * min(6 * 2e-6 + 1.5 * activation / 100e9, *(
+    # Four calls a layer, and one of the embedding or the head.
+    tensor = (layers * 4 + 1) * min(6 * 2e-6 + 1.5 * activation / 100e9, *(
         (4 + k - 1) * 2e-6 + max((4 + k - 1) / (2 * k), 2) * activation / 100e9 for k in (1, 2, 4, 8)
     ))  # fmt: skip
     boundary = 2 * (10e-6 + activation / 10e9)
@@ -289,7 +290,7 @@ def test_one_step_by_hand() -> None:
     assert first.bubble_s == pytest.approx(compute + tensor + boundary)
     assert first.step_s == pytest.approx(step)
     assert [(s.part, s.link, s.calls, s.size_bytes) for s in first.shares] == [
-        ("tensor", "node", 12 * microbatches, activation),
+        ("tensor", "node", 13 * microbatches, activation),
         ("pipeline", "network", 2 * microbatches, activation),
         ("data", "node", 1, weights * 4),
     ]
@@ -341,8 +342,11 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert (("context",), "sendrecv", forward + backward, block * element, True) in ring
     assert (("context",), "sendrecv", turns, block * 4, True) in ring
     activation = tokens * 96 * element
-    assert (("tensor",), "all_gather", 4 * layers, activation, True) in ring
-    assert (("tensor",), "reduce_scatter", 4 * layers, activation, True) in ring
+    # Four a layer; on a rank with both embedding and head two more, with a pipeline one more.
+    assert (("tensor",), "all_gather", 4 * layers + 2, activation, True) in ring
+    assert (("tensor",), "reduce_scatter", 4 * layers + 2, activation, True) in ring
+    piped = sent("3-D", {"sequence_parallel": False}, tensor=2, pipeline=2)
+    assert (("tensor",), "all_reduce", 4 * layers // 2 + 1, activation * 4, True) in piped
     # In bfloat16 keys and values are half as large, their gradients in float32 are not.
     halved = sent("ring", {"activation_bytes": 2}, **two)
     assert (("context",), "sendrecv", turns, block * 4, True) in halved
@@ -350,7 +354,9 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     # Recomputed, what is forward happens twice.
     again = sent("ring", {"recompute": True}, **two)
     assert (("context",), "sendrecv", 2 * forward + backward, block * element, True) in again
-    assert (("tensor",), "all_gather", 6 * layers, activation, True) in again
+    assert (("tensor",), "all_gather", 6 * layers + 2, activation, True) in again
+    # A pass that is done again ends before its last scatter, whose result nobody asks for.
+    assert (("tensor",), "reduce_scatter", 5 * layers + 2, activation, True) in again
 
     # Two kv heads a rank on four ranks: each is there twice.
     ulysses = sent("ulysses", {"kv_heads": 4}, **two)

@@ -341,16 +341,16 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     recorder = Recorder("tp[]", [0, 1], lambda *_: pytest.fail("nobody asked"))
     overdue = Overdue()
     assert overdue.find([(recorder, 3.0)], 0.0) is None
-    recorder.start("tp", "all_reduce", (2,), 1)
+    recorder.start("tp", "all_reduce", torch.ones(2), 1)
     assert overdue.find([(recorder, 3.0)], 10.0) is None
     assert overdue.find([(recorder, 3.0)], 10.0 + 3 + FIRST_GRACE_S) is None
     assert overdue.find([(recorder, 3.0)], 10.1 + 3 + FIRST_GRACE_S) is recorder
     overdue.gave_up(recorder)  # the backend has returned, and the rank asks the others why
     assert overdue.find([(recorder, 3.0)], 29.0) is None
-    recorder.start("tp", "all_reduce", (2,), 1)  # another call: the time begins again
+    recorder.start("tp", "all_reduce", torch.ones(2), 1)  # another call: the time begins again
     assert overdue.find([(recorder, 3.0)], 30.0) is None
     assert overdue.find([(recorder, 3.0)], 40.0) is recorder
-    recorder.inside = False
+    recorder.end()
     recorder.messages.waiting = recorder.messages.begin("tp", "recv", [("recv", 1, 0, torch.ones(2))])
     assert overdue.find([(recorder, 3.0)], 50.0) is None
     assert overdue.find([(recorder, 3.0)], 60.0) is recorder

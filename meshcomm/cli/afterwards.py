@@ -12,12 +12,19 @@ from meshcomm.cli.app import app
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where ranks left their reports.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR|TRACE", help="Where ranks left their reports; or a file of mesh.trace."),
+    ],
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw who was in which call when, a row for each rank.")
+    ] = False,
 ) -> None:
     """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
     from meshcomm.jobs.report import report as job
+    from meshcomm.jobs.timeline import timeline_of
 
-    typer.echo(job(folder))
+    typer.echo(timeline_of(source) if timeline else job(source))
 
 
 @app.command()

@@ -279,7 +279,7 @@ class AlongDims:
         handshake: send shape and dtype first, for a receiver that gives no buffer.
         tag:       only messages with equal tags meet (Gloo; NCCL matches by order).
         """
-        self._at[dims].messages.isend(x, dst, tag, handshake).wait()
+        self._at[dims].messages.send(x, dst, tag, handshake)
 
     def recv(self, dims: Dims, out: Tensor | None = None, *, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src` along `dims` into `out`, and return it.

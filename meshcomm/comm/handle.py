@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from time import perf_counter as clock
+from types import CodeType
 from typing import Any, Generic, TypeVar, final
 
 from torch.futures import Future
 
-from meshcomm.comm.site import caller
+from meshcomm.comm.ledger import Later
+from meshcomm.comm.site import line_of, place_of_call
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.transport import Work
 
@@ -33,7 +36,8 @@ class Handle(Generic[T]):
         "_error",
         "_fail",
         "_finish",
-        "_line",
+        "_later",
+        "_place",
         "_result",
         "_source",
         "_where",
@@ -47,15 +51,20 @@ class Handle(Generic[T]):
         where: Callable[[], str],
         source: Callable[[], int] | None = None,
         fail: Callable[[BaseException], CommunicationError] | None = None,
+        later: Later | None = None,
+        place: tuple[CodeType, int] | None = None,
     ) -> None:
         self._fail = fail
+        # Told of the wait, where the call is counted as a whole and not by its works.
+        self._later = later
         self._works: Sequence[Work] | None = works
         self._finish: Callable[[], T] | None = finish
         self._where = where
         self._source = source
         self._error: MeshcommError | None = None
         self._result: T | None = None
-        self._line = caller()
+        # Not the line: finding it takes longer, and mostly nobody asks.
+        self._place = place_of_call(2) if place is None else place
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the call is over and return its result; again: return it at once.
@@ -67,15 +76,29 @@ class Handle(Generic[T]):
             raise self._error
         if self._works is not None:
             works, self._works = self._works, None
+            since = clock()
             try:
                 wait_all(works, self._where, timeout_s, self._fail)
             except MeshcommError as error:
                 self._error = error
                 raise
+            finally:
+                if self._later is not None:
+                    self._later.waited(since)
             assert self._finish is not None
             self._result = self._finish()
             self._finish = None
         return self._result  # type: ignore[return-value]
+
+    @property
+    def _line(self) -> str:
+        code, instruction = self._place
+        return f"{code.co_filename}:{line_of(code, instruction)}"
+
+    def at_once(self) -> None:
+        """For the library: the wait follows at once, so that the call counts as a blocking one."""
+        if self._later is not None:
+            self._later.at_once()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, without blocking."""

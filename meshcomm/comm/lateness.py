@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.recorder import KEPT, Recorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -142,15 +142,13 @@ def measure(named: Mapping[str, Communicator], base: Sequence[Communicator]) -> 
 
 def _told(recorder: Recorder) -> Tensor:
     """(calls + 1, 2): first which host and by how much its wall clock is ahead, then number and time."""
-    kept = len(recorder.came)
-    first = max(1, recorder.started - kept + 1)
-    rows = [[_host(), time.time_ns() - time.perf_counter_ns()]]
-    rows += [[number, recorder.came[number % kept]] for number in range(first, recorder.started + 1)]
-    rows += [[0, 0]] * (kept + 1 - len(rows))
+    rows = [[host(), time.time_ns() - time.perf_counter_ns()]]
+    rows += [[number, round(recorder.began(number) * 1e9)] for number in recorder.remembered()]
+    rows += [[0, 0]] * (KEPT + 1 - len(rows))
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _host() -> int:
+def host() -> int:
     """Equal for two processes that share a monotonic clock: those of one boot of one kernel."""
     try:
         return uuid.UUID(_BOOT.read_text().strip()).int >> 65

@@ -161,6 +161,8 @@ def _later(
     async_op: bool,
 ) -> list[Tensor] | Handle[list[Tensor]]:
     if not async_op:
+        for handle in handles:
+            handle.at_once()
         return finish()
     return Handle([_AsWork(handle) for handle in handles], finish, lambda: _where(comm, call))
 

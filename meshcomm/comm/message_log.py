@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from time import perf_counter as clock
 from types import CodeType
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
+from meshcomm.comm.ledger import Later, Totals, total_of
 from meshcomm.comm.message_check import Direction, MessageCheck
 from meshcomm.comm.site import is_ours, line_of
+from meshcomm.comm.spans import Span, Spans
 from meshcomm.transport import Work
 from meshcomm.transport.support import name_of
 
 End = tuple[Direction, int | None, int, Tensor]
+
+_KEPT: Final = 256
 
 
 class Part(NamedTuple):
@@ -32,13 +38,21 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A call that sends or receives, with the line that made it."""
+    """A call that sends or receives, with the line that made it.
+
+    nbytes: the larger of what it sends and what it receives. calls: 0 where it prepares another that
+    counts. began: in seconds on the monotonic clock. told: its span, where a trace is taken.
+    """
 
     name: str
     call: str
     parts: tuple[Part, ...]
     code: CodeType
     instruction: int
+    nbytes: int
+    calls: int
+    began: float
+    told: Span | None
 
 
 @final
@@ -47,19 +61,28 @@ class MessageLog:
 
     Messages are not numbered among the group's collectives: ranks may send different numbers.
     waiting: the call that this rank is blocked in, None while it is in none.
+    recent: the last calls, and when they ended. spans takes all while a trace is taken.
+    totals: of the group, where calls are summed up.
     check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "begun", "waiting")
+    __slots__ = ("_check", "_totals", "begun", "label", "recent", "spans", "waiting")
 
-    def __init__(self, check: MessageCheck | None = None) -> None:
+    def __init__(self, totals: Totals, label: str, check: MessageCheck | None = None) -> None:
+        self._totals = totals
         self._check = check
+        self.label = label
+        self.recent: deque[tuple[Message, Later]] = deque(maxlen=_KEPT)
+        self.spans: Spans | None = None
         self.begun: dict[tuple[Direction, int, int], int] = {}
         self.waiting: Message | None = None
 
-    def begin(self, name: str, call: str, ends: Sequence[End]) -> Message:
+    def begin(
+        self, name: str, call: str, ends: Sequence[End], *, calls: int = 1, nbytes: int | None = None
+    ) -> Message:
         """Count one call's messages, given as (direction, peer's coord, tag, tensor), and remember its line.
 
+        calls, nbytes: see Message; for the ledger.
         Raises CallMismatchError where the other end of one is known to mean another tensor; that
         message is not counted.
         """
@@ -67,8 +90,13 @@ class MessageLog:
         while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
         parts = []
+        sent = came = 0
         for direction, peer, tag, x in ends:
             number = 0
+            if direction == "send":
+                sent += x.nbytes
+            else:
+                came += x.nbytes
             if peer is not None:
                 key = (direction, peer, tag)
                 number = self.begun.get(key, 0) + 1
@@ -78,7 +106,39 @@ class MessageLog:
                     self._check.meet(direction, peer, tag, number, facts, site)
                 self.begun[key] = number
             parts.append(Part(direction, peer, tag, number))
-        return Message(name, call, tuple(parts), frame.f_code, frame.f_lasti)
+        if nbytes is None:
+            nbytes = sent if sent > came else came
+        code, instruction, told = frame.f_code, frame.f_lasti, None
+        if self.spans is not None:
+            tensors = [end[3] for end in ends]
+            told = self.spans.message(self.label, name, call, parts, tensors, nbytes, code, instruction)
+        return Message(name, call, tuple(parts), code, instruction, nbytes, calls, clock(), told)
+
+    def left(self, message: Message, count_as: str | None) -> Later:
+        """The messages of a call are started: who is told of the waits for them.
+
+        count_as: under which call the ledger counts it; None: not at all.
+        """
+        now = clock()
+        if message.told is not None:
+            message.told.left = now
+        total = None if count_as is None else total_of(self._totals, message.name, count_as)
+        later = Later(total, message.nbytes, message.began, now, message.told, message.calls)
+        self.recent.append((message, later))
+        return later
+
+    def history(self) -> list[dict[str, Any]]:
+        """The last calls as plain data; see Recorder.history."""
+        return [
+            {
+                "dim": message.name,
+                "call": message.call,
+                "bytes": message.nbytes,
+                "began": message.began,
+                "over": later.over or None,
+            }
+            for message, later in list(self.recent)
+        ]
 
     def differences(self) -> list[str]:
         """What the other ends found different in the messages that this rank waits for."""
@@ -95,10 +155,12 @@ class MessageLog:
         """Compare no more."""
         self._check = None
 
-    def arrived(self, src: int, tag: int) -> None:
+    def arrived(self, message: Message, src: int, tag: int) -> None:
         """A receive from whoever comes first was served by coord `src`."""
         key: tuple[Direction, int, int] = ("recv", src, tag)
-        self.begun[key] = self.begun.get(key, 0) + 1
+        self.begun[key] = number = self.begun.get(key, 0) + 1
+        if message.told is not None:
+            message.told.parts = (Part("recv", src, tag, number),)
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
         """All of it as plain data, peers as global ranks; `ranks` by coord."""
@@ -123,19 +185,24 @@ class MessageLog:
 
 @final
 class Awaited:
-    """A Work whose wait shows in the log."""
+    """A Work whose wait shows in the log and in the ledger."""
 
-    __slots__ = ("_log", "_message", "_work")
+    __slots__ = ("_later", "_log", "_message", "_work")
 
-    def __init__(self, work: Work, log: MessageLog, message: Message) -> None:
+    def __init__(self, work: Work, log: MessageLog, message: Message, later: Later) -> None:
         self._work = work
+        self._later = later
         self._log = log
         self._message = message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As the work's own; after a failure the message stays in the log until it was asked about."""
         self._log.waiting = self._message
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        since = clock()
+        try:
+            done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        finally:
+            self._later.waited(since)
         self._log.waiting = None
         return done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter as clock
 from typing import Final, TypeAlias, TypeVar, final
 
 import torch
@@ -15,11 +16,12 @@ from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import buffer_for, into, materialised
 from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
 from meshcomm.transport import Transport, Work
-from meshcomm.transport.profile import labelled
+from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import name_of
 
 T = TypeVar("T")
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
+Parcel: TypeAlias = tuple[Tensor, int, int]
 
 _MOST_AXES: Final = 14
 
@@ -32,25 +34,42 @@ _DTYPES = [dtype for i, dtype in enumerate(_DTYPES) if dtype not in _DTYPES[:i]]
 class Messages:
     """Point to point along `name`; a communicator has one. Peers are coords."""
 
-    __slots__ = ("_coord", "_name", "_recorder", "_size", "_transport", "_who")
+    __slots__ = ("_coord", "_kinds", "_name", "_recorder", "_size", "_transport", "_who")
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: Recorder) -> None:
         self._name = name
         self._transport = transport
+        self._kinds = transport.kinds
         self._size = transport.size
         self._coord = transport.coord
         self._who = who
         self._recorder = recorder
 
-    def isend(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> Handle[None]:
-        """Start sending `x` to coord `dst`. See `Mesh.isend`."""
+    def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> None:
+        """Send `x` to coord `dst`. See `Mesh.send`."""
+        if handshake:
+            self.isend(x, dst, tag, True, at_once=True).wait()
+            return
         check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
-        check_tensor(x, self._transport.kinds, lambda: self._where("send"))
+        check_tensor(x, self._kinds, lambda: self._where("send"))
+        dense = materialised(x.detach())
+        message = self._begin("send", [("send", dst, tag, dense)])
+        self._now(message, lambda: [self._transport.send(dense, dst, tag)], f"send to {dst}")
+
+    def isend(
+        self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, at_once: bool = False
+    ) -> Handle[None]:
+        """Start sending `x` to coord `dst`. See `Mesh.isend`; at_once: it is waited for at once."""
+        check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
+        check_tensor(x, self._kinds, lambda: self._where("send"))
         dense = materialised(x.detach())
         leaving = [_describe(dense, self._where("send")), dense] if handshake else [dense]
-        message = self._begin("send", [("send", dst, tag, each) for each in leaving])
+        message = self._begin("send", [("send", dst, tag, each) for each in leaving], nbytes=dense.nbytes)
         works = self._start(
-            message, lambda: [self._transport.send(each, dst, tag) for each in leaving], f"send to {dst}"
+            message,
+            lambda: [self._transport.send(each, dst, tag) for each in leaving],
+            f"send to {dst}",
+            at_once,
         )
 
         def sent(_: object = leaving) -> None:  # holds the copies until the message has left
@@ -58,21 +77,33 @@ class Messages:
 
         return self._handle(works, sent, f"send to {dst}")
 
-    def irecv(self, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
-        """Start receiving into `out` from coord `src`. See `Mesh.irecv`."""
+    def irecv(
+        self, out: Tensor, src: int, tag: int = 0, at_once: bool = False, header: bool = False
+    ) -> Handle[Tensor]:
+        """Start receiving into `out` from coord `src`. See `Mesh.irecv`.
+
+        at_once: it is waited for at once. header: it counts with the receive that follows.
+        """
         check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
         self._door(out, "recv")
         dense = buffer_for(out)
-        message = self._begin("recv", [("recv", src, tag, out)])
-        works = self._start(message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}")
+        message = self._begin("recv", [("recv", src, tag, out)], header)
+        works = self._start(
+            message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}", at_once
+        )
         return self._handle(works, lambda: into(out, dense), f"recv from {src}", lambda: src)
 
     def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
         if out is not None:
-            return self.irecv(out, src, tag).wait()
-        header = self.irecv(_blank(self._transport.device), src, tag).wait()
-        return self.irecv(_described(header), src, tag).wait()
+            check_peer(src, self._coord, self._size, "src", lambda: self._where("recv"))
+            self._door(out, "recv")
+            dense = buffer_for(out)
+            message = self._begin("recv", [("recv", src, tag, out)])
+            self._now(message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}")
+            return into(out, dense)
+        header = self.irecv(_blank(self._transport.device), src, tag, at_once=True, header=True).wait()
+        return self.irecv(_described(header), src, tag, at_once=True).wait()
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
@@ -93,57 +124,67 @@ class Messages:
         first = _blank(self._transport.device) if out is None else out
         self._door(first, "recv_any")
         dense = buffer_for(first)
-        message = self._begin("recv_any", [("recv", None, tag, first)])
+        message = self._begin("recv_any", [("recv", None, tag, first)], out is None)
         started: list[Work] = []
 
         def start() -> list[Work]:
             started.append(self._transport.recv_any(dense, tag))
             return started
 
-        self._wait(self._start(message, start, "recv_any"), "recv_any")
+        self._wait(self._start(message, start, "recv_any", True), "recv_any")
         src = self._transport.source_of(started[0])
-        self._recorder.messages.arrived(src, tag)
+        self._recorder.messages.arrived(message, src, tag)
         if out is not None:
             return into(out, dense), src
-        return self.irecv(_described(dense), src, tag).wait(), src
+        return self.irecv(_described(dense), src, tag, at_once=True).wait(), src
 
     def exchange(
-        self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = (), call: str = "exchange"
+        self,
+        sends: Sequence[Envelope] = (),
+        recvs: Sequence[Envelope] = (),
+        call: str = "exchange",
+        header: bool = False,
     ) -> list[Tensor]:
-        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
-        works, finish = self._exchange(sends, recvs, call)
-        self._wait(works, call)
-        return finish()
+        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors.
+
+        header: it counts with the call that follows.
+        """
+        leaving, coming, message = self._prepared(sends, recvs, call, header)
+        if message is not None:
+            self._now(message, lambda: self._transport.exchange(leaving, coming), call)
+        return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
 
     def iexchange(
         self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
     ) -> Handle[list[Tensor]]:
         """`exchange`, started only."""
-        works, finish = self._exchange(sends, recvs, "exchange")
+        leaving, coming, message = self._prepared(sends, recvs, "exchange", False)
+        works: list[Awaited] = []
+        if message is not None:
+            works = self._start(message, lambda: self._transport.exchange(leaving, coming), "exchange", False)
+
+        def finish(_: object = leaving) -> list[Tensor]:  # holds the copies until the messages have left
+            return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
+
         return self._handle(works, finish, "exchange")
 
-    def _exchange(
-        self, sends: Sequence[Envelope], recvs: Sequence[Envelope], call: str
-    ) -> tuple[list[Awaited], Callable[[], list[Tensor]]]:
+    def _prepared(
+        self, sends: Sequence[Envelope], recvs: Sequence[Envelope], call: str, header: bool
+    ) -> tuple[list[Parcel], list[Parcel], Message | None]:
+        """What leaves, where what comes is put, both dense, and the call; None where there is nothing."""
         for x, dst, *_tag in sends:
-            check_tensor(x, self._transport.kinds, lambda: self._where(call))
+            check_tensor(x, self._kinds, lambda: self._where(call))
             check_peer(dst, self._coord, self._size, "dst", lambda: self._where(call))
         for out, src, *_tag in recvs:
             check_peer(src, self._coord, self._size, "src", lambda: self._where(call))
             self._door(out, call)
         leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
         coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
-        works: list[Awaited] = []
-        if leaving or coming:
-            ends: list[End] = [("send", dst, tag, x) for x, dst, tag in leaving]
-            ends += [("recv", src, tag, out) for out, src, tag in coming]
-            message = self._begin(call, ends)
-            works = self._start(message, lambda: self._transport.exchange(leaving, coming), call)
-
-        def finish(_: object = leaving) -> list[Tensor]:  # holds the copies until the messages have left
-            return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
-
-        return works, finish
+        if not leaving and not coming:
+            return leaving, coming, None
+        ends: list[End] = [("send", dst, tag, x) for x, dst, tag in leaving]
+        ends += [("recv", src, tag, out) for out, src, tag in coming]
+        return leaving, coming, self._begin(call, ends, header)
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
@@ -158,7 +199,9 @@ class Messages:
         if handshake:
             header = _describe(materialised(x.detach()), self._where("shift"))
             blank = _blank(self._transport.device)
-            self.exchange([(header, target)] if goes else [], [(blank, source)] if comes else [], "shift")
+            self.exchange(
+                [(header, target)] if goes else [], [(blank, source)] if comes else [], "shift", True
+            )
             buffer = _described(blank) if comes else buffer
         received = self.exchange([(x, target)] if goes else [], [(buffer, source)] if comes else [], "shift")
         return received[0] if received else None
@@ -178,29 +221,64 @@ class Messages:
         return _described(header)
 
     def _door(self, x: Tensor, call: str) -> None:
-        check_tensor(x, self._transport.kinds, lambda: self._where(call))
+        check_tensor(x, self._kinds, lambda: self._where(call))
         check_in_place(x, lambda: self._where(call), "shift")
 
     def _where(self, call: str) -> str:
         return f'{call} along "{self._name}" on {self._who}'
 
-    def _begin(self, call: str, ends: Sequence[End]) -> Message:
+    def _begin(
+        self, call: str, ends: Sequence[End], header: bool = False, nbytes: int | None = None
+    ) -> Message:
+        calls, nbytes = (0, 0) if header else (1, nbytes)
         try:
-            return self._recorder.messages.begin(self._name, call, ends)
+            return self._recorder.messages.begin(self._name, call, ends, calls=calls, nbytes=nbytes)
         except RuntimeError as error:  # the store, where messages are still compared
             raise self._failed(call, error) from error
 
-    def _start(self, message: Message, start: Callable[[], Sequence[Work]], call: str) -> list[Awaited]:
+    def _now(self, message: Message, start: Callable[[], Sequence[Work]], call: str) -> None:
+        """Start the messages of a call and wait for them."""
+        log = self._recorder.messages
+        log.waiting = message
+        try:
+            if profiling():
+                with labelled(f"meshcomm::{message.call} {self._name}"):
+                    works = start()
+            else:
+                works = start()
+            # Messages of a collective that is done step by step are a part of it.
+            later = log.left(message, None if self._recorder.inside else message.call)
+            later.at_once()
+            since = clock()
+            try:
+                for work in works:
+                    work.wait()
+            finally:
+                later.waited(since)
+        except RuntimeError as error:
+            raise self._failed(call, error) from error
+        log.waiting = None
+
+    def _start(
+        self, message: Message, start: Callable[[], Sequence[Work]], call: str, at_once: bool
+    ) -> list[Awaited]:
         log = self._recorder.messages
         # A backend may block, or fail, before there is anything to wait for.
         log.waiting = message
         try:
-            with labelled(f"meshcomm::{message.call} {self._name}"):
+            if profiling():
+                with labelled(f"meshcomm::{message.call} {self._name}"):
+                    works = start()
+            else:
                 works = start()
         except RuntimeError as error:
             raise self._failed(call, error) from error
         log.waiting = None
-        return [Awaited(work, log, message) for work in works]
+        # Messages of a collective that is done step by step are a part of it.
+        later = log.left(message, None if self._recorder.inside else message.call)
+        if at_once:
+            later.at_once()
+        return [Awaited(work, log, message, later) for work in works]
 
     def _handle(
         self,

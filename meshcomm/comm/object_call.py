@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter as clock
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
@@ -148,26 +149,29 @@ class ObjectCall:
             self._run(lambda: [self._transport.all_gather(texts, padded, True)])
             self.stop_unsendable([(coord, _reason(texts[coord, : rows[coord].size])) for coord in failed])
         self._within_cap(dict(enumerate(rows)))
+        # Of a scatter the source's largest part is known, and all as of that size.
+        sizes = [row.size for row in rows]
+        self._recorder.is_of(sum(sizes) * (self.size if self._call == "scatter" else 1))
         return rows
 
     def offer(self, messages: list[Message] | None, dst: int) -> None:
         """The sender's half of `agree` between two ranks."""
         row = self.row(messages)
-        self.send(self.packed(row), dst)
+        self.send(self.packed(row), dst, header=True)
         if self._cause is not None:
-            self.send(self.reason_bytes(), dst)
+            self.send(self.reason_bytes(), dst, header=True)
             self.stop_unsendable([(self.coord, self.reason)])
-        answer = _Row(*self.recv(self.blank(len(row), torch.int64), dst).tolist())
+        answer = _Row(*self.recv(self.blank(len(row), torch.int64), dst, header=True).tolist())
         self._compare({self.coord: row, dst: answer})
 
     def answer(self, src: int) -> int:
         """The receiver's half; returns the bytes to come."""
         row = self.row(None)
-        offer = _Row(*self.recv(self.blank(len(row), torch.int64), src).tolist())
+        offer = _Row(*self.recv(self.blank(len(row), torch.int64), src, header=True).tolist())
         if offer.magic == _MAGIC and offer.failed:
-            reason = _reason(self.recv(self.blank(offer.size), src))
+            reason = _reason(self.recv(self.blank(offer.size), src, header=True))
             self.stop_unsendable([(src, reason)])
-        self.send(self.packed(row), src)
+        self.send(self.packed(row), src, header=True)
         self._compare({self.coord: row, src: offer})
         return offer.size
 
@@ -279,28 +283,41 @@ class ObjectCall:
                 )
             )
 
-    def send(self, x: Tensor, dst: int) -> None:
-        """One message between two ranks."""
-        self._message("send", x, dst, lambda: self._transport.send(x, dst, self._tag))
+    def send(self, x: Tensor, dst: int, header: bool = False) -> None:
+        """One message between two ranks; header: not the object itself, so that it counts with it."""
+        self._message("send", x, dst, lambda: self._transport.send(x, dst, self._tag), header)
 
-    def recv(self, x: Tensor, src: int) -> Tensor:
+    def recv(self, x: Tensor, src: int, header: bool = False) -> Tensor:
         """One message between two ranks; returns x."""
-        self._message("recv", x, src, lambda: self._transport.recv(x, src, self._tag))
+        self._message("recv", x, src, lambda: self._transport.recv(x, src, self._tag), header)
         return x
 
-    def _message(self, direction: Direction, x: Tensor, peer: int, start: Callable[[], Work]) -> None:
+    def _message(
+        self, direction: Direction, x: Tensor, peer: int, start: Callable[[], Work], header: bool
+    ) -> None:
         log = self._recorder.messages
         try:
-            log.waiting = log.begin(self._name, f"objects.{direction}", [(direction, peer, self._tag, x)])
+            log.waiting = message = log.begin(
+                self._name,
+                f"objects.{direction}",
+                [(direction, peer, self._tag, x)],
+                calls=0 if header else 1,
+                nbytes=0 if header else None,
+            )
             with labelled(self._label):
-                start().wait()
+                work = start()
+                later = log.left(message, f"objects.{self._call}")
+                later.at_once()
+                since = clock()
+                work.wait()
+                later.waited(since)
         except RuntimeError as error:
             raise self._recorder.inquire(self._recorder, self._where, error) from error
         finally:
             log.waiting = None
 
     def _run(self, start: Callable[[], Sequence[Work | None]]) -> None:
-        self._recorder.inside = True
+        self._recorder.resume()
         try:
             with labelled(self._label):
                 for work in start():
@@ -309,7 +326,7 @@ class ObjectCall:
         except RuntimeError as error:
             raise self._recorder.inquire(self._recorder, self._where, error) from error
         finally:
-            self._recorder.inside = False
+            self._recorder.end()
 
 
 def carrier_of(backend: str, device: torch.device) -> torch.device:

@@ -76,7 +76,7 @@ def all_reduce(
         return _settled(comm.checked_all_reduce(x, op, False, factor))
     comm._door(x, "all_reduce", "all_reduce")
     comm._check_op(op, x.dtype, factor, "all_reduce")
-    comm._begin("all_reduce", x, op=op, factor=factor, algorithm=algorithm)
+    comm._begin("all_reduce", x, op=op, algorithm=algorithm)
     try:
         carried, plain_op = comm._carried(x, op, factor, "all_reduce")
         flat = carried.detach().view(-1)
@@ -89,7 +89,7 @@ def all_reduce(
             flat.div_(comm.size)
         return into(x, carried)
     finally:
-        comm.recorder.inside = False
+        comm.recorder.end()
 
 
 def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -> Schedule:

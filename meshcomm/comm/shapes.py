@@ -10,7 +10,7 @@ from torch import Tensor
 
 def materialised(x: Tensor) -> Tensor:
     """`x` itself where its memory holds its values one after the other, else a copy that does."""
-    if x.dtype.is_complex:
+    if x.is_complex():
         x = x.resolve_conj()
     if x.is_neg():
         x = x.resolve_neg()

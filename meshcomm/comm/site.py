@@ -26,6 +26,14 @@ def caller() -> str:
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def place_of_call(depth: int) -> tuple[CodeType, int]:
+    """Code and instruction of the innermost frame that is the user's, from `depth` frames up on."""
+    frame: Any = sys._getframe(depth)
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
 def line_of(code: CodeType, instruction: int) -> int:
     """The line of an instruction: kept instead of the line, which takes longer to find."""
     found = code.co_firstlineno

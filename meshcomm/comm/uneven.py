@@ -22,6 +22,7 @@ def gather(
     """Sizes first; then everything to everyone who gets it, each rank's x in its own size."""
     call = "all_gather" if dst is None else "gather"
     sizes = _sizes(comm, source.shape[axis], source)
+    comm.recorder.is_of(sum(sizes) * _rows(source, axis) * source.element_size())
     gets = dst is None or comm.coord == dst
     rows = _rows(source, axis)
     lengths = [size * rows if gets else 0 for size in sizes]
@@ -39,6 +40,7 @@ def gather(
         shape = list(source.shape)
         shape[axis] = sum(sizes)
         comm.result_for(out, shape, source.dtype, source, call)
+    comm.recorder.resume()  # after the sizes, the data
     found: Tensor | Handle[Tensor] = comm.run(
         call,
         lambda b: comm.transport.all_to_all_uneven(buffer, x, lengths, sent, b),
@@ -98,6 +100,7 @@ def all_to_all(
         whole = torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
         return filled(out, whole)
 
+    comm.recorder.resume()  # after the sizes, the data
     return comm.run(
         "all_to_all",
         lambda b: comm.transport.all_to_all_uneven(buffer, flat, lengths, sent, b),
@@ -111,7 +114,6 @@ def _sizes(comm: Communicator, mine: int, like: Tensor) -> list[int]:
     own = torch.tensor([mine], dtype=torch.int64, device=like.device)
     found = own.new_empty(comm.size)
     comm.run("all_gather", lambda b: comm.transport.all_gather(found, own, b), lambda: None, False)
-    comm.recorder.inside = True  # the data itself is still to come
     sizes: list[int] = found.tolist()
     return sizes
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from meshcomm.comm.verdict import doing, name_of_rank, verdict
 from meshcomm.errors import LaunchError
 
 
-def report(folder: Path) -> str:
-    """The verdict of the reports in a folder, as text."""
+def read_reports(folder: Path) -> dict[int, Any]:
+    """The reports in a folder, by rank. Raises LaunchError where there are none, or something else is."""
     files = sorted(folder.glob("rank*.json"), key=lambda path: int("0" + path.stem[4:]))
     if not files:
         raise LaunchError(
@@ -31,6 +32,12 @@ def report(folder: Path) -> str:
                 expected="a file that a rank wrote",
                 hint=f"remove {file}",
             ) from None
+    return statuses
+
+
+def report(folder: Path) -> str:
+    """The verdict of the reports in a folder, as text."""
+    statuses = read_reports(folder)
     lines = [f"{len(statuses)} report(s) in {folder}", *verdict(statuses)]
     for rank, status in statuses.items():
         if status["failed"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.verdict import name_of_rank
-from meshcomm.config import Config
+from meshcomm.config import Config, TopologyConfig
 from meshcomm.layout import Group, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults
@@ -20,6 +21,7 @@ from meshcomm.mesh.process import Meeting, say_prefix, start_default_group
 from meshcomm.mesh.rank import end_rank
 from meshcomm.mesh.watch import Watch
 from meshcomm.mesh.worlds import Watching, World, prefixed
+from meshcomm.topology import discovered
 from meshcomm.transport import SoloTransport, Transport
 
 
@@ -59,6 +61,7 @@ def create_in_world(
         watch,
         create,
         transports.clear,
+        topology=settings.topology,
         # The world compares every call itself, and is told of each.
         validate_calls=None,
     )
@@ -157,6 +160,7 @@ def create_groups(
         watch,
         create,
         on_close,
+        topology=discovered(settings.topology, os.environ),
         validate_calls=None if limit == "always" else limit,
     )
 
@@ -174,6 +178,7 @@ def _mesh(
     create: Callable[[Group, bool], Transport],
     on_close: Callable[[], None],
     *,
+    topology: TopologyConfig,
     validate_calls: int | None,
 ) -> Mesh:
     def add(mesh: Mesh, wider: Plan, name: str) -> Transport:
@@ -199,6 +204,7 @@ def _mesh(
         device=device,
         store=prefixed("mesh", store),
         prefix=prefix,
+        topology=topology,
         transports=transports,
         validate_calls=validate_calls,
         watch=watch,

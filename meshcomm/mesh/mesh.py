@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,18 +16,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.comm import Communicator, Directory, Functional
 from meshcomm.comm.along import AlongDims
 from meshcomm.comm.lateness import Lateness, measure
+from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.roll_call import roll_call
+from meshcomm.comm.spans import Spans
 from meshcomm.comm.validation import CallCheck
+from meshcomm.config import TopologyConfig
 from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
+from meshcomm.mesh.barrier import meet_at_store
+from meshcomm.mesh.debugger import stop_at, users_frame
+from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
+from meshcomm.mesh.tracing import Trace
 from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.pattern.apply import GatherRules, Rearranger
+from meshcomm.show.grid_view import RankGrid
+from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_view
+from meshcomm.topology import machine
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -53,6 +63,7 @@ class Mesh(AlongDims):
         device: torch.device,
         store: dist.Store,
         prefix: str,
+        topology: TopologyConfig,
         transports: dict[str, Transport],
         startup_s: Mapping[str, float],
         validate_calls: int | None,
@@ -64,9 +75,12 @@ class Mesh(AlongDims):
         self.layout: Layout = plan.layout
         self.rank = rank
         self.device = device
+        # How ranks lie on machines, as the configuration or the launcher says it; for what is shown.
+        self.topology = topology
         self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
         self._barriers: dict[str, int] = {}
+        self._breakpoints: dict[tuple[str, int], int] = {}
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
         self.closed = False
@@ -77,6 +91,10 @@ class Mesh(AlongDims):
         # By group, not by name: names that share a group share the count of what is compared on it.
         self._calls: dict[int, CallCheck] = {}
         self._recorders: dict[int, Recorder] = {}
+        self._opened = time.perf_counter()
+        # What takes every call, while a trace is taken.
+        self.spans: Spans | None = None
+        self._traces = 0
         self._watch = watch
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
@@ -193,7 +211,7 @@ class Mesh(AlongDims):
         ranks = self.ranks(along)
         key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
         self._barriers[key] = number = self._barriers.get(key, 0) + 1
-        roll_call(
+        meet_at_store(
             prefixed(f"barrier/{key}/{number}", self._store),
             digits.coord(self.layout.position(self.rank)),
             ranks,
@@ -233,6 +251,86 @@ class Mesh(AlongDims):
             if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
                 named[family.name] = comm
         return measure(named, [self._at[dim] for dim in self.layout.dims])
+
+    def stats(self) -> Stats:
+        """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
+
+        Counted always: collectives, messages and objects along dims of size 2 or more that are made
+        through the mesh; not what torch does by itself on `group` or `device_mesh`, FSDP and pipelining
+        among it. Where [topology] says how fast the links are, with what the model predicts. Prints as a
+        table; `after.since(before)` is what came between two of them. Asks no other rank.
+        """
+        self._usable()
+        totals = [recorder.totals for recorder in self._recorders.values()]
+        seconds = time.perf_counter() - self._opened
+        return stats(self.label, seconds, counts(totals), self.plan, machine(self.topology))
+
+    def stats_of_all_ranks(self) -> StatsOfAll:
+        """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
+
+        Called by: every rank of the mesh, in the same program order.
+        """
+        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
+        names = [family.name for family in self.plan.families]
+        return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
+
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.
+
+        The file is for Perfetto or chrome://tracing: a lane for each rank and dim, arrows from senders to
+        receivers. After the block the first rank of the mesh has written it, and all ranks go on; 200,000
+        calls of a rank are kept at most. Where the block raises, each rank that left it so writes a file
+        of its own, trace.rank3.json. Calls cost some microseconds more inside.
+
+        Called by: every rank of the mesh, for the same part of the program.
+        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the
+                   block StoreError where the file cannot be written, StoreTimeout for ranks that do not come.
+        """
+        self._usable()
+        if self._watch is not None and not self._watch.timed:
+            raise UnsupportedOp(
+                f"no trace of simulated ranks, asked for on {self.label}",
+                given="mesh.trace in the simulator, whose ranks run one at a time",
+                expected="processes, whose times mean something",
+                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
+            )
+        self._traces += 1
+        store = prefixed(f"trace/{self._traces}", self._store)
+        return Trace(self, path, MeshStore(store, lambda: self.label, self.plan.defaults.timeout_s))
+
+    def trace_into(self, spans: Spans | None) -> None:
+        """For Trace: tell `spans` of every call from now on; None: nobody."""
+        self.spans = spans
+        for recorder in self._recorders.values():
+            recorder.trace(spans)
+
+    @property
+    def groups_by_label(self) -> dict[str, list[int]]:
+        """The global ranks of this rank's groups, by label as errors show it."""
+        return {recorder.label: recorder.ranks for recorder in self._recorders.values()}
+
+    def breakpoint(self, *, timeout_s: float = 3600.0, skip: int = 0, **coords: int) -> None:
+        """Stop one rank in Python's debugger, at the line of this call; the others wait for it.
+
+        `mesh.breakpoint(dp=0, tp=1)`. Dims that are not named: coord 0. The rank's own stdin is asked.
+
+        Called by:  every rank of the mesh. No group's timeout runs meanwhile: they meet at the store.
+        timeout_s:  how long the others wait; then they raise BarrierTimeout.
+        skip:       how many of the first calls from this line do nothing.
+        Raises:     UnknownDim, LayoutError on every rank; bdb.BdbQuit on the stopped rank after `q`.
+        """
+        self._usable()
+        at = {**dict.fromkeys(self.layout.dims, 0), **coords}
+        stopped = self.layout.rank_at(**at)
+        frame = users_frame()
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        self._breakpoints[line] = number = self._breakpoints.get(line, 0) + 1
+        if number <= skip:
+            return
+        if self.rank == stopped:
+            stop_at(frame, self.label, lambda: self._roll_call(None, timeout_s, False))
+        else:
+            self._roll_call(None, timeout_s, False)
 
     def rearrange(
         self,
@@ -325,18 +423,22 @@ class Mesh(AlongDims):
         state = "closed" if self.closed else f"rank {self.rank}" if self.is_member else "not a member"
         return f"Mesh({dims}; {state}, {self.device.type})"
 
+    def show(self, by: Dims | None = None) -> RankGrid:
+        """The ranks of the whole mesh as coloured blocks, a colour for each group along `by`; this rank marked.
+
+        by: a dim, merged dim or view's dim, or a tuple of them. None: the innermost dim.
+        Returns: what prints as text, in colour by rich, as a picture in a notebook; `.save("topo.svg")`.
+        Asks no other rank. Raises UnknownDim.
+        """
+        return RankGrid(self.plan, by, self.topology, self.rank if self.is_member else None)
+
     def __str__(self) -> str:
         """Dims, groups and neighbours as a table of 100 columns, without colour."""
-        from rich.console import Console
-
-        console = Console(width=100, color_system=None)
-        with console.capture() as capture:
-            console.print(self.__rich__())
-        return capture.get()
+        return as_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
         """What rich prints: the same table at the console's width."""
-        return plan_view(self.plan, self.rank if self.is_member else None)
+        return plan_view(self.plan, self.rank if self.is_member else None, self.topology)
 
     @property
     def label(self) -> str:
@@ -357,6 +459,7 @@ class Mesh(AlongDims):
             ranks = list(group.ranks)
             self._calls[key] = CallCheck(transport, ranks, self._validate_calls)
             self._recorders[key] = self._watch.record(group.label, ranks)
+            self._recorders[key].trace(self.spans)
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
     def _transport_of(self, name: str) -> Transport:

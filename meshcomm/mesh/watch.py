@@ -17,6 +17,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from meshcomm.comm.handle import broken
+from meshcomm.comm.lateness import host
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.verdict import absent_from, described, lines_of, message_lines, unmatched
@@ -62,6 +63,7 @@ class Watch:
         timeouts: Callable[[str], float],
         end: Callable[[CommunicationError], None],
     ) -> None:
+        self.timed = True
         self._store = store
         self._rank = rank
         self._coords = who
@@ -156,6 +158,15 @@ class Watch:
             "groups": [each.status() for each, _ in self._recorders],
         }
 
+    def _past(self) -> dict[str, Any]:
+        """The last calls on every group with their times, and the clock that they were taken on."""
+        past = [call for each, _ in self._recorders for call in each.history()]
+        now = time.perf_counter()
+        return {
+            "clock": {"host": str(host()), "now_s": now, "ahead_s": time.time() - now},
+            "history": sorted(past, key=lambda call: call["began"]),
+        }
+
     def _write(self) -> None:
         if not self._reports:
             return
@@ -164,7 +175,7 @@ class Watch:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             half = folder / f".rank{self._rank}.json"
-            half.write_text(json.dumps(self.status(), indent=1))
+            half.write_text(json.dumps({**self.status(), **self._past()}, indent=1))
             half.replace(folder / f"rank{self._rank}.json")
 
     def _blocked(self, recorder: Recorder) -> CommunicationError:

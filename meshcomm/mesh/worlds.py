@@ -16,7 +16,12 @@ from meshcomm.transport import Transport
 
 
 class Watching(Protocol):
-    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh lives."""
+    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh lives.
+
+    timed: whether the ranks run at the same time, so that it means something when they do what.
+    """
+
+    timed: bool
 
     def record(self, label: str, ranks: list[int]) -> Recorder:
         """A recorder for one more group."""

@@ -111,7 +111,9 @@ class Trainer:
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(split, logits, targets, reduction="sum") / self._tokens
 
-        self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, self.gradients.microbatch)
+        self._run: Runner = Accumulate(
+            self.modules[0], loss, self.microbatches, self.gradients.microbatch, mesh
+        )
         if part.pipeline and ranks > 1:
             here = (train.microbatch, data.sequence // context.size)
             between = here[1] // split.size if split.sequence_parallel else here[1]

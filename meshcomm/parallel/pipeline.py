@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from meshcomm.comm.spans import PASSES, stretch
 from meshcomm.config.parallel import PipelineSchedule
 from meshcomm.config.pipeline_checks import runs
 from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
@@ -44,9 +46,16 @@ class Accumulate:
     """A `Runner` without a pipeline: one microbatch after the other."""
 
     def __init__(
-        self, module: nn.Module, loss: Loss, microbatches: int, before: Callable[[bool], None] | None = None
+        self,
+        module: nn.Module,
+        loss: Loss,
+        microbatches: int,
+        before: Callable[[bool], None] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._module = module
+        # Of whose ranks a trace may be taken.
+        self._mesh = mesh
         self._loss = loss
         self._microbatches = microbatches
         # Told before each microbatch whether it is the last.
@@ -63,8 +72,11 @@ class Accumulate:
             if self._before is not None:
                 self._before(i == count - 1)
             here = {name: part[i] for name, part in parts.items()}
-            loss = self._loss(self._module(x, **here), target)
-            loss.backward()
+            spans = None if self._mesh is None else self._mesh.spans
+            with stretch(spans, PASSES, f"forward {i}"):
+                loss = self._loss(self._module(x, **here), target)
+            with stretch(spans, PASSES, f"backward {i}"):
+                loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -134,7 +146,7 @@ class Pipelined:
                 output_args=boundary(last if index == count - 1 else between),
                 group=mesh.group(dim),
             )
-            stage.position, stage.on_done = position, on_stage_done
+            stage.position, stage.on_done, stage.mesh = position, on_stage_done, mesh
             stages.append(stage)
         self._first = stages[0].is_first
         self._last = stages[-1].is_last
@@ -160,10 +172,27 @@ class Pipelined:
 
 
 class _ToldStage(PipelineStage):
-    """A stage that says when its gradients are complete."""
+    """A stage that says when its gradients are complete, and a trace when each of its passes runs."""
 
     position: int = 0
     on_done: Callable[[int], None] | None = None
+    mesh: Mesh | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        with self._pass("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **more)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        with self._pass("backward", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **more)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        with self._pass("weights", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
+
+    def _pass(self, what: str, microbatch: int) -> AbstractContextManager[None]:
+        spans = None if self.mesh is None else self.mesh.spans
+        return stretch(spans, PASSES, f"{what} {microbatch} of stage {self.stage_index}")
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # Every schedule calls this right after the stage's last backward pass of a step.

@@ -1,7 +1,8 @@
 """What does one rank send in a step, along which part's dim, in which calls and of how many bytes?
 
-As meshcomm's own training does it; sizes as meshcomm.costs counts them. Not counted, as they are small
-beside the rest: the embedding's and the loss's calls along tensor, norms of gradients, routers' counts.
+As meshcomm's own training does it, whose `mesh.stats()` a test compares with this; sizes as
+meshcomm.costs counts them. Not counted, as they are small beside the rest: the loss's calls along tensor,
+which move a number or two for each token; losses, norms of gradients, and routers' counts.
 """
 
 from __future__ import annotations
@@ -56,14 +57,22 @@ def _tokens(work: Workload, sizes: Sizes) -> Floats:
 
 def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Two all_reduces forward and two backward in each layer (Shoeybi et al. 2019); with sequence
-    parallelism a gather and a scatter in the place of each (Korthikanti et al. 2022)."""
-    calls = layers_of_rank(work, sizes) * (6 if work.recompute else 4)
+    parallelism a gather and a scatter in the place of each (Korthikanti et al. 2022).
+
+    One more forward out of the embedding, and one backward out of the head. A forward pass that is
+    computed again ends before its last all_reduce or scatter: nothing in backward asks for its result.
+    """
+    layers = layers_of_rank(work, sizes)
+    # With a pipeline no rank has both tables.
+    ends = np.where(sizes.pipeline > 1, 1.0, 2.0)
+    gathered = layers * (6 if work.recompute else 4) + ends
+    reduced = layers * (5 if work.recompute else 4) + ends
     size = _tokens(work, sizes) * work.width * work.activation_bytes
     if work.sequence_parallel:
-        yield Flow("tensor", ("tensor",), "all_gather", calls, size, True, "activations gathered")
-        yield Flow("tensor", ("tensor",), "reduce_scatter", calls, size, True, "activations scattered")
+        yield Flow("tensor", ("tensor",), "all_gather", gathered, size, True, "activations gathered")
+        yield Flow("tensor", ("tensor",), "reduce_scatter", reduced, size, True, "activations scattered")
     else:
-        yield Flow("tensor", ("tensor",), "all_reduce", calls, size, True, "activations")
+        yield Flow("tensor", ("tensor",), "all_reduce", reduced, size, True, "activations")
 
 
 def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:

@@ -30,7 +30,8 @@ _FIXED = ("model.", "data.sequence", "data.sha256", "train.global_batch", "train
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is written down changes nothing in what it computes.
 _OF_NO_EFFECT = {
-    f"train.{name}" for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume")
+    f"train.{name}"
+    for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "trace_steps")
 }
 _SECTIONS: Mapping[str, type[Model]] = {
     "mesh": MeshConfig,

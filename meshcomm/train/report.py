@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
 
+from meshcomm.mesh.stats import Stats
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -70,6 +72,10 @@ class Summary:
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
+    traffic: Stats | None = None
+    """What the rank that is told sent in the steps of this attempt; None where it had no step."""
+    traffic_steps: int = 0
+    """How many steps those are."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -66,6 +66,18 @@ class Transport(ABC):
         A function and its second argument; the first is [x]. For callers that make it very often.
         """
 
+    def straight(
+        self, call: str, dtype: torch.dtype, *, op: str | None = None, root: int | None = None
+    ) -> tuple[Callable[..., Work | None], Any] | None:
+        """What a blocking call of contiguous tensors of `dtype` comes down to, for callers that make it often.
+
+        A function and its last argument. Those before it are, for "broadcast", "reduce" and "all_reduce",
+        which is then not a blocking one, [x]; for "all_gather" and
+        "reduce_scatter" out, x; for "all_to_all" out, x, [], []; parts lie one after the other along axis 0.
+        None: there is no shorter way.
+        """
+        return None
+
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str, blocking: bool) -> Work:
         """Reduce `x` in place."""

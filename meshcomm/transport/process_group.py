@@ -84,6 +84,25 @@ class ProcessGroupTransport(Transport):
     def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
         return self.group.allreduce, _options(AllreduceOptions, True, op)
 
+    def straight(
+        self, call: str, dtype: torch.dtype, *, op: str | None = None, root: int | None = None
+    ) -> tuple[Callable[..., Work | None], Any] | None:
+        if dtype not in _MOVED:
+            return None
+        if call == "all_reduce":
+            return self.group.allreduce, _options(AllreduceOptions, False, op)
+        if call == "broadcast":
+            return self.group.broadcast, _options(BroadcastOptions, True, root=root)
+        if call == "reduce":
+            return self.group.reduce, _options(ReduceOptions, True, op, root=root)
+        if call == "all_gather":
+            return self._all_gather_single, _options(AllgatherOptions, True)
+        if call == "reduce_scatter":
+            return self._reduce_scatter_single, _options(ReduceScatterOptions, True, op)
+        if call == "all_to_all":
+            return self._all_to_all_single, _options(AllToAllOptions, True)
+        return None
+
     def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
         return self.group.reduce([_added(x)], _options(ReduceOptions, blocking, op, root=dst))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -31,15 +32,15 @@ REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
 LACKS: Final[dict[str, frozenset[str]]] = {"nccl": BITWISE}
 
 
-def check_reduce(backend: str, op: str, dtype: torch.dtype, where: str) -> None:
+def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
     """Raise UnsupportedOp unless a reduction `op` of `dtype` exists and is exact on `backend`.
 
     Called on every rank with the same arguments, so that it fails on all of them or on none.
-    `where` opens the message, as in `all_reduce along "dp"`.
+    `where()` opens the message, as in `all_reduce along "dp"`.
     """
     if op not in REDUCE_OPS:
         raise UnsupportedOp(
-            f"{where}: no reduce op {op!r}",
+            f"{where()}: no reduce op {op!r}",
             given=f"op={op!r}",
             expected="one of " + ", ".join(REDUCE_OPS),
             hint='op="sum"',
@@ -47,7 +48,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: str) -> None:
     reason = reduce_refusal(backend, op, dtype)
     if reason is not None:
         raise UnsupportedOp(
-            f"{where}: {op} of {name_of(dtype)} is not possible on {backend}",
+            f"{where()}: {op} of {name_of(dtype)} is not possible on {backend}",
             given=f"op={op!r}, dtype {name_of(dtype)}, backend {backend}",
             expected=reason[0],
             hint=reason[1],

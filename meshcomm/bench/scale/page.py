@@ -33,6 +33,8 @@ _NAMES: Final = "every name that Megatron makes"
 # How often a rank looks whether it is asked something: see meshcomm.mesh.watch.
 _LOOK_S: Final = 0.25
 _LOOKS_A_SECOND: Final = 20_000
+# Bytes of an error about ranks that differ, as one rank tells it to the others.
+_TOLD: Final = 1_000
 
 
 def asked_for(world: int) -> dict[str, Plan]:
@@ -170,7 +172,7 @@ def _server() -> str:
         "of these, the list of who has come, read once": [],
         "connections that the server holds": [],
         "looks of the watch, a second": [],
-        "bytes if the ranks' meshes differ: every rank reads the list": [],
+        "bytes if a rank's mesh differs: one reads the list and tells the others, in 1 kB each": [],
     }
     for world in WORLDS:
         plan = asked_for(world)[_DIMS]
@@ -185,7 +187,7 @@ def _server() -> str:
             _bytes(listed),
             f"{world:,}",
             f"{world / max(_LOOK_S, world / _LOOKS_A_SECOND):,.0f}",
-            _bytes(world * listed),
+            _bytes(listed + world * _TOLD),
         ]
         for name, text in zip(rows, total, strict=True):
             rows[name].append(text)
@@ -266,8 +268,8 @@ torch on Gloo: one call for each group, and two for every rank in it. With NCCL 
 ## What the store's server sees
 """
 _CONNECTIONS: Final = """\
-One server answers all of it: TCPStore is a single thread in rank 0, the launcher or its agent, whose process needs a file descriptor for each rank (`ulimit -n`). The last row is the price of a wrong config at that size: each rank reads
-who came with what, to raise the same error as all others.
+One server answers all of it: TCPStore is a single thread in rank 0, the launcher or its agent, whose process needs a file descriptor for each rank (`ulimit -n`). The last row is the price of a wrong config at that size: one rank reads
+who came with what, and all raise what it found.
 
 ## Connections
 """

@@ -1,0 +1,164 @@
+"""What has gone along a group since it was made: calls, bytes and time, by dim and call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter as clock
+from typing import Final, NamedTuple, Protocol, TypeAlias, final
+
+# Of these nccl-tests count the whole data, of n ranks n times what one brings.
+_WHOLE: Final = frozenset({"all_gather", "gather"})
+
+
+def moved(call: str, nbytes: int, size: int) -> int:
+    """Bytes of a call as nccl-tests count them, from those of the tensor that a rank brings.
+
+    >>> moved("all_reduce", 100, 4), moved("all_gather", 100, 4)
+    (100, 400)
+    """
+    return nbytes * size if call in _WHOLE else nbytes
+
+
+@final
+class Total:
+    """Running sums of one call on one dim of one group.
+
+    calls, nbytes, seconds: of blocking calls; seconds from start to return. later_*: of asynchronous
+    calls, once they are waited for; later_seconds is what their program spent on starting them and on
+    waiting, later_span_s from start to the end of the wait, whatever was done in between.
+    """
+
+    __slots__ = (
+        "call",
+        "calls",
+        "later_calls",
+        "later_nbytes",
+        "later_seconds",
+        "later_span_s",
+        "name",
+        "nbytes",
+        "seconds",
+    )
+
+    def __init__(self, name: str, call: str) -> None:
+        self.name = name
+        self.call = call
+        self.calls = self.nbytes = self.later_calls = self.later_nbytes = 0
+        self.seconds = self.later_seconds = self.later_span_s = 0.0
+
+
+Totals: TypeAlias = dict[tuple[str, str], Total]
+
+
+def total_of(totals: Totals, name: str, call: str) -> Total:
+    """The sums of `call` on the dim `name`, made where it is the first."""
+    found = totals.get((name, call))
+    if found is None:
+        found = totals[name, call] = Total(name, call)
+    return found
+
+
+class Count(NamedTuple):
+    """Sums of one call on one dim: of blocking calls, or (later) of asynchronous ones.
+
+    seconds: that the program spent in the calls; span_s: from start to the end of the wait.
+    """
+
+    dim: str
+    call: str
+    later: bool
+    calls: int
+    nbytes: int
+    seconds: float
+    span_s: float
+
+
+def counts(totals: Iterable[Totals]) -> list[Count]:
+    """The sums of several groups, each in the order of its first calls; what was never called is left out."""
+    found: list[Count] = []
+    for each in totals:
+        # A copy, as another thread may make the first call of a kind meanwhile.
+        for t in list(each.values()):
+            if t.calls:
+                found.append(Count(t.name, t.call, False, t.calls, t.nbytes, t.seconds, t.seconds))
+            if t.later_calls:
+                sums = (t.later_calls, t.later_nbytes, t.later_seconds, t.later_span_s)
+                found.append(Count(t.name, t.call, True, *sums))
+    return found
+
+
+class Told(Protocol):
+    """What a trace remembers of a call; told of its waits, in seconds of the monotonic clock."""
+
+    at_once: bool
+
+    def waited(self, since: float, now: float) -> None: ...
+
+
+@final
+class Later:
+    """A call between its start and the end of its last wait. It counts from its first wait on.
+
+    total: where it counts; None: nowhere. calls: 0 for a part of a call that another part counts for.
+    began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
+    """
+
+    __slots__ = (
+        "_at_once",
+        "_calls",
+        "_counted_to",
+        "_nbytes",
+        "_seconds",
+        "_told",
+        "_total",
+        "began",
+        "over",
+    )
+
+    def __init__(
+        self,
+        total: Total | None,
+        nbytes: int,
+        began: float,
+        left: float,
+        told: Told | None = None,
+        calls: int = 1,
+    ) -> None:
+        self._total = total
+        self._calls = calls
+        self._nbytes = nbytes
+        self._seconds = left - began
+        self._counted_to = 0.0
+        self._at_once = False
+        self._told = told
+        self.began = began
+        self.over = 0.0
+
+    def at_once(self) -> None:
+        """Nothing is done before the wait: it counts as a blocking call."""
+        self._at_once = True
+        if self._told is not None:
+            self._told.at_once = True
+
+    def waited(self, since: float) -> None:
+        """A wait that began at `since` is over; there may be several, one after the other."""
+        self.over = now = clock()
+        if self._told is not None:
+            self._told.waited(since, now)
+        total = self._total
+        if total is None:
+            return
+        calls, nbytes, spent, span = 0, 0, now - since, now - self._counted_to
+        if self._counted_to == 0.0:
+            calls, nbytes = self._calls, self._nbytes
+            spent, span = spent + self._seconds, now - self.began
+        self._counted_to = now
+        if self._at_once:
+            total.calls += calls
+            total.nbytes += nbytes
+            total.seconds += spent
+        else:
+            total.later_calls += calls
+            total.later_nbytes += nbytes
+            total.later_seconds += spent
+            total.later_span_s += span

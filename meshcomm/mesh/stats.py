@@ -1,0 +1,290 @@
+"""What has gone along each dim, how long it took, and what the model of the links says to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from meshcomm.comm.ledger import Count
+from meshcomm.costs import OPERATIONS, Line, Operation, best, bus_factor, lines, route
+from meshcomm.layout import Plan
+from meshcomm.place.links import ALGORITHMS
+from meshcomm.show.page import as_text
+from meshcomm.show.stats import stats_table
+from meshcomm.topology import Machine, span
+from meshcomm.topology.span import slowest_level
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# What moves data as one of the modelled operations does.
+_AS: Final[dict[str, Operation]] = {
+    **{name: name for name in OPERATIONS},
+    "send": "sendrecv",
+    "recv": "sendrecv",
+    "exchange": "sendrecv",
+    "shift": "sendrecv",
+}
+# nccl-tests' factors of those that are not modelled.
+_BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "reduce_scatter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call on one dim, by this rank, summed up.
+
+    ranks:       of the group.
+    async_op:    of asynchronous calls, once they were waited for; the others are blocking ones.
+    nbytes:      of the data as nccl-tests count it: what a rank brings; of all_gather, gather and scatter
+                 the whole; of a message what is sent, or received where nothing is.
+    seconds:     that the program spent inside the calls: until they returned, or on starting them and
+                 waiting for them.
+    span_s:      from start to the end of the wait, whatever the program did in between.
+    predicted_s: of the same calls by meshcomm.costs, all as of their mean size; None where the links'
+                 speeds are not known or the operation is not modelled.
+    """
+
+    dim: str
+    call: str
+    async_op: bool
+    ranks: int
+    calls: int
+    nbytes: int
+    seconds: float
+    span_s: float
+    predicted_s: float | None = None
+
+    @property
+    def algbw(self) -> float | None:
+        """Bytes per second of blocking calls; None for asynchronous ones, whose own time is not known."""
+        return None if self.async_op or not self.nbytes or self.seconds <= 0 else self.nbytes / self.seconds
+
+    @property
+    def busbw(self) -> float | None:
+        """algbw times nccl-tests' factor for the ranks of the group; None where it has none."""
+        operation = _AS.get(self.call) or _BUS_LIKE.get(self.call)
+        if self.algbw is None or operation is None:
+            return None
+        return self.algbw * float(bus_factor(operation, self.ranks))
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted seconds, of blocking calls."""
+        if self.async_op or not self.predicted_s:
+            return None
+        return self.seconds / self.predicted_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What `Mesh.stats` found. rows: of this rank. seconds: since the mesh was opened, or `since`."""
+
+    label: str
+    seconds: float
+    rows: tuple[Row, ...]
+
+    def since(self, earlier: Stats) -> Stats:
+        """What has been added after `earlier`, which the same mesh said."""
+        before = {(row.dim, row.call, row.async_op): row for row in earlier.rows}
+        rows = (_less(row, before.get((row.dim, row.call, row.async_op))) for row in self.rows)
+        return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
+
+    def facts(self) -> dict[str, Any]:
+        """As data that JSON can hold; rates in bytes per second."""
+        listed = [
+            {**asdict(row), "algbw": row.algbw, "busbw": row.busbw, "ratio": row.ratio} for row in self.rows
+        ]
+        return {"rank": self.label, "seconds": self.seconds, "rows": listed}
+
+    def __rich__(self) -> RenderableType:
+        """A table, a line for each call of each dim."""
+        return stats_table(self.facts())
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+class Spread(NamedTuple):
+    """One call on one dim, over all ranks that made it.
+
+    calls, nbytes: of all of them together. mean_s: seconds inside the calls of a rank, on average.
+    fastest, slowest: the ranks that spent least and most.
+    """
+
+    dim: str
+    call: str
+    async_op: bool
+    ranks: int
+    calls: int
+    nbytes: int
+    mean_s: float
+    fastest: int
+    fastest_s: float
+    slowest: int
+    slowest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StatsOfAll:
+    """What `Mesh.stats_of_all_ranks` found, the same on every rank."""
+
+    seconds: float
+    rows: tuple[Spread, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """As data that JSON can hold."""
+        return {"seconds": self.seconds, "rows": [row._asdict() for row in self.rows]}
+
+    def __rich__(self) -> RenderableType:
+        """A table, a line for each call of each dim."""
+        from meshcomm.show.stats import spread_table
+
+        return spread_table(self.facts())
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+def stats(label: str, seconds: float, counts: Iterable[Count], plan: Plan, machine: Machine | None) -> Stats:
+    """The table of one rank. machine: what is known of the links; None predicts nothing."""
+    predict = _Predictor(plan, machine)
+    order = {family.name: place for place, family in enumerate(plan.families)}
+    rows = [
+        Row(
+            count.dim,
+            count.call,
+            count.later,
+            plan.layout.size(count.dim),
+            count.calls,
+            count.nbytes,
+            count.seconds,
+            count.span_s,
+            predict.seconds(count),
+        )
+        for count in counts
+    ]
+    return Stats(label, seconds, tuple(sorted(rows, key=lambda row: order.get(row.dim, len(order)))))
+
+
+def of_all(
+    own: Stats,
+    rank: int,
+    dims: Sequence[str],
+    gather: Callable[[str, Any], list[Any]],
+    names: Sequence[str],
+) -> StatsOfAll:
+    """Sum up the ranks' tables dim by dim, so that no rank ever holds more than a few of them.
+
+    gather: (dim, object) -> everyone's along it. names: of all dims, in the order to show them.
+    Called by every rank of the mesh with the same dims.
+    """
+    rows = {
+        (row.dim, row.call, row.async_op): _Sum(
+            1, row.calls, row.nbytes, row.seconds, rank, row.seconds, rank, row.seconds
+        )
+        for row in own.rows
+    }
+    longest = own.seconds
+    for dim in dims:
+        everyone = gather(dim, (longest, {key: tuple(row) for key, row in rows.items()}))
+        longest = max(each for each, _ in everyone)
+        rows = {}
+        for _, table in everyone:
+            for key, plain in table.items():
+                row = _Sum(*plain)
+                rows[key] = row if key not in rows else _merged(rows[key], row)
+    found = [
+        Spread(
+            *key,
+            row.ranks,
+            row.calls,
+            row.nbytes,
+            row.total_s / row.ranks,
+            row.fastest,
+            row.fastest_s,
+            row.slowest,
+            row.slowest_s,
+        )
+        for key, row in rows.items()
+    ]
+    order = list(dict.fromkeys([*names, *(row.dim for row in found)]))
+    return StatsOfAll(longest, tuple(sorted(found, key=lambda row: order.index(row.dim))))
+
+
+class _Sum(NamedTuple):
+    """One call of some ranks together; travels as a tuple."""
+
+    ranks: int
+    calls: int
+    nbytes: int
+    total_s: float
+    fastest: int
+    fastest_s: float
+    slowest: int
+    slowest_s: float
+
+
+def _merged(a: _Sum, b: _Sum) -> _Sum:
+    """Two sets of ranks as one; of equally fast or slow ranks the lower one is named."""
+    fast = min(a, b, key=lambda row: (row.fastest_s, row.fastest))
+    slow = min(a, b, key=lambda row: (-row.slowest_s, row.slowest))
+    return _Sum(
+        a.ranks + b.ranks,
+        a.calls + b.calls,
+        a.nbytes + b.nbytes,
+        a.total_s + b.total_s,
+        fast.fastest,
+        fast.fastest_s,
+        slow.slowest,
+        slow.slowest_s,
+    )
+
+
+def _less(row: Row, before: Row | None) -> Row:
+    if before is None:
+        return row
+    predicted = row.predicted_s
+    if predicted is not None and before.predicted_s is not None:
+        predicted -= before.predicted_s
+    return Row(
+        row.dim,
+        row.call,
+        row.async_op,
+        row.ranks,
+        row.calls - before.calls,
+        row.nbytes - before.nbytes,
+        row.seconds - before.seconds,
+        row.span_s - before.span_s,
+        predicted,
+    )
+
+
+class _Predictor:
+    """The model's seconds for what was counted, the lines of a dim's operation worked out once."""
+
+    def __init__(self, plan: Plan, machine: Machine | None) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._lines: dict[tuple[str, Operation], list[Line]] = {}
+
+    def seconds(self, count: Count) -> float | None:
+        operation = _AS.get(count.call)
+        if operation is None or self._machine is None:
+            return None
+        key = (count.dim, operation)
+        if key not in self._lines:
+            self._lines[key] = _modelled(self._plan, count.dim, operation, self._machine)
+        if not self._lines[key]:
+            return None
+        mean = count.nbytes / count.calls
+        return count.calls * best(self._lines[key], mean).seconds(mean)
+
+
+def _modelled(plan: Plan, dim: str, operation: Operation, machine: Machine) -> list[Line]:
+    """The algorithms that a backend may choose from; none where a link's speed was not said."""
+    found = span(plan.layout.groups(dim), machine)
+    if slowest_level(found, machine).assumed:
+        return []
+    every = lines(operation, route(found, machine))
+    return [line for line in every if line.name in ALGORITHMS] or every

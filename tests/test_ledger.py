@@ -1,0 +1,430 @@
+"""What went along each dim: counted by the ledger, compared with plain lists and with the model of place."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.comm.ledger import Later, Total, counts, total_of
+from meshcomm.config import Config, load
+from meshcomm.errors import MeshClosed
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.stats import Row, Stats, of_all
+from meshcomm.place.expected import expected
+from meshcomm.show.stats import stats_table
+from meshcomm.testing import Pool
+from meshcomm.train import trainer_for
+from meshcomm.train.agree import agree
+from meshcomm.train.loop import batches_of
+
+Counted = dict[tuple[str, str, bool], tuple[int, int]]
+
+GRID = {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}
+
+
+def counted(stats: Stats) -> Counted:
+    return {(row.dim, row.call, row.async_op): (row.calls, row.nbytes) for row in stats.rows}
+
+
+# -- every kind of call, by hand ------------------------------------------------------------------
+
+
+def program(mesh: Mesh) -> Counted:
+    """Each call a known number of times, along dims of size 2; 3 float32 are 12 bytes."""
+    tp = mesh.coord("tp")
+    x = torch.ones(3)
+    for _ in range(300):  # more than the ring holds, most by the prepared call
+        mesh.all_reduce("tp", x, op="max")
+    for _ in range(2):
+        mesh.all_reduce("dp", x, async_op=True).wait()
+    mesh.all_reduce("tp", [x, torch.ones(5)])  # one message of 8 floats
+    mesh.all_reduce("tp", torch.ones(8), algorithm="ring")  # its messages are a part of it
+    mesh.all_reduce(("dp", "tp"), torch.ones(8), algorithm="hierarchical")
+    mesh.reduce("dp", x, dst=0)
+    mesh.broadcast("dp", x, src=1)
+    mesh.all_gather("tp", x)
+    mesh.all_gather("tp", torch.ones(1 + tp, 2), uneven=True)  # 1 + 2 rows of 2
+    mesh.gather("dp", x, dst=1)
+    mesh.gather("dp", torch.ones(1 + mesh.coord("dp")), dst=1, uneven=True)
+    mesh.scatter("tp", torch.ones(4) if tp == 0 else None, src=0)
+    mesh.reduce_scatter("tp", torch.ones(6))
+    mesh.all_to_all("tp", torch.ones(6))
+    mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
+    mesh.barrier("dp")
+    mesh.functional.all_gather(
+        "dp", torch.ones(2, requires_grad=True), grad="reduce_scatter"
+    ).sum().backward()
+    mesh.rearrange(torch.ones(3, 2), "a b -> a (tp b)")
+    for _ in range(2):
+        mesh.shift("tp", x)
+    mesh.shift("dp", torch.ones(2 + mesh.coord("dp")), handshake=True)
+    if tp == 0:
+        mesh.send("tp", x, dst=1)
+        mesh.isend("tp", x, dst=1, tag=7, handshake=True).wait()
+        mesh.objects.send("tp", list(range(10)), dst=1)
+    else:
+        mesh.recv("tp", torch.empty(3), src=0)
+        mesh.recv("tp", src=0, tag=7)
+        mesh.objects.recv("tp", src=0)
+    mesh.exchange("dp", [(x, 1 - mesh.coord("dp"))], [(torch.empty(3), 1 - mesh.coord("dp"))])
+    mesh.exchange("dp")  # nothing to move is no call
+    return counted(mesh.stats())
+
+
+def by_hand(mesh_coords: dict[str, int]) -> Counted:
+    handshaken = 4 * (2 + max(mesh_coords["dp"], 1 - mesh_coords["dp"]))
+    found: Counted = {
+        ("tp", "all_reduce", False): (302, 300 * 12 + 32 + 32),
+        ("dp", "all_reduce", True): (3, 2 * 12 + 16),
+        ("tp", "reduce_scatter", True): (1, 32),
+        ("tp", "all_gather", True): (1, 32),
+        ("dp", "reduce", False): (1, 12),
+        ("dp", "broadcast", False): (1, 12),
+        ("tp", "all_gather", False): (3, 24 + 24 + 48),
+        ("dp", "gather", False): (2, 24 + 12),
+        ("tp", "scatter", False): (1, 16),
+        ("tp", "reduce_scatter", False): (1, 24),
+        ("tp", "all_to_all", False): (1, 24),
+        ("dp", "all_to_all", False): (1, 20),
+        ("dp", "barrier", False): (1, 0),
+        ("dp", "all_gather", False): (1, 16),
+        ("dp", "reduce_scatter", False): (1, 16),
+        ("tp", "shift", False): (2, 24),
+        ("dp", "shift", False): (1, handshaken),
+        ("dp", "exchange", False): (1, 12),
+    }
+    if mesh_coords["tp"] == 0:
+        found |= {("tp", "send", False): (1, 12), ("tp", "send", True): (1, 12)}
+    else:
+        found |= {("tp", "recv", False): (2, 24)}
+    return found
+
+
+def without_objects(found: Counted) -> Counted:
+    return {key: value for key, value in found.items() if not key[1].startswith("objects.")}
+
+
+def test_every_call_by_hand_in_the_simulator() -> None:
+    everyone = meshcomm.simulate(lambda mesh: (mesh.coords, program(mesh)), dims=GRID["dims"])  # type: ignore[arg-type]
+    for coords, found in everyone:
+        assert without_objects(found) == by_hand(coords)
+        (key,) = set(found) - set(without_objects(found))
+        assert key == ("tp", "objects.send" if coords["tp"] == 0 else "objects.recv", False)
+        calls, nbytes = found[key]
+        assert calls == 1  # what the two told each other before is a part of it
+        assert 20 < nbytes < 200
+
+
+def measured() -> dict[str, Any]:
+    with meshcomm.init(**GRID) as mesh:  # type: ignore[arg-type]
+        x = torch.ones(4)
+        found = program(mesh)
+        # Past the mesh: not counted.
+        dist.all_reduce(x, group=mesh.group("tp"))
+        assert counted(mesh.stats()) == found
+        before = mesh.stats()
+        if mesh.coord("tp") == 1:
+            time.sleep(0.6)
+        mesh.all_reduce("tp", x)
+        handle = mesh.all_reduce("dp", x, async_op=True)
+        time.sleep(0.2)
+        handle.wait()
+        since = mesh.stats().since(before)
+        everyone = mesh.stats_of_all_ranks()
+    with pytest.raises(MeshClosed):
+        mesh.stats()
+    return {"coords": mesh.coords, "found": found, "since": since, "all": everyone, "text": str(before)}
+
+
+def test_the_same_counts_and_the_time_on_real_ranks(pool: Pool) -> None:
+    everyone = pool.run(measured, ranks=4)
+    for rank, told in enumerate(everyone):
+        assert without_objects(told["found"]) == by_hand(told["coords"])
+        blocking, later = told["since"].rows[::-1]
+        assert (blocking.dim, blocking.calls, later.dim, later.async_op) == ("tp", 1, "dp", True)
+        # Who waits for the other one spends the time in the call.
+        assert blocking.seconds > (0.1 if told["coords"]["tp"] == 0 else 0.0)
+        assert later.span_s > 0.19
+        assert later.seconds < later.span_s - 0.19
+        assert blocking.algbw == pytest.approx(16 / blocking.seconds)
+        assert blocking.busbw == pytest.approx(16 / blocking.seconds)  # 2 (n - 1) / n of it, n = 2
+        assert (later.algbw, later.ratio) == (None, None)
+        assert told["since"].seconds > 0.2
+        assert told["all"] == everyone[0]["all"], rank
+    spread = {(row.dim, row.call, row.async_op): row for row in everyone[0]["all"].rows}
+    tp = spread["tp", "all_reduce", False]
+    assert (tp.ranks, tp.calls, tp.nbytes) == (4, 4 * 303, 4 * (300 * 12 + 64 + 16))
+    assert tp.fastest_s <= tp.mean_s <= tp.slowest_s
+    assert {tp.fastest, tp.slowest} <= set(range(4))
+    assert spread["tp", "send", False].ranks == 2
+    assert "all_reduce, async" in everyone[0]["text"]
+
+
+def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None:
+    def body(mesh: Mesh) -> list[tuple[str, bool, int]]:
+        comm = mesh._at["dp"]
+        move, seen = comm.transport.all_to_all_uneven, []
+
+        def watched(*arguments: Any) -> Any:
+            last = comm.recorder.last()
+            assert last is not None
+            seen.append((last["call"], last["inside"], last["number"]))
+            return move(*arguments)
+
+        comm.transport.all_to_all_uneven = watched  # type: ignore[method-assign]
+        mesh.all_gather("dp", torch.ones(1 + mesh.rank), uneven=True)
+        mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
+        assert not comm.recorder.inside
+        return seen
+
+    for seen in meshcomm.simulate(body, dims={"dp": 2}):
+        assert seen == [("all_gather", True, 1), ("all_to_all", True, 2)]
+
+
+def test_names_that_share_a_group_are_counted_apart() -> None:
+    def body(mesh: Mesh) -> Counted:
+        mesh.all_reduce("dp", torch.ones(1))
+        for _ in range(3):
+            mesh.all_reduce("both", torch.ones(2))
+        mesh.all_reduce("one", torch.ones(2))  # a single rank: nothing moves, nothing is counted
+        return counted(mesh.stats())
+
+    for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1}, merge={"both": ["dp", "one"]}):
+        assert found == {("dp", "all_reduce", False): (1, 4), ("both", "all_reduce", False): (3, 24)}
+
+
+def test_a_failed_call_ends_and_an_unwaited_one_does_not_count() -> None:
+    total = Total("tp", "all_reduce")
+    later = Later(total, 100, began=1.0, left=1.5)
+    assert counts([{("tp", "all_reduce"): total}]) == []
+    now = time.perf_counter()
+    later.waited(now)
+    later.waited(time.perf_counter())  # a second work of the same call
+    assert (total.later_calls, total.later_nbytes) == (1, 100)
+    assert total.later_span_s == pytest.approx(later.over - 1.0)
+    assert 0.5 <= total.later_seconds < 5
+    blocking = Later(total, 7, began=now, left=now)
+    blocking.at_once()
+    blocking.waited(now)
+    assert (total.calls, total.nbytes, total.later_calls) == (1, 7, 1)
+    assert total_of({("tp", "all_reduce"): total}, "tp", "all_reduce") is total
+
+
+# -- predicted ------------------------------------------------------------------------------------
+
+
+def test_predicted_seconds_are_those_of_the_model() -> None:
+    settings = load(
+        {
+            "mesh": {"dims": {"dp": 2, "tp": 2}},
+            "topology": {
+                "ranks_per_node": 2,
+                "call_us": 5.0,
+                "links": {"node": {"latency_us": 10.0, "bandwidth_gbytes_s": 1.0}},
+            },
+        }
+    )
+
+    def body(mesh: Mesh) -> tuple[Stats, Stats]:
+        for size in (1000, 3000):
+            mesh.all_reduce("tp", torch.ones(size))
+            mesh.all_reduce("dp", torch.ones(size))
+        before = mesh.stats()
+        mesh.shift("tp", torch.ones(250))
+        return before, mesh.stats().since(before)
+
+    before, since = meshcomm.simulate(body, settings)[0]
+    rows = {row.dim: row for row in before.rows}
+    # A ring of two: two steps, and half of the bytes in each; the mean of 4,000 and 12,000.
+    ring = 2 * 10e-6 + 2 * (1 / 2) * 8000 / 1e9
+    assert rows["tp"].predicted_s == pytest.approx(2 * (5e-6 + ring))
+    assert rows["tp"].ratio == pytest.approx(rows["tp"].seconds / (2 * (5e-6 + ring)))
+    assert rows["dp"].predicted_s is None  # nobody said how fast the network is
+    assert since.rows[0].predicted_s == pytest.approx(5e-6 + 10e-6 + 1000 / 1e9)
+    assert [row.call for row in since.rows] == ["shift"]
+
+
+TRAIN: dict[str, Any] = {
+    "mesh": {"dims": {"dp": 1, "tp": 1}, "device": "cpu"},
+    "parallel": {"data": "dp", "tensor": "tp"},
+    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
+    "data": {"sequence": 32, "max_bytes": 50_000},
+    "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
+}
+RING = 'parallel.context="cp"'
+ULYSSES = 'parallel.attention="ulysses"'
+AGAIN = "train.recompute=true"
+EXPERTS = (
+    "mesh.dims={ dp = 4, tp = 1 }",
+    "mesh.views.expert={ edp = 2, ep = 2, tp = 1 }",
+    'parallel.expert="ep"',
+    "model.experts=4",
+    "model.experts_per_token=2",
+)
+
+
+def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
+    """What the model leaves out, in bytes of all ranks and a step: exact, so that nothing else hides in it."""
+    sections = settings.resolved(world)
+    parallel, model, data, train = sections.parallel, sections.model, sections.data, sections.train
+    assert parallel is not None and model is not None and data is not None and train is not None
+    sizes = sections.mesh.dims
+    found: dict[tuple[str, str], int] = {}
+
+    def add(dim: str, call: str, nbytes: int) -> None:
+        found[dim, call] = found.get((dim, call), 0) + nbytes * world
+
+    for dim in parallel.data_dims:
+        add(dim, "all_reduce", 8)  # how many tokens count, float64
+    for dim in parallel.gradient_dims:
+        add(dim, "all_reduce", 4)  # the loss
+    number = train.global_batch // (parallel.copies(sizes) * train.microbatch)
+    if parallel.tensor is not None:
+        tokens = train.microbatch * data.sequence // sizes.get("cp", 1)
+        # The loss: the highest logit of each token, then two sums of each; and two norms.
+        add("tp", "all_reduce", number * tokens * 4 * 3 + 8)
+        if parallel.sequence_parallel:
+            # Gradients of what is not split: two norms a layer and the last one.
+            add("tp", "all_reduce", (2 * model.layers + 1) * model.width * 4)
+    if parallel.expert is not None:
+        add("ep", "all_reduce", 8)  # norms
+        # How many rows go to each expert, int64, before they do; once more where it is done again.
+        again = 2 if train.recompute else 1
+        add("ep", "all_to_all", again * number * model.layers * model.experts * 8)
+    return {key: nbytes for key, nbytes in found.items() if sizes.get(key[0], 2) > 1}
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (4, ["mesh.dims={ dp = 4, tp = 1 }"]),
+        (2, ["mesh.dims={ dp = 2, tp = 1 }", "parallel.bucket_mb=0.01"]),
+        (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", AGAIN]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", AGAIN]),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING]),
+        (2, ["mesh.dims={ dp = 1, cp = 2, tp = 1 }", RING, AGAIN, 'train.compute_dtype="bfloat16"']),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
+        (4, [*EXPERTS, AGAIN]),
+    ],
+    ids=["dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"],
+)
+def test_training_sends_what_place_predicts(world: int, overrides: list[str]) -> None:
+    settings = load(TRAIN, overrides)
+
+    def body(mesh: Mesh) -> Stats:
+        facts = agree(mesh, settings)
+        trainer = trainer_for(mesh, settings)
+        batches = batches_of(trainer, facts.corpus)
+        trainer.step(*batches(1), 1e-3, 1)
+        before = mesh.stats()
+        trainer.step(*batches(2), 1e-3, 2)
+        return mesh.stats().since(before)
+
+    everyone = meshcomm.simulate(body, settings, world_size=world)
+    found: dict[tuple[str, str], int] = {}
+    calls: dict[tuple[str, str], int] = {}
+    for stats in everyone:
+        for row in stats.rows:
+            key = (row.dim, "sendrecv" if row.call == "exchange" else row.call)
+            found[key] = found.get(key, 0) + row.nbytes
+            calls[key] = calls.get(key, 0) + row.calls
+    predicted = small(settings, world)
+    for each in expected(settings, world):
+        key = ("_".join(each.dims), each.operation)
+        predicted[key] = predicted.get(key, 0) + round(each.step_bytes) * world
+    assert found == predicted
+    for each in expected(settings, world):
+        # Buckets are whole parameters, so their number is not quite bytes over size.
+        if each.what not in ("gradients", "experts' gradients") and each.operation == "sendrecv":
+            same = [e.calls for e in expected(settings, world) if (e.dims, e.operation) == each[:2]]
+            assert calls["_".join(each.dims), "sendrecv"] == sum(same) * world
+
+
+# -- shown ----------------------------------------------------------------------------------------
+
+ROWS = (
+    Row("dp", "all_reduce", True, 4, 10, 40_000_000, 0.002, 0.5),
+    Row("tp", "all_gather", False, 2, 20, 2_000_000, 0.01, 0.01, 0.004),
+    Row("tp", "barrier", False, 2, 1, 0, 0.001, 0.001),
+)
+
+
+def test_the_table() -> None:
+    stats = Stats("rank 0 (dp=0 tp=0)", 2.0, ROWS)
+    lines = [line.rstrip() for line in str(stats).splitlines() if line.strip()]
+    assert lines == [
+        "communication of rank 0 (dp=0 tp=0) in 2 s",
+        " dim  call               calls  bytes  inside  share     algbw     busbw  predicted  ratio",
+        " ─────────────────────────────────────────────────────────────────────────────────────────",
+        " dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
+        " tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
+        "      barrier                1      -    1 ms   0.1%         -         -          -      -",
+        "torch's own calls (FSDP, pipelining, DTensor) are not counted",
+        "async: inside is what the program spent on starting and waiting",
+    ]
+    facts = stats.facts()
+    assert facts["rows"][1]["algbw"] == pytest.approx(2e8)
+    each = stats_table(facts, steps=4)
+    assert "in each step" in str(each.title)
+    assert list(each.columns[2].cells)[:1] == ["2.5"]
+
+
+def test_since_subtracts_and_of_all_names_the_slowest() -> None:
+    earlier = Stats("rank 0", 1.0, (Row("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),))
+    (dp, tp, _) = Stats("rank 0", 2.0, ROWS).since(earlier).rows
+    assert dp.calls == 10
+    assert (tp.calls, tp.nbytes, tp.seconds) == (15, 1_500_000, pytest.approx(0.006))
+    assert Stats("", 2.0, ROWS).since(Stats("", 1.0, ROWS)).rows == ()
+
+    def seconds(spent: float) -> Stats:
+        return Stats("", spent, (Row("tp", "shift", False, 4, 1, 8, spent, spent),))
+
+    # Two dims of two: rank r spent r + 1 seconds.
+    tables = {rank: seconds(rank + 1.0) for rank in range(4)}
+
+    def merged(rank: int) -> Any:
+        def gather(dim: str, mine: Any) -> list[Any]:
+            peers = [rank // 2 * 2, rank // 2 * 2 + 1] if dim == "tp" else [rank % 2, rank % 2 + 2]
+            if dim == "tp":
+                return [alone(peer) for peer in peers]
+            return [of_pair(peer) for peer in peers]
+
+        return of_all(tables[rank], rank, ["tp", "dp"], gather, ["dp", "tp"])
+
+    def alone(rank: int) -> Any:
+        return (
+            rank + 1.0,
+            {("tp", "shift", False): (1, 1, 8, rank + 1.0, rank, rank + 1.0, rank, rank + 1.0)},
+        )
+
+    def of_pair(rank: int) -> Any:
+        low = rank // 2 * 2
+        return (
+            low + 2.0,
+            {("tp", "shift", False): (2, 2, 16, 2 * low + 3.0, low, low + 1.0, low + 1, low + 2.0)},
+        )
+
+    (row,) = merged(1).rows
+    assert (row.ranks, row.calls, row.nbytes, row.mean_s) == (4, 4, 32, 2.5)
+    assert (row.fastest, row.fastest_s, row.slowest, row.slowest_s) == (0, 1.0, 3, 4.0)
+    assert merged(2).seconds == 4.0
+
+
+def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:
+    from meshcomm.train import Silent, run
+
+    settings = load(TRAIN, ["mesh.dims={ dp = 2, tp = 1 }", f'train.out="{tmp_path}"'])
+    everyone = meshcomm.simulate(lambda mesh: run(mesh, settings, Silent()), settings, world_size=2)
+    traffic = everyone[0].traffic
+    assert everyone[0].traffic_steps == 2
+    assert traffic is not None
+    (gradients,) = [row for row in traffic.rows if row.async_op]
+    (planned,) = expected(settings, 2)
+    assert (gradients.calls, gradients.nbytes) == (2 * planned.calls, 2 * planned.step_bytes)
