@@ -183,9 +183,13 @@ ROWS: Final[dict[int, Row]] = {
         (f"{PAGE}#17-reduce-operations", "docs/reference/support.md#what-each-backend-reduces"),
     ),
     18: Row(
-        "profiling: labels",
-        ("test_all_collectives.py::test_the_profiler_sees_op_and_dims",),
-        (f"{PAGE}#18-profiling",),
+        "profiling: labels with op, dims and plan; one trace of all ranks",
+        (
+            "test_all_collectives.py::test_the_profiler_sees_op_dims_and_plan",
+            "test_trace.py::test_the_file_is_what_chrome_reads",
+            "test_trace.py::test_the_events_are_the_calls_that_were_made",
+        ),
+        (f"{PAGE}#18-profiling", "docs/guide/timeline.md"),
     ),
     19: Row(
         "launchers",

@@ -354,7 +354,7 @@ def test_handles_say_what_became_of_the_call(pool: Pool) -> None:
     pool.run(each_mesh, handles)
 
 
-def profiled() -> list[str]:
+def profiled() -> tuple[list[str], str]:
     with (
         meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh,
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
@@ -362,14 +362,16 @@ def profiled() -> list[str]:
         mesh.all_reduce("dp", torch.ones(1))
         mesh.all_gather(("tp",), torch.ones(1))
         mesh.shift("tp", torch.ones(1))
-    return sorted({each.key for each in profile.key_averages() if each.key.startswith("meshcomm::")})
+    found = sorted({each.key for each in profile.key_averages() if each.key.startswith("meshcomm::")})
+    return found, mesh.plan.fingerprint
 
 
-def test_the_profiler_sees_op_and_dims(pool: Pool) -> None:
-    assert pool.run(profiled, ranks=4)[0] == [
-        "meshcomm::all_gather tp",
-        "meshcomm::all_reduce dp",
-        "meshcomm::shift tp",
+def test_the_profiler_sees_op_dims_and_plan(pool: Pool) -> None:
+    found, plan = pool.run(profiled, ranks=4)[0]
+    assert found == [
+        f"meshcomm::all_gather tp, plan {plan}",
+        f"meshcomm::all_reduce dp, plan {plan}",
+        f"meshcomm::shift tp, plan {plan}",
     ]
 
 

@@ -519,7 +519,7 @@ class Communicator:
     ) -> T | Handle[T]:
         try:
             if profiling():
-                with labelled(f"meshcomm::{call} {self.name}"):
+                with labelled(f"meshcomm::{call} {self.name}{self.recorder.plan}"):
                     work = start(not async_op)
                     if not async_op and work is not None:
                         work.wait()

@@ -242,7 +242,7 @@ class Messages:
         log.waiting = message
         try:
             if profiling():
-                with labelled(f"meshcomm::{message.call} {self._name}"):
+                with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
                     works = start()
             else:
                 works = start()
@@ -267,7 +267,7 @@ class Messages:
         log.waiting = message
         try:
             if profiling():
-                with labelled(f"meshcomm::{message.call} {self._name}"):
+                with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
                     works = start()
             else:
                 works = start()

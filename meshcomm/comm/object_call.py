@@ -73,7 +73,7 @@ class ObjectCall:
         self._recorder = comm.recorder
         self._name = comm.name
         self._where = f'{call} of an object along "{comm.name}" on {comm.who}'
-        self._label = f"meshcomm::{call} of an object {comm.name}"
+        self._label = f"meshcomm::{call} of an object {comm.name}{comm.recorder.plan}"
         self._call = call
         self._root = root
         self._pickle = pickle

@@ -34,7 +34,7 @@ class Recorder:
     this host's monotonic clock, as the ring holds when they began. totals sums up all calls. messages
     are kept beside: they are counted by peer.
 
-    spans takes every call while a trace is taken; quick are dictionaries of prepared calls, which do not
+    plan ends the labels that profilers show. spans takes every call while a trace is taken; quick are dictionaries of prepared calls, which do not
     ask for it and are emptied for that time.
 
     Args:
@@ -49,6 +49,7 @@ class Recorder:
         "label",
         "left",
         "messages",
+        "plan",
         "quick",
         "ranks",
         "ring",
@@ -62,6 +63,7 @@ class Recorder:
         self, label: str, ranks: list[int], inquire: Inquire, check: MessageCheck | None = None
     ) -> None:
         self.label = label
+        self.plan = ""
         self.ranks = ranks
         self.inquire = inquire
         self.started = 0

@@ -459,6 +459,7 @@ class Mesh(AlongDims):
             ranks = list(group.ranks)
             self._calls[key] = CallCheck(transport, ranks, self._validate_calls)
             self._recorders[key] = self._watch.record(group.label, ranks)
+            self._recorders[key].plan = f", plan {self.plan.fingerprint}"
             self._recorders[key].trace(self.spans)
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
