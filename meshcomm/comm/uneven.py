@@ -13,11 +13,11 @@ from meshcomm.comm.shapes import cut, filled, materialised
 from meshcomm.errors import ShapeError
 
 if TYPE_CHECKING:
-    from meshcomm.comm.communicator import Communicator
+    from meshcomm.comm.calls import Calls
 
 
 def gather(
-    comm: Communicator, source: Tensor, axis: int, dst: int | None, async_op: bool, out: Tensor | None
+    comm: Calls, source: Tensor, axis: int, dst: int | None, async_op: bool, out: Tensor | None
 ) -> Tensor | Handle[Tensor]:
     """Sizes first; then everything to everyone who gets it, each rank's x in its own size."""
     call = "all_gather" if dst is None else "gather"
@@ -50,7 +50,7 @@ def gather(
     return found
 
 
-def check_splits(comm: Communicator, x: Tensor, axis: int, splits: Sequence[int]) -> None:
+def check_splits(comm: Calls, x: Tensor, axis: int, splits: Sequence[int]) -> None:
     """`splits` must cut axis `axis` of `x` into one part for each coord."""
     if len(splits) != comm.size or sum(splits) != x.shape[axis] or min(splits) < 0:
         raise ShapeError(
@@ -64,7 +64,7 @@ def check_splits(comm: Communicator, x: Tensor, axis: int, splits: Sequence[int]
 
 
 def all_to_all(
-    comm: Communicator,
+    comm: Calls,
     x: Tensor,
     axis: int,
     concat: int,
@@ -109,7 +109,7 @@ def all_to_all(
     )
 
 
-def _sizes(comm: Communicator, mine: int, like: Tensor) -> list[int]:
+def _sizes(comm: Calls, mine: int, like: Tensor) -> list[int]:
     """Everyone's `mine`, by coord."""
     own = torch.tensor([mine], dtype=torch.int64, device=like.device)
     found = own.new_empty(comm.size)

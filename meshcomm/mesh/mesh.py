@@ -22,15 +22,15 @@ from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.spans import Spans
 from meshcomm.comm.validation import CallCheck
 from meshcomm.config import TopologyConfig
-from meshcomm.errors import MeshClosed, NotMember, UnknownDim, UnsupportedOp
+from meshcomm.errors import MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
-from meshcomm.layout.sizes import fold
 from meshcomm.mesh.barrier import meet_at_store
 from meshcomm.mesh.debugger import stop_at, users_frame
 from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
 from meshcomm.mesh.tracing import Trace
+from meshcomm.mesh.whereabouts import Whereabouts
 from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.grid_view import RankGrid
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Mesh(AlongDims):
+class Mesh(Whereabouts, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -104,53 +104,6 @@ class Mesh(AlongDims):
         if self.is_member:
             for family in plan.families:
                 self._at[family.name] = self._communicator(family.name, transports[family.name])
-
-    # -- who am I -------------------------------------------------------------------------------
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this rank is in the mesh."""
-        return self.rank in self.layout
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the mesh."""
-        return self.layout.world_size
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        """Base dims and their sizes, outermost first."""
-        return self.layout.dims
-
-    @property
-    def coords(self) -> dict[str, int]:
-        """This rank's coords, by base dim."""
-        return self.layout.coords(self._member())
-
-    def coords_of(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """The coords of any rank, in the base or in a view."""
-        return self.layout.coords(rank, view)
-
-    def size(self, dims: Dims) -> int:
-        """Number of ranks along `dims`."""
-        return self.layout.size(dims)
-
-    def coord(self, dims: Dims) -> int:
-        """This rank's coord along `dims`."""
-        return self.layout.coord(self._member(), dims)
-
-    def ranks(self, dims: Dims) -> list[int]:
-        """The global ranks of this rank's group along `dims`; element c has coord c."""
-        ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
-        return ranks
-
-    def rank_at(self, **coords: int) -> int:
-        """The global rank at these coords."""
-        return self.layout.rank_at(**coords)
-
-    def peer(self, dims: Dims, offset: int, wrap: bool = True) -> int | None:
-        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`."""
-        return self.layout.peer(self._member(), dims, offset, wrap)
 
     # -- torch's objects over the same groups ---------------------------------------------------
 
@@ -440,14 +393,6 @@ class Mesh(AlongDims):
         """What rich prints: the same table at the console's width."""
         return plan_view(self.plan, self.rank if self.is_member else None, self.topology)
 
-    @property
-    def label(self) -> str:
-        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
-        if not self.is_member:
-            return f"rank {self.rank} (not in the mesh)"
-        inner = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
-        return f"rank {self.rank} ({inner})"
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _communicator(self, name: str, transport: Transport) -> Communicator:
@@ -466,16 +411,6 @@ class Mesh(AlongDims):
     def _transport_of(self, name: str) -> Transport:
         self._usable()
         return self._transports[name]
-
-    def _member(self) -> int:
-        if not self.is_member:
-            raise NotMember(
-                f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
-                given=f"rank {self.rank}; the mesh covers ranks {fold(self.layout.ranks)}",
-                expected="a rank of the mesh",
-                hint="if mesh.is_member:",
-            )
-        return self.rank
 
     def _usable(self) -> None:
         self._member()

@@ -1,0 +1,159 @@
+"""What do all calls along a dim have in common: checks at the door, the record, the comparison, the wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.checks import check_divisible, check_in_place, check_tensor, normal_axis
+from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.messages import Messages
+from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.shapes import split
+from meshcomm.comm.straight import Ready, Straight
+from meshcomm.comm.validation import CallCheck
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
+from meshcomm.transport import Transport, Work
+from meshcomm.transport.profile import labelled, profiling
+from meshcomm.transport.support import name_of
+
+T = TypeVar("T")
+
+
+class Calls:
+    """One group as its collectives see it; see Communicator, which has them.
+
+    Args:
+        name: the dim or dims, as errors show them.
+        transport: the group.
+        who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
+        calls: compares the first calls on this group between its ranks.
+        recorder: remembers the calls on this group, and knows whom to ask when one fails.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_kinds",
+        "_ready",
+        "_straight",
+        "coord",
+        "messages",
+        "name",
+        "recorder",
+        "size",
+        "transport",
+        "who",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        who: str,
+        calls: CallCheck | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.name = name
+        self.recorder = recorder or Recorder(name, [], lambda _, where, error: failure(where, error))
+        # None once there is nothing left to compare: what is off costs nothing.
+        self._calls = calls
+        self.transport = transport
+        self.size = transport.size
+        self._kinds = transport.kinds
+        self.coord = transport.coord
+        self.who = who
+        self.messages = Messages(name, transport, who, self.recorder)
+        self._straight = Straight(name, self.recorder)
+        self._ready: dict[object, dict[torch.dtype, Ready]] = self._straight.ready
+
+    @property
+    def _settled(self) -> bool:
+        """Whether calls are no longer compared, and nobody asks for each of them."""
+        return self._calls is None and self.recorder.spans is None
+
+    def _door(self, x: Tensor, call: str, functional: str) -> None:
+        check_tensor(x, self._kinds, lambda: self.where(call))
+        check_in_place(x, lambda: self.where(call), functional)
+
+    def where(self, call: str) -> str:
+        return f'{call} along "{self.name}" on {self.who}'
+
+    def failed(self, call: str, error: BaseException) -> CommunicationError:
+        """The error for a call that the backend gave up on."""
+        found = self.recorder.inquire(self.recorder, self.where(call), error)
+        self.recorder.end()
+        return found
+
+    def _begin(
+        self, call: str, x: Tensor | None = None, *, moves: Tensor | None = None, **facts: object
+    ) -> None:
+        """Remember the call, and tell the other ranks of it while calls are still compared.
+
+        moves: what moves, where x only stands for what is compared.
+        """
+        self.recorder.start(self.name, call, x if moves is None else moves, 3)
+        if self._calls is None:
+            return
+        if not self._calls.active:
+            self._calls = None
+            return
+        if x is not None:
+            facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
+        try:
+            self._calls.compare(self.name, call, facts)
+        except MeshcommError:
+            self.recorder.end()
+            raise
+        except RuntimeError as error:
+            raise self.failed(call, error) from error
+
+    def _parts(self, x: Tensor, axis: int, call: str) -> Tensor:
+        """`x` as (size, ...), the slices of `axis` in front, contiguous."""
+        axis = normal_axis(x, axis, lambda: self.where(call))
+        check_divisible(x, axis, self.size, lambda: self.where(call), lambda: self.who)
+        return split(x, axis, self.size)
+
+    def result_for(
+        self, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor, call: str
+    ) -> Tensor:
+        """`out` where it fits, else new memory where there is none."""
+        if out is None:
+            return like.new_empty(tuple(shape), dtype=dtype)
+        if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != like.device:
+            raise ShapeError(
+                f"{self.where(call)}: out does not fit the result",
+                given=f"out of shape {tuple(out.shape)}, {out.dtype}, {out.device}",
+                expected=f"shape {tuple(shape)}, {dtype}, {like.device}",
+                hint=f"out=x.new_empty({tuple(shape)}), or no out",
+            )
+        self._door(out, call, call)
+        return out
+
+    def run(
+        self, call: str, start: Callable[[bool], Work], finish: Callable[[], T], async_op: bool
+    ) -> T | Handle[T]:
+        try:
+            if profiling():
+                with labelled(f"meshcomm::{call} {self.name}{self.recorder.plan}"):
+                    work = start(not async_op)
+                    if not async_op and work is not None:
+                        work.wait()
+            else:
+                work = start(not async_op)
+                if not async_op and work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise self.failed(call, error) from error
+        if async_op:
+            return Handle(
+                (work,),
+                finish,
+                lambda: self.where(call),
+                fail=lambda error: self.failed(call, error),
+                later=self.recorder.later(),
+            )
+        self.recorder.end()
+        return finish()

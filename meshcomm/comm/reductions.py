@@ -1,0 +1,198 @@
+"""Collectives that add up, or reduce otherwise: what each backend is asked for, and in which dtype."""
+
+from __future__ import annotations
+
+from sys import _getframe as frame_at
+from time import perf_counter as clock
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.calls import Calls
+from meshcomm.comm.checks import check_coord
+from meshcomm.comm.handle import Handle
+from meshcomm.comm.recorder import KEPT
+from meshcomm.comm.shapes import buffer_for, into, materialised
+from meshcomm.comm.straight import fits
+from meshcomm.errors import ShapeError
+from meshcomm.transport.profile import profiling
+from meshcomm.transport.support import WIDENED, check_reduce
+
+
+class Reductions(Calls):
+    """all_reduce, reduce and reduce_scatter along one dim."""
+
+    __slots__ = ()
+
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", async_op: bool = False, factor: float | None = None
+    ) -> Tensor | Handle[Tensor]:
+        """Reduce `x` over the dim, in place. See `Mesh.all_reduce`."""
+        # The usual call: nothing to check again, nothing to prepare, nothing to hand back later. What
+        # Recorder.start and .end do is written out, as each call of a function would be felt.
+        try:
+            ready = self._ready[op][x.dtype]
+        except KeyError:
+            ready = None
+        if (
+            ready is not None
+            and type(x) is Tensor
+            and not async_op
+            and factor is None
+            and not x.requires_grad
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not profiling()
+        ):
+            start, options, total, recorder = ready
+            frame = frame_at(2)  # over this and AlongDims.all_reduce
+            recorder.started = number = recorder.started + 1
+            place = number % KEPT
+            nbytes = x.nbytes
+            recorder.under_way = x
+            began = clock()
+            recorder.ring[place] = (total, nbytes, frame.f_code, frame.f_lasti, began)
+            try:
+                work = start([x], options)
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise self.failed("all_reduce", error) from error
+            recorder.left[place] = left = clock()
+            recorder.under_way = None
+            total.calls += 1
+            total.nbytes += nbytes
+            total.seconds += left - began
+            return x
+        if async_op and factor is None and (later := self._straight.find((op, "later"), x)) is not None:
+            return self._straight.start(self, later, x.nbytes, x, [x])
+        return self.checked_all_reduce(x, op, async_op, factor)
+
+    def checked_all_reduce(
+        self, x: Tensor, op: str = "sum", async_op: bool = False, factor: float | None = None
+    ) -> Tensor | Handle[Tensor]:
+        """`all_reduce` for callers inside this package: it finds the user's line however far up that is."""
+        self._door(x, "all_reduce", "all_reduce")
+        self._check_op(op, x.dtype, factor, "all_reduce")
+        # Each rank has a factor of its own, so it is not compared.
+        self._begin("all_reduce", x, op=op)
+        carried, plain_op = self._carried(x, op, factor, "all_reduce")
+        if (
+            self._settled
+            and carried is x
+            and op == plain_op
+            and not x.dtype.is_complex
+            and x.dtype != torch.bool
+        ):
+            self._straight.keep(op, "all_reduce", x.dtype, self.transport.all_reduce_call(op))
+            later = self.transport.straight("all_reduce", x.dtype, op=op)
+            self._straight.keep((op, "later"), "all_reduce", x.dtype, later)
+        return self.run(
+            "all_reduce",
+            lambda b: self.transport.all_reduce(carried, plain_op, b),
+            lambda: into(x, carried),
+            async_op,
+        )
+
+    def reduce(
+        self, x: Tensor, dst: int, op: str = "sum", async_op: bool = False, factor: float | None = None
+    ) -> Tensor | Handle[Tensor | None] | None:
+        """The reduced x in new memory on coord `dst`, None elsewhere. See `Mesh.reduce`."""
+        if (
+            not async_op
+            and factor is None
+            and (ready := self._straight.find(("reduce", dst, op), x)) is not None
+        ):
+            own = x.clone()
+            self._straight.go(self, ready, x.nbytes, x, [own])
+            return own if self.coord == dst else None
+        check_coord(dst, self.size, "dst", lambda: self.where("reduce"))
+        self._door(x, "reduce", "all_reduce")
+        self._check_op(op, x.dtype, factor, "reduce")
+        self._begin("reduce", x, op=op, dst=dst)
+        carried, plain_op = self._carried(x, op, factor, "reduce")
+        if self._settled and carried is x and op == plain_op:
+            found = self.transport.straight("reduce", x.dtype, op=op, root=dst)
+            self._straight.keep(("reduce", dst, op), "reduce", x.dtype, found)
+        # Backends leave partial results in the tensors of the other ranks; x stays as it was.
+        carried = carried.clone() if carried is x else carried
+        return self.run(
+            "reduce",
+            lambda b: self.transport.reduce(carried, dst, plain_op, b),
+            lambda: carried.to(x.dtype) if self.coord == dst else None,
+            async_op,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        axis: int = 0,
+        op: str = "sum",
+        async_op: bool = False,
+        out: Tensor | None = None,
+        factor: float | None = None,
+    ) -> Tensor | Handle[Tensor]:
+        """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
+        if (
+            not (axis or async_op)
+            and factor is None
+            and (ready := self._straight.find(("reduce_scatter", op), x)) is not None
+            and (sizes := x.shape)
+            and not sizes[0] % self.size
+        ):
+            part = (sizes[0] // self.size, *sizes[1:])
+            slice_ = x.new_empty(part) if out is None else out
+            if out is None or fits(out, part, x):
+                self._straight.go(self, ready, x.nbytes, x, slice_, x)
+                return slice_
+        self._door(x, "reduce_scatter", "reduce_scatter")
+        self._check_op(op, x.dtype, factor, "reduce_scatter")
+        parts = self._parts(x, axis, "reduce_scatter")
+        result = self.result_for(out, parts.shape[1:], x.dtype, x, "reduce_scatter")
+        self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op)
+        if self._settled and not axis and factor is None and x.dtype not in WIDENED and materialised(x) is x:
+            found = self.transport.straight("reduce_scatter", x.dtype, op=op)
+            self._straight.keep(("reduce_scatter", op), "reduce_scatter", x.dtype, found)
+        parts, plain_op = self._carried(
+            parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
+        )
+        buffer = buffer_for(result) if parts.dtype == x.dtype else parts.new_empty(parts.shape[1:])
+        return self.run(
+            "reduce_scatter",
+            lambda b: self.transport.reduce_scatter(buffer, parts, plain_op, b),
+            lambda: into(result, buffer),
+            async_op,
+        )
+
+    def _check_op(self, op: str, dtype: torch.dtype, factor: float | None, call: str) -> None:
+        """Refuse what the backend cannot reduce; before the others hear of the call."""
+        check_reduce(self.transport.name, op, dtype, lambda: self.where(call))
+        if factor is not None and op != "premul_sum":
+            raise ShapeError(
+                f"{self.where(call)}: factor has no effect with op={op!r}",
+                given=f"op={op!r}, factor={factor}",
+                expected='op="premul_sum" beside a factor',
+                hint='op="premul_sum"',
+            )
+        if factor is None and op == "premul_sum":
+            raise ShapeError(
+                f'{self.where(call)}: op="premul_sum" without a factor',
+                given='op="premul_sum"',
+                expected="the number that each rank multiplies its x by before the sum",
+                hint="factor=0.5",
+            )
+
+    def _carried(
+        self, x: Tensor, op: str, factor: float | None, call: str, own: bool = False
+    ) -> tuple[Tensor, str]:
+        """What travels for `x`, and the operation that the backend does with it.
+
+        The same memory where that will do; `own`: x is scratch memory that may be scaled in place.
+        """
+        dense = materialised(x)
+        if x.dtype in WIDENED:
+            return dense.to(WIDENED[x.dtype]), op
+        if factor is None:
+            return dense, op
+        scaled = dense.mul_(factor) if own or dense is not x or call == "all_reduce" else dense * factor
+        return scaled, "sum"

@@ -1,0 +1,79 @@
+"""Where is this rank, and where is any other, along the dims of a live mesh?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshcomm.errors import NotMember
+from meshcomm.layout import Dims, Layout
+from meshcomm.layout.sizes import fold
+
+
+class Whereabouts:
+    """Ranks and coords, answered by the layout. `Mesh` is one; it has `rank` and `layout`."""
+
+    rank: int
+    layout: Layout
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh."""
+        return self.rank in self.layout
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return self.layout.world_size
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Base dims and their sizes, outermost first."""
+        return self.layout.dims
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coords, by base dim."""
+        return self.layout.coords(self._member())
+
+    def coords_of(self, rank: int, view: str | None = None) -> dict[str, int]:
+        """The coords of any rank, in the base or in a view."""
+        return self.layout.coords(rank, view)
+
+    def size(self, dims: Dims) -> int:
+        """Number of ranks along `dims`."""
+        return self.layout.size(dims)
+
+    def coord(self, dims: Dims) -> int:
+        """This rank's coord along `dims`."""
+        return self.layout.coord(self._member(), dims)
+
+    def ranks(self, dims: Dims) -> list[int]:
+        """The global ranks of this rank's group along `dims`; element c has coord c."""
+        ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
+        return ranks
+
+    def rank_at(self, **coords: int) -> int:
+        """The global rank at these coords."""
+        return self.layout.rank_at(**coords)
+
+    def peer(self, dims: Dims, offset: int, wrap: bool = True) -> int | None:
+        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`."""
+        return self.layout.peer(self._member(), dims, offset, wrap)
+
+    @property
+    def label(self) -> str:
+        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        if not self.is_member:
+            return f"rank {self.rank} (not in the mesh)"
+        inner = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
+        return f"rank {self.rank} ({inner})"
+
+    def _member(self) -> int:
+        if not self.is_member:
+            raise NotMember(
+                f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
+                given=f"rank {self.rank}; the mesh covers ranks {fold(self.layout.ranks)}",
+                expected="a rank of the mesh",
+                hint="if mesh.is_member:",
+            )
+        return self.rank
