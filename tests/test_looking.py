@@ -26,13 +26,13 @@ from meshcomm.cli.completion import answers_shell, complete_config
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.layout import Plan
-from meshcomm.show.colours import PALETTE
 from meshcomm.show.diff import diff_facts, diff_page
 from meshcomm.show.exchanges import exchange_facts
 from meshcomm.show.export import write_whole
-from meshcomm.show.grid import grid_facts, tag
-from meshcomm.show.grid_text import GridText
-from meshcomm.show.grid_view import RankGrid
+from meshcomm.show.grid.colours import PALETTE
+from meshcomm.show.grid.facts import grid_facts, tag
+from meshcomm.show.grid.text import GridText
+from meshcomm.show.grid.view import RankGrid
 from meshcomm.show.page import as_text, page_markdown, page_view
 from meshcomm.show.plan import plan_facts, plan_page, plan_view
 from meshcomm.show.tree import tree_facts, tree_page, tree_view

@@ -56,7 +56,7 @@ def plan(
     laid_out, topology = settings.plan(world), discovered_topology(settings)
     facts = plan_facts(laid_out, rank, topology)
     if grid or by is not None or export is not None:
-        from meshcomm.show.grid import grid_facts
+        from meshcomm.show.grid.facts import grid_facts
 
         facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
     if schedule:
@@ -73,7 +73,7 @@ def plan(
     else:
         show(facts_view(facts))
         if "grid" in facts:
-            from meshcomm.show.grid_text import GridText
+            from meshcomm.show.grid.text import GridText
 
             show(GridText(facts["grid"]))
         if schedule:

@@ -33,7 +33,7 @@ from meshcomm.mesh.tracing import Trace
 from meshcomm.mesh.whereabouts import Whereabouts
 from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.pattern.apply import GatherRules, Rearranger
-from meshcomm.show.grid_view import RankGrid
+from meshcomm.show.grid.view import RankGrid
 from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_view
 from meshcomm.topology import machine

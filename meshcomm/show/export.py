@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshcomm.errors import ConfigError
-from meshcomm.show.grid_page import grid_page
-from meshcomm.show.grid_svg import grid_svg
+from meshcomm.show.grid.page import grid_page
+from meshcomm.show.grid.svg import grid_svg
 from meshcomm.show.page import Part, as_text, page_markdown, page_view
 from meshcomm.show.plan import plan_page
 from meshcomm.show.text_svg import text_svg

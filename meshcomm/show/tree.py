@@ -11,7 +11,7 @@ from meshcomm.errors import UnknownDim
 from meshcomm.layout import Plan, Ranks
 from meshcomm.layout.names import did_you_mean
 from meshcomm.layout.sizes import fold
-from meshcomm.show.grid import factorisation
+from meshcomm.show.grid.facts import factorisation
 from meshcomm.show.page import Cells, Line, Part
 
 if TYPE_CHECKING:

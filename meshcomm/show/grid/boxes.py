@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from meshcomm.show.frame import Slot
+from meshcomm.show.grid.frame import Slot
 
 # Between ranks of a block, between blocks, and what stands for something left out.
 INNER: Final = 8

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any, Final, final
 from xml.sax.saxutils import escape, quoteattr
 
-from meshcomm.show.borders import Borders
-from meshcomm.show.colours import PALETTE, fill, turn
-from meshcomm.show.frame import Frame, Units, frame
-from meshcomm.show.grid import group_label, headlines, legend, place_coords, tag
-from meshcomm.show.svg_boxes import GAP, INNER, OUTER, blocks, boxes, middles, runs
+from meshcomm.show.grid.borders import Borders
+from meshcomm.show.grid.boxes import GAP, INNER, OUTER, blocks, boxes, middles, runs
+from meshcomm.show.grid.colours import PALETTE, fill, turn
+from meshcomm.show.grid.facts import group_label, headlines, legend, place_coords, tag
+from meshcomm.show.grid.frame import Frame, Units, frame
 
 Facts = dict[str, Any]
 

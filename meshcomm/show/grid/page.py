@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from meshcomm.show.frame import Frame, Units, frame
-from meshcomm.show.grid import headlines, legend, tag
+from meshcomm.show.grid.facts import headlines, legend, tag
+from meshcomm.show.grid.frame import Frame, Units, frame
 from meshcomm.show.page import Cells, Line, Part
 
 Facts = dict[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
-from meshcomm.show.borders import Borders
-from meshcomm.show.colours import PALETTE, fill
-from meshcomm.show.frame import Frame, Slot, Units, frame
-from meshcomm.show.grid import headlines, legend, tag
+from meshcomm.show.grid.borders import Borders
+from meshcomm.show.grid.colours import PALETTE, fill
+from meshcomm.show.grid.facts import headlines, legend, tag
+from meshcomm.show.grid.frame import Frame, Slot, Units, frame
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

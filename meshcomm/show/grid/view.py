@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Dims, Plan
 from meshcomm.show.export import export
-from meshcomm.show.grid import grid_facts
-from meshcomm.show.grid_page import grid_page
-from meshcomm.show.grid_svg import grid_svg
-from meshcomm.show.grid_text import GridText
+from meshcomm.show.grid.facts import grid_facts
+from meshcomm.show.grid.page import grid_page
+from meshcomm.show.grid.svg import grid_svg
+from meshcomm.show.grid.text import GridText
 from meshcomm.show.page import as_text, page_markdown
 
 if TYPE_CHECKING:

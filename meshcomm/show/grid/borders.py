@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, final
 
-from meshcomm.show.frame import Frame
+from meshcomm.show.grid.frame import Frame
 
 Facts = dict[str, Any]
 

@@ -9,7 +9,7 @@ import numpy as np
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import fold
-from meshcomm.show.frame import Frame
+from meshcomm.show.grid.frame import Frame
 
 Facts = dict[str, Any]
 
