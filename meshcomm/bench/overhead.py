@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
+from meshcomm.bench.calls import Pair, pair
 from meshcomm.bench.timing import Row, compare, in_turn
+from meshcomm.costs import OPERATIONS
+
+# Small enough that copying them costs nothing beside a call.
+_BYTES: Final = 256
+_NAMES: Final = {"sendrecv": "shift"}
 
 
 def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
-    """Times of one-element calls along a dim of 4 of 8 pretended ranks, beside torch's own.
+    """Times of calls of one element, or of 256 bytes, along a dim of 4 of 8 pretended ranks, beside torch's own.
 
     Results on this backend are meaningless by design; only the calls are timed. The process must
     not have initialised torch.distributed.
@@ -50,6 +56,20 @@ def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
                 rounds,
                 max(1, calls // 5),
             )
+            others: dict[str, Pair] = {
+                name: pair(mesh, "dp", name, _BYTES) for name in OPERATIONS if name != "all_reduce"
+            }
+            others["send"] = Pair(
+                lambda: mesh.send("dp", x, 1), lambda: dist.send(x, group=group, group_dst=1)
+            )
+            others["all_reduce(async_op=True)"] = Pair(
+                lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
+                lambda: _waited(dist.all_reduce(x, group=group, async_op=True)),
+            )
+            by_hand = {
+                name: in_turn({"ours": both.ours, "torch": both.torch}, rounds, max(1, calls // 5))
+                for name, both in others.items()
+            }
             return [
                 compare(
                     "all_reduce / dist.all_reduce(group)", found["mesh"], found["group"], target="at most 0.8"
@@ -67,6 +87,14 @@ def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
                     pattern["all_gather"],
                     target="at most 5 us more",
                 ),
+                *(
+                    compare(f"{_NAMES.get(name, name)} / torch.distributed", times["ours"], times["torch"])
+                    for name, times in by_hand.items()
+                ),
             ]
     finally:
         dist.destroy_process_group()
+
+
+def _waited(work: Any) -> None:
+    work.wait()
