@@ -13,7 +13,7 @@ from meshcomm.comm.checks import check_in_place, check_peer, check_tensor
 from meshcomm.comm.handle import Handle, wait_all
 from meshcomm.comm.message_log import Awaited, End, Message
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.shapes import buffer_for, into, materialised
+from meshcomm.comm.shapes import buffer_for, into, leaving, materialised
 from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled, profiling
@@ -52,7 +52,7 @@ class Messages:
             return
         check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
         check_tensor(x, self._kinds, lambda: self._where("send"))
-        dense = materialised(x.detach())
+        dense = leaving(x)
         message = self._begin("send", [("send", dst, tag, dense)])
         self._now(message, lambda: [self._transport.send(dense, dst, tag)], f"send to {dst}")
 
@@ -62,17 +62,17 @@ class Messages:
         """Start sending `x` to coord `dst`. See `Mesh.isend`; at_once: it is waited for at once."""
         check_peer(dst, self._coord, self._size, "dst", lambda: self._where("send"))
         check_tensor(x, self._kinds, lambda: self._where("send"))
-        dense = materialised(x.detach())
-        leaving = [_describe(dense, self._where("send")), dense] if handshake else [dense]
-        message = self._begin("send", [("send", dst, tag, each) for each in leaving], nbytes=dense.nbytes)
+        dense = leaving(x)
+        going = [_describe(dense, self._where("send")), dense] if handshake else [dense]
+        message = self._begin("send", [("send", dst, tag, each) for each in going], nbytes=dense.nbytes)
         works = self._start(
             message,
-            lambda: [self._transport.send(each, dst, tag) for each in leaving],
+            lambda: [self._transport.send(each, dst, tag) for each in going],
             f"send to {dst}",
             at_once,
         )
 
-        def sent(_: object = leaving) -> None:  # holds the copies until the message has left
+        def sent(_: object = going) -> None:  # holds the copies until the message has left
             return None
 
         return self._handle(works, sent, f"send to {dst}")
@@ -149,21 +149,21 @@ class Messages:
 
         header: it counts with the call that follows.
         """
-        leaving, coming, message = self._prepared(sends, recvs, call, header)
+        going, coming, message = self._prepared(sends, recvs, call, header)
         if message is not None:
-            self._now(message, lambda: self._transport.exchange(leaving, coming), call)
+            self._now(message, lambda: self._transport.exchange(going, coming), call)
         return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
 
     def iexchange(
         self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
     ) -> Handle[list[Tensor]]:
         """`exchange`, started only."""
-        leaving, coming, message = self._prepared(sends, recvs, "exchange", False)
+        going, coming, message = self._prepared(sends, recvs, "exchange", False)
         works: list[Awaited] = []
         if message is not None:
-            works = self._start(message, lambda: self._transport.exchange(leaving, coming), "exchange", False)
+            works = self._start(message, lambda: self._transport.exchange(going, coming), "exchange", False)
 
-        def finish(_: object = leaving) -> list[Tensor]:  # holds the copies until the messages have left
+        def finish(_: object = going) -> list[Tensor]:  # holds the copies until the messages have left
             return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
 
         return self._handle(works, finish, "exchange")
@@ -178,13 +178,13 @@ class Messages:
         for out, src, *_tag in recvs:
             check_peer(src, self._coord, self._size, "src", lambda: self._where(call))
             self._door(out, call)
-        leaving = [(materialised(x.detach()), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
+        going = [(leaving(x), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
         coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
-        if not leaving and not coming:
-            return leaving, coming, None
-        ends: list[End] = [("send", dst, tag, x) for x, dst, tag in leaving]
+        if not going and not coming:
+            return going, coming, None
+        ends: list[End] = [("send", dst, tag, x) for x, dst, tag in going]
         ends += [("recv", src, tag, out) for out, src, tag in coming]
-        return leaving, coming, self._begin(call, ends, header)
+        return going, coming, self._begin(call, ends, header)
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""

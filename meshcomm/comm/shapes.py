@@ -17,6 +17,13 @@ def materialised(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def leaving(x: Tensor) -> Tensor:
+    """`x` as it is sent: dense, and out of autograd's sight; `x` itself where it is that already."""
+    if type(x) is Tensor and not (x.requires_grad or x.is_neg() or x.is_complex()) and x.is_contiguous():
+        return x
+    return materialised(x.detach())
+
+
 def buffer_for(out: Tensor) -> Tensor:
     """`out` itself where bytes can be received into it, else new memory of its shape."""
     if out.is_contiguous() and not out.is_conj() and not out.is_neg():
