@@ -44,7 +44,9 @@ NOTHING = 1e-9
 
 
 class Command(NamedTuple):
-    config: Path
+    """config: None where the example says its own mesh."""
+
+    config: Path | None
     world: int
 
 
@@ -65,10 +67,13 @@ def said(name: str) -> Said:
     for line in found["commands"].splitlines():
         words = shlex.split(line)
         assert words[-1] == f"examples/{name}", line
-        config = ROOT / words[-2]
-        given = int(words[3]) if words[2] == "--world" else None
-        assert len(words) == (6 if given else 4), line
-        commands[words[1]] = Command(config, world_size_of(load(config), given))
+        if words[2] == "--world":
+            assert len(words) == 5, line
+            commands[words[1]] = Command(None, int(words[3]))
+        else:
+            assert len(words) == 4, line
+            config = ROOT / words[2]
+            commands[words[1]] = Command(config, world_size_of(load(config), None))
     assert set(commands) <= {"run", "simulate"}
     prints = [line[4:] for line in found["prints"].splitlines()]
     return Said(found["shows"], commands["run"], commands.get("simulate"), prints)
@@ -122,9 +127,8 @@ def check(name: str, what: Said, lines: list[str]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     what = said(name)
-    # An example that names its dims needs no config; torchrun alone starts it.
-    own = "init(dims=" in (FOLDER / name).read_text()
-    env = {} if own else {"MESHCOMM_CONFIG": str(what.run.config)}
+    assert (what.run.config is None) == ("init(dims=" in (FOLDER / name).read_text())
+    env = {} if what.run.config is None else {"MESHCOMM_CONFIG": str(what.run.config)}
     texts = pool.run(printed, str(FOLDER / name), ranks=what.run.world, env=env)
     lines = [line for text in texts for line in text.splitlines()]
     check(name, what, lines)

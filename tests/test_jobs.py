@@ -167,8 +167,16 @@ while True:
         (["run", "mesh.toml", "nothing.py"], "there is no script nothing.py"),
         (
             ["run", "mesh.toml", "--world", "8", "script.py"],
-            "options come first: meshcomm run --world ... CONFIG SCRIPT",
+            "options come first: meshcomm run --world ... [CONFIG] SCRIPT",
         ),
+        (["run", "script.py"], "how many ranks?"),
+        (["simulate", "script.py", "8"], "try:      meshcomm simulate --world 8 SCRIPT"),
+        (
+            ["run", "--world", "2", "--set", "mesh.timeout_s=5", "script.py"],
+            "--set has no effect without a CONFIG",
+        ),
+        (["run", "--world", "2", "nothing.py", "mesh.toml"], "there is no script nothing.py"),
+        (["run", "mesh.toml"], "there is no script beside mesh.toml"),
         (["train", "mesh.toml"], "mesh.toml says nothing about training"),
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
         (["run", "--world", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
@@ -182,3 +190,24 @@ def test_a_wrong_call_ends_before_any_process_starts(tmp_path: Path, words: list
     )
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr
+
+
+def test_a_script_that_says_its_own_mesh_needs_no_config(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import sys, torch, meshcomm\n"
+        "with meshcomm.init(dims={'dp': -1}, device='cpu', timeout_s=60) as mesh:\n"
+        "    total = mesh.all_reduce('dp', torch.tensor([mesh.rank + 1]))\n"
+        "    print(mesh.label, total.item(), sys.argv[1:])\n"
+    )
+    for command in ("run", "simulate"):
+        words = [command, "--world", "2", "own.py", "./a//b", "--lr", "3"]
+        done = subprocess.run(
+            [sys.executable, "-m", "meshcomm", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+        arguments = ["./a//b", "--lr", "3"]
+        assert lines == [f"rank {rank} (dp={rank}) 3 {arguments}" for rank in (0, 1)], done.stderr

@@ -4,8 +4,8 @@ Look at: how many tokens each expert got, which differs, and the difference from
 all_to_all carries the numbers, one the tokens, one the results. With capacity, load and gradients:
 docs/guide/experts.md.
 
-    meshcomm run --world 8 configs/world.toml examples/by_hand/expert_all_to_all.py
-    meshcomm simulate --world 8 configs/world.toml examples/by_hand/expert_all_to_all.py
+    meshcomm run --world 8 examples/by_hand/expert_all_to_all.py
+    meshcomm simulate --world 8 examples/by_hand/expert_all_to_all.py
 
 Prints:
     rank 0 (ep=0): 13 tokens came, difference of the result 0.0e+00

@@ -4,8 +4,8 @@ Look at: rank 2 sends to coord 4, which is rank 10. dst and src are coords, whic
 torch.distributed it would be `send(x, dst=10, group=g)`, as its dst and src are global ranks, also with a
 group, or `send(x, group=g, group_dst=4)`; `dst=4` would go to rank 4.
 
-    meshcomm run --world 11 configs/world.toml examples/communication/five_of_eleven.py
-    meshcomm simulate --world 11 configs/world.toml examples/communication/five_of_eleven.py
+    meshcomm run --world 11 examples/communication/five_of_eleven.py
+    meshcomm simulate --world 11 examples/communication/five_of_eleven.py
 
 Prints:
     rank 0 (not in the mesh)

@@ -64,7 +64,8 @@ def _section(name: str, command: Any) -> list[str]:
     if arguments or options:
         lines += ["", "| | default | |", "|---|---|---|"]
     for each in arguments:
-        needed = "needed" if each.required else ""
+        # As its name is written: of `[CONFIG] SCRIPT` the parser only knows that one has to be there.
+        needed = "" if _argument(each).startswith("[") else "needed"
         either = "` or `".join(_argument(each).split("|"))
         lines.append(f"| `{either}` | {needed} | {_cell(each.help or '')} |")
     context = command.context_class(command, info_name=name)

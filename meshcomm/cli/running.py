@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
-from meshcomm.errors import LaunchError
+from meshcomm.errors import ConfigError, LaunchError
 
 
 @app.command()
@@ -32,27 +32,43 @@ def train(
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    config: ConfigFile,
-    script: Annotated[
-        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    first: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
+            "in .py is SCRIPT, which then says its own mesh.",
+        ),
     ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
+    ] = None,
     world: World = None,
     overrides: Overrides = None,
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
-    _check_script("run", script)
+    config, script, arguments = _named("run", first, second, context.args, overrides)
     from meshcomm.jobs.run import run as job
 
-    raise typer.Exit(job(config, script, context.args, overrides or (), world))
+    raise typer.Exit(job(config, script, arguments, overrides or (), world))
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def simulate(
     context: typer.Context,
-    config: ConfigFile,
-    script: Annotated[
-        Path, typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own.")
+    first: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
+            "in .py is SCRIPT, which then says its own mesh.",
+        ),
     ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
+    ] = None,
     world: World = None,
     seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
     explore: Annotated[int, typer.Option(min=1, help="Try so many schedules, from --seed on.")] = 1,
@@ -62,10 +78,10 @@ def simulate(
     overrides: Overrides = None,
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
-    _check_script("simulate", script)
+    config, script, arguments = _named("simulate", first, second, context.args, overrides)
     from meshcomm.jobs.simulate import simulate as job
 
-    facts = job(config, script, context.args, overrides or (), world, seed, explore, json)
+    facts = job(config, script, arguments, overrides or (), world, seed, explore, json)
     if json:
         show_json(facts)
     else:
@@ -103,10 +119,34 @@ def parity(
     raise typer.Exit(0 if facts["agrees"] else 1)
 
 
-def _check_script(command: str, script: Path) -> None:
-    if script.is_file():
-        return
-    usage = f"meshcomm {command} CONFIG SCRIPT [ARGUMENTS]"
-    if str(script).startswith("-"):
-        usage = f"options come first: meshcomm {command} {script} ... CONFIG SCRIPT [ARGUMENTS]"
-    raise LaunchError(f"there is no script {script}", given=str(script), expected="a Python file", hint=usage)
+def _named(
+    command: str, first: Path, second: str | None, rest: list[str], overrides: list[str] | None
+) -> tuple[Path | None, Path, list[str]]:
+    """CONFIG where there is one, SCRIPT, and the script's arguments."""
+    usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
+    if first.suffix == ".py":
+        config, script = None, first
+        arguments = [*([] if second is None else [second]), *rest]
+        if overrides:
+            raise ConfigError(
+                "--set has no effect without a CONFIG",
+                given=" ".join(f"--set {override}" for override in overrides),
+                expected="a CONFIG whose settings they change, and a script that calls meshcomm.init()",
+                hint=usage,
+            )
+    elif second is None:
+        raise LaunchError(
+            f"there is no script beside {first}",
+            given=str(first),
+            expected="a Python file whose name ends in .py, or one behind CONFIG",
+            hint=usage,
+        )
+    else:
+        config, script, arguments = first, Path(second), rest
+    if not script.is_file():
+        if str(script).startswith("-"):
+            usage = f"options come first: meshcomm {command} {script} ... [CONFIG] SCRIPT [ARGUMENTS]"
+        raise LaunchError(
+            f"there is no script {script}", given=str(script), expected="a Python file", hint=usage
+        )
+    return config, script, arguments

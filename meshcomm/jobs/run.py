@@ -14,17 +14,22 @@ from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
 
 def run(
-    config: Path, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
+    config: Path | None, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
 ) -> int:
-    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`."""
-    settings = load(config, overrides)
+    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`.
+
+    Without `config`: `world` ranks of a script that says its own mesh.
+    """
+    settings = None if config is None else load(config, overrides)
 
     def body() -> None:
-        os.environ[CONFIG_VARIABLE] = str(config)
-        os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
+        if config is not None:
+            os.environ[CONFIG_VARIABLE] = str(config)
+            os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
         sys.argv = [str(script), *arguments]
         # As `python SCRIPT` does: imports are looked for beside the script first.
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")
 
-    return start_job(settings, world, ["run", str(config), str(script), *arguments], overrides, body)
+    named = [] if config is None else [str(config)]
+    return start_job(settings, world, ["run", *named, str(script), *arguments], overrides, body)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def simulate(
-    config: Path,
+    config: Path | None,
     script: Path,
     arguments: Sequence[str],
     overrides: Sequence[str],

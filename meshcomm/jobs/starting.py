@@ -10,12 +10,12 @@ import torch
 from meshcomm.config import Config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.launch import launch
-from meshcomm.mesh.launcher import Launch, find_launch
+from meshcomm.mesh.launcher import Launch, find_launch, how_many_ranks
 from meshcomm.mesh.rank import as_rank
 
 
 def start_job(
-    settings: Config,
+    settings: Config | None,
     world: int | None,
     words: list[str],
     overrides: Sequence[str],
@@ -24,6 +24,7 @@ def start_job(
 ) -> int:
     """Run `body` as this rank, where a launcher started us; else start `meshcomm WORDS` once per rank here.
 
+    settings: None for a script that says its own mesh.
     world: the number of ranks, or None for what `settings` say.
     overrides: what `--set` said, for the ranks that are started.
     max_restarts: how often all ranks are started again after one of them failed.
@@ -42,7 +43,8 @@ def start_job(
         as_rank(body, here, lambda: label_of(settings, here.rank, here.world_size))
         return 0
     size = world_of(settings, world)
-    settings.resolved(size)
+    if settings is not None:
+        settings.resolved(size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options go before the words: all that follows a script's name is the script's.
     return launch(
@@ -64,10 +66,12 @@ def refuse_other_world(here: Launch, world: int | None) -> None:
         )
 
 
-def world_of(settings: Config, world: int | None) -> int:
+def world_of(settings: Config | None, world: int | None) -> int:
     """Number of ranks to start: `world`, or what the sizes need, or one for each GPU of this host."""
     if world is not None:
         return world
+    if settings is None:
+        raise how_many_ranks("run")
     mesh = settings.mesh
     if -1 in mesh.dims.values() and mesh.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
@@ -79,8 +83,10 @@ def world_of(settings: Config, world: int | None) -> int:
     return size
 
 
-def label_of(settings: Config, rank: int, world_size: int) -> str:
+def label_of(settings: Config | None, rank: int, world_size: int) -> str:
     """A rank with its coords, for messages about it; without them where it has none."""
+    if settings is None:
+        return f"rank {rank}"
     try:
         coords = settings.plan(world_size).layout.coords(rank)
     except MeshcommError:

@@ -161,3 +161,13 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
             expected="a whole number, set by the launcher",
             hint="start with torchrun, srun, mpirun, or meshcomm run",
         ) from None
+
+
+def how_many_ranks(command: str) -> LaunchError:
+    """The error where neither a config nor the user says how many ranks a script has."""
+    return LaunchError(
+        "how many ranks?",
+        given="a script without CONFIG, and no --world",
+        expected="--world, or a CONFIG whose dims say it",
+        hint=f"meshcomm {command} --world 8 SCRIPT",
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshcomm.config import load
 from meshcomm.errors import LaunchError
+from meshcomm.mesh.launcher import how_many_ranks
 from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.simulator.own import Own
 from meshcomm.simulator.running import run_ranks, world_size_of
@@ -18,7 +19,7 @@ from meshcomm.simulator.scheduler import Actor
 
 
 def simulate_script(
-    config: Path,
+    config: Path | None,
     script: Path,
     arguments: Sequence[str],
     overrides: Sequence[str],
@@ -31,7 +32,10 @@ def simulate_script(
     Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK; modules that the script imports
     are shared. Raises what `simulate` raises; an exit with a code other than 0 is a RankFailed.
     """
-    settings = load(config, overrides)
+    if config is None and world is None:
+        raise how_many_ranks("simulate")
+    # The script says its own mesh; what matters of this one is the number of ranks.
+    settings = load({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
     size = world_size_of(settings, world)
     settings.resolved(size)
     try:
@@ -56,7 +60,9 @@ def simulate_script(
             if left.code not in (None, 0):
                 raise
 
-    variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
+    variables: dict[str, str] = {}
+    if config is not None:
+        variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
     before = {name: os.environ.get(name) for name in variables}
     paths = list(sys.path)
     os.environ |= variables

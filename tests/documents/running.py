@@ -264,6 +264,8 @@ class Page:
             else:
                 raise Wrong(f"{command.line}: an option that the tests do not know: {own[0]}")
             own = own[2:]
+        if own[0].endswith(".py"):
+            return self._script(own, world or 1, None, [], code)
         settings = load(own[0], overrides)
         size = world or math.prod(settings.mesh.sizes(None).values())
         return self._script(own[1:], size, own[0], overrides, code)
