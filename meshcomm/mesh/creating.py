@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,59 +26,65 @@ from meshcomm.topology import discovered
 from meshcomm.transport import SoloTransport, Transport
 
 
-def create_in_world(
-    world: World,
-    settings: Config,
-    joined: Meeting,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
-    agree_s: float,
-) -> Mesh:
+@dataclass(frozen=True)
+class Agreed:
+    """What this rank knows when all ranks have agreed, and no group exists yet.
+
+    joined: who this rank is in the job. store: of the job, under `prefix`, which is this mesh's own.
+    agree_s: the seconds that agreeing took.
+    """
+
+    settings: Config
+    joined: Meeting
+    plan: Plan
+    device: torch.device
+    store: dist.Store
+    prefix: str
+    agree_s: float
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the job."""
+        return self.joined.rank
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the mesh covers this rank."""
+        return self.rank in self.plan.layout
+
+
+def create_in_world(world: World, agreed: Agreed) -> Mesh:
     """This rank's mesh on the groups of a world that somebody else provides.
 
-    Called by: every rank of the world. store: under the mesh's own prefix. agree_s: what agreeing took.
+    Called by: every rank of the world.
     """
     began = time.perf_counter()
+    plan = agreed.plan
 
     def create(group: Group, split: bool) -> Transport:
-        return world.open(group, prefix)
+        return world.open(group, agreed.prefix)
 
     transports: dict[str, Transport] = {}
     watch: Watching | None = None
-    if joined.rank in plan.layout:
-        transports = create_transports(plan, joined.rank, device=device, whole_world=False, create=create)
-        watch = world.watch(plan.layout.coords(joined.rank))
+    if agreed.is_member:
+        transports = create_transports(
+            plan, agreed.rank, device=agreed.device, whole_world=False, create=create
+        )
+        watch = world.watch(plan.layout.coords(agreed.rank))
     return _mesh(
-        settings,
-        joined.rank,
-        plan,
-        device,
-        store,
-        prefix,
+        agreed,
+        began,
         transports,
-        {"agree": agree_s, "create": time.perf_counter() - began},
         watch,
         create,
         transports.clear,
-        topology=settings.topology,
+        topology=agreed.settings.topology,
         # The world compares every call itself, and is told of each.
         validate_calls=None,
     )
 
 
-def create_groups(
-    source: object,
-    settings: Config,
-    joined: Meeting,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
-    environment: Environment,
-    agree_s: float,
-) -> Mesh:
+def create_groups(agreed: Agreed, source: object, environment: Environment) -> Mesh:
     """This rank's mesh on process groups of torch, each created by the ranks that are in it.
 
     Called by: every rank of the job. source: what `init` was given; a DeviceMesh lends its groups.
@@ -85,7 +92,8 @@ def create_groups(
     Raises:    CommunicationError naming the group that could not be made.
     """
     began = time.perf_counter()
-    rank = joined.rank
+    settings, joined, plan, device = agreed.settings, agreed.joined, agreed.plan, agreed.device
+    rank, store, prefix = agreed.rank, agreed.store, agreed.prefix
     bind = settings.process.device_id is not False and device.type != "cpu"
     connecting = gloo_defaults(joined.launch.one_host)
     groups_store = dist.PrefixStore("groups", store)
@@ -107,7 +115,7 @@ def create_groups(
             say_prefix(prefix)
         whole_world = plan.layout.world_size == joined.world_size
         transports: dict[str, Transport] = {}
-        if rank in plan.layout:
+        if agreed.is_member:
             try:
                 transports = create_transports(
                     plan,
@@ -131,7 +139,7 @@ def create_groups(
         environment.restore()
 
     watch: Watching | None = None
-    if rank in plan.layout and plan.for_rank(rank).groups:
+    if agreed.is_member and plan.for_rank(rank).groups:
         watched = dist.PrefixStore("watch", dist.PrefixStore("mesh", store))
         coords = plan.layout.coords(rank)
         timeouts = {group.label: group.options.timeout_s for group in plan.for_rank(rank).groups}
@@ -149,14 +157,9 @@ def create_groups(
         )
     limit = settings.mesh.validate_calls
     return _mesh(
-        settings,
-        rank,
-        plan,
-        device,
-        store,
-        prefix,
+        agreed,
+        began,
         transports,
-        {"agree": agree_s, "create": time.perf_counter() - began},
         watch,
         create,
         on_close,
@@ -166,14 +169,9 @@ def create_groups(
 
 
 def _mesh(
-    settings: Config,
-    rank: int,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
+    agreed: Agreed,
+    began: float,
     transports: dict[str, Transport],
-    startup_s: Mapping[str, float],
     watch: Watching | None,
     create: Callable[[Group, bool], Transport],
     on_close: Callable[[], None],
@@ -183,32 +181,32 @@ def _mesh(
 ) -> Mesh:
     def add(mesh: Mesh, wider: Plan, name: str) -> Transport:
         agree(
-            prefixed(f"create/{name}", store),
+            prefixed(f"create/{name}", agreed.store),
             mesh.rank,
             mesh.world_size,
             wider.facts(),
-            settings.mesh.timeout_s,
+            agreed.settings.mesh.timeout_s,
             what=f"the merged dim {name}",
             ranks=mesh.layout.ranks.tolist(),
         )
         family = wider.family(name)
         if family.size == 1:
-            return SoloTransport(device)
+            return SoloTransport(agreed.device)
         if family.shares is not None:
             return transports[family.shares]
         return create(next(g for g in wider.for_rank(mesh.rank).groups if g.name == name), False)
 
     return Mesh(
-        plan,
-        rank,
-        device=device,
-        store=prefixed("mesh", store),
-        prefix=prefix,
+        agreed.plan,
+        agreed.rank,
+        device=agreed.device,
+        store=prefixed("mesh", agreed.store),
+        prefix=agreed.prefix,
         topology=topology,
         transports=transports,
         validate_calls=validate_calls,
         watch=watch,
-        startup_s=startup_s,
+        startup_s={"agree": agreed.agree_s, "create": time.perf_counter() - began},
         add=add,
         on_close=on_close,
     )

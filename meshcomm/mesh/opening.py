@@ -17,7 +17,7 @@ from meshcomm import __version__
 from meshcomm.config import Config, DimOptions, MeshConfig, ProcessConfig, load
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.mesh.agree import agree
-from meshcomm.mesh.creating import create_groups, create_in_world
+from meshcomm.mesh.creating import Agreed, create_groups, create_in_world
 from meshcomm.mesh.environment import Environment, network_variables, shared_variables
 from meshcomm.mesh.launcher import Launch, find_launch
 from meshcomm.mesh.mesh import Mesh
@@ -248,10 +248,10 @@ def _open(
             # Told to the others; here the problem itself says more than that the ranks differ.
             assert failure is not None
             raise failure
-        agree_s = time.perf_counter() - began
+        agreed = Agreed(settings, joined, plan, device, store, prefix, time.perf_counter() - began)
         if world is not None:
-            return create_in_world(world, settings, joined, plan, device, store, prefix, agree_s)
-        return create_groups(source, settings, joined, plan, device, store, prefix, environment, agree_s)
+            return create_in_world(world, agreed)
+        return create_groups(agreed, source, environment)
     except BaseException:
         environment.restore()
         raise

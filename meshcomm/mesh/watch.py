@@ -16,20 +16,16 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.handle import broken
 from meshcomm.comm.lateness import host
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.verdict import absent_from, described, lines_of, message_lines, unmatched
-from meshcomm.errors import CollectiveTimeout, CommunicationError, PeerLost
-from meshcomm.layout.sizes import fold
+from meshcomm.errors import CommunicationError
+from meshcomm.mesh.asking import Asking
+from meshcomm.mesh.failed_call import FailedCall
 from meshcomm.mesh.overdue import Overdue
 from meshcomm.transport.torch_private import calls_under_way
 
 _PACKAGE = str(Path(__file__).parents[1])
-
-# How long a failing call waits for the others to say what they are doing.
-_ANSWER_S = 1.5
 
 # How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
 _CLOSES_S = 10.0
@@ -77,8 +73,7 @@ class Watch:
         self._overdue = Overdue()
         self._main = threading.get_ident()
         self._stop = threading.Event()
-        # Of a store that cannot be reached the calls do not return: what it said last is no answer.
-        self._mute = False
+        self._asking = Asking(store, rank, self._interval)
         # Two, as a look at such a store never ends, and the backend must be watched all the same.
         self._threads = [
             threading.Thread(target=each, name=f"meshcomm-{name}", daemon=True)
@@ -113,7 +108,7 @@ class Watch:
         # Nobody waits for a store that has stopped answering, least of all for one that was found so.
         telling = threading.Thread(target=tell, name="meshcomm-closed", daemon=True)
         telling.start()
-        telling.join(0.0 if self._mute else _CLOSES_S)
+        telling.join(0.0 if self._asking.mute else _CLOSES_S)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(0.0 if telling.is_alive() else 5.0)
@@ -121,6 +116,7 @@ class Watch:
             recorder.close()
         # One where nobody answers, in place of a connection.
         self._store = dist.HashStore()
+        self._asking = Asking(self._store, self._rank, self._interval)
 
     # -- answering ------------------------------------------------------------------------------
 
@@ -199,135 +195,15 @@ class Watch:
         return self._verdict(recorder, where, error)
 
     def _verdict(self, recorder: Recorder, where: str, error: BaseException) -> CommunicationError:
-        found = recorder.status()
-        waiting = found["messages"]["waiting"]
-        if recorder.inside or waiting is None:
-            last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "site": "?"}
-            waiting = None
-            call = f"call {last['number']}"
-            begun = f'{last["call"]} along "{last["dim"]}", {call}'
-        else:
-            last, call = waiting, described(waiting)
-            begun = f'{call} along "{last["dim"]}"'
+        failed = FailedCall(recorder, where, error)
         # What fails after the first failure mostly follows from it.
-        self._failed = self._failed or {
-            "label": recorder.label,
-            "error": str(error).splitlines()[:1],
-            "call": begun,
-            "site": last["site"],
-            "waiting": waiting,
-        }
+        self._failed = self._failed or failed.facts()
         self._write()
-        asked = self._ask([rank for rank in recorder.ranks if rank != self._rank])
+        asked = self._asking.ask([rank for rank in recorder.ranks if rank != self._rank])
         if asked is None:
-            return self._unasked(recorder, where, error, f"{call} on {recorder.label}", last["site"])
+            return failed.unasked(self._rank)
         statuses = {**asked, self._rank: self.status()}
-        said = " ".join(str(error).splitlines()[:1])
-        if waiting is None:
-            absent = absent_from(recorder.label, recorder.ranks, recorder.started, statuses)
-            lines = lines_of(absent, statuses) or [
-                f"every rank of the group has come to the call; moving its data failed: {said}"
-            ]
-            expected = "every rank of the group to make the same call and stay alive until it ends"
-        else:
-            absent = unmatched(self._rank, recorder.label, waiting, statuses)
-            lines = message_lines(absent, statuses) or [
-                f"both ends have begun every message of the call; moving the data failed: {said}"
-            ]
-            with contextlib.suppress(RuntimeError):
-                for told in recorder.messages.differences():
-                    lines += ["the other end found that the two ends differ:", *told.splitlines()]
-            expected = (
-                "a receive for every send, with the same tag, and both ends to stay alive until it ends"
-            )
-        if self._mute and absent:
-            ranks = fold([each.rank for each in absent])
-            lines = [
-                f"rank{'s' if len(absent) > 1 else ''} {ranks} could not be asked: the job's store does not "
-                "answer; the host that holds it has ended or cannot be reached from this one",
-                said,
-            ]
-        kind, what = (
-            (PeerLost, "lost a peer")
-            if broken(error) or any(each.doing is None for each in absent)
-            else (CollectiveTimeout, "did not end in time")
-        )
-        verdict = kind(
-            f"{where} {what}",
-            given="\n".join(
-                [f"{call} on {recorder.label}, ranks {recorder.ranks}, at {last['site']}", *lines]
-            ),
-            expected=expected,
-            hint=self._hint(not absent and "connecting" in said),
-        )
-        verdict.missing = tuple(dict.fromkeys(each.rank for each in absent))
-        return verdict
-
-    def _hint(self, unconnected: bool) -> str:
-        if unconnected:
-            # Gloo's word for an address that another rank offered and that leads nowhere from here.
-            return "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
-        if self._reports:
-            return f"meshcomm report {self._reports} puts the ranks' reports together"
-        return "look at the ranks named above"
-
-    def _unasked(
-        self, recorder: Recorder, where: str, error: BaseException, call: str, site: str
-    ) -> CommunicationError:
-        """The error where the store does not answer: what the backend alone can tell."""
-        others = [rank for rank in recorder.ranks if rank != self._rank]
-        lost = broken(error)
-        # Of two ranks it is clear which one broke the connection.
-        named = others if lost and len(others) == 1 else []
-        lines = [f"{call}, ranks {recorder.ranks}, at {site}", *(str(error).splitlines()[:1])]
-        lines += [f"rank {rank} broke the connection" for rank in named]
-        kind, what = (PeerLost, "lost a peer") if lost else (CommunicationError, "failed")
-        found = kind(
-            f"{where} {what}, and nobody could be asked why: the job's store does not answer",
-            given="\n".join(lines),
-            expected="a store that lives as long as the job: in the launcher, or in rank 0",
-            hint="look for the first error of the process that holds the store",
-        )
-        if isinstance(found, PeerLost):
-            found.missing = tuple(named)
-        return found
-
-    def _ask(self, ranks: list[int]) -> dict[int, Any] | None:
-        """The statuses of those of `ranks` that answer in time; None where the store does not."""
-        answers: dict[int, Any] = {}
-        broken_off, reached = threading.Event(), threading.Event()
-        within_s = max(_ANSWER_S, 2 * self._interval)
-
-        def collect() -> None:
-            try:
-                self._collect(ranks, answers, within_s, reached)
-            except RuntimeError:
-                broken_off.set()
-
-        # The store may be served by a rank that is stopped, or the way to it be cut: then its calls do
-        # not return.
-        asking = threading.Thread(target=collect, daemon=True)
-        asking.start()
-        asking.join(within_s)
-        self._mute = asking.is_alive() and not reached.is_set()
-        return None if broken_off.is_set() and not answers else dict(answers)
-
-    def _collect(
-        self, ranks: list[int], answers: dict[int, Any], within_s: float, reached: threading.Event
-    ) -> None:
-        deadline = time.monotonic() + within_s
-        numbers = {}
-        for rank in ranks:
-            numbers[rank] = self._store.add(f"asked/{rank}", 1)
-            reached.set()
-        for rank, number in numbers.items():
-            self._store.set(f"ask/{rank}/{number}", str(self._rank))
-        while len(answers) < len(ranks) and time.monotonic() < deadline:
-            for rank in ranks:
-                for key in (f"answer/{rank}/{numbers[rank]}", f"closed/{rank}"):
-                    if rank not in answers and self._store.check([key]):
-                        answers[rank] = json.loads(self._store.get(key))
-            time.sleep(0.02)
+        return failed.verdict(self._rank, statuses, mute=self._asking.mute, reports=self._reports)
 
 
 def _in_torch(thread: int) -> bool:
