@@ -13,7 +13,7 @@ from meshcomm.comm.calls import Calls
 from meshcomm.comm.checks import check_coord, check_divisible, normal_axis
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import buffer_for, filled, into, join, materialised, without
-from meshcomm.comm.straight import fits
+from meshcomm.comm.straight import along_first, fits
 from meshcomm.errors import ShapeError
 
 
@@ -59,7 +59,7 @@ class Moves(Calls):
             and (ready := self._straight.find("all_gather", x)) is not None
             and (sizes := x.shape)
         ):
-            whole = (sizes[0] * self.size, *sizes[1:])
+            whole = along_first(sizes, sizes[0] * self.size)
             gathered = x.new_empty(whole) if out is None else out
             if out is None or fits(out, whole, x):
                 self._straight.go(self, ready, x.nbytes * self.size, x, gathered, x)

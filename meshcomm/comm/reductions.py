@@ -13,7 +13,7 @@ from meshcomm.comm.checks import check_coord
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.recorder import KEPT
 from meshcomm.comm.shapes import buffer_for, into, materialised
-from meshcomm.comm.straight import fits
+from meshcomm.comm.straight import along_first, fits
 from meshcomm.errors import ShapeError
 from meshcomm.transport.profile import profiling
 from meshcomm.transport.support import WIDENED, check_reduce
@@ -140,7 +140,7 @@ class Reductions(Calls):
             and (sizes := x.shape)
             and not sizes[0] % self.size
         ):
-            part = (sizes[0] // self.size, *sizes[1:])
+            part = along_first(sizes, sizes[0] // self.size)
             slice_ = x.new_empty(part) if out is None else out
             if out is None or fits(out, part, x):
                 self._straight.go(self, ready, x.nbytes, x, slice_, x)

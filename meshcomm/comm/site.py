@@ -11,11 +11,13 @@ import torch
 
 # Frames that are not the user's: this package, and torch between it and the user (autograd).
 _OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+# A user of the package inside of the package.
+_BENCH: Final = str(Path(__file__).parents[1] / "bench")
 
 
 def is_ours(file: str) -> bool:
     """Whether a frame of this file is between the user and the call, not the user's own."""
-    return file.startswith(_OURS)
+    return file.startswith(_OURS) and not file.startswith(_BENCH)
 
 
 def caller() -> str:

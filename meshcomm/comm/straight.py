@@ -128,10 +128,16 @@ def fits(out: Tensor, shape: Sequence[int], like: Tensor) -> bool:
     """Whether bytes can be received into `out` as it is: dense, of this shape, and else like `like`."""
     return (
         type(out) is Tensor
+        and out.shape == shape
         and out.dtype is like.dtype
-        and tuple(out.shape) == tuple(shape)
-        and out.device == like.device
+        # Of two kinds of device that have no number one is refused by the backend.
+        and out.get_device() == like.get_device()
         and not out.requires_grad
         and out.is_contiguous()
         and not out.is_neg()
     )
+
+
+def along_first(sizes: Sequence[int], first: int) -> tuple[int, ...]:
+    """`sizes` with another first one."""
+    return (first,) if len(sizes) == 1 else (first, *sizes[1:])
