@@ -10,6 +10,19 @@ import typer
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
 from meshcomm.errors import ConfigError, LaunchError
 
+First = Annotated[
+    Path,
+    typer.Argument(
+        metavar="[CONFIG]",
+        help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
+        "in .py is SCRIPT, which then says its own mesh.",
+    ),
+]
+Second = Annotated[
+    str | None,
+    typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
+]
+
 
 @app.command()
 def train(
@@ -32,18 +45,8 @@ def train(
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    first: Annotated[
-        Path,
-        typer.Argument(
-            metavar="[CONFIG]",
-            help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
-            "in .py is SCRIPT, which then says its own mesh.",
-        ),
-    ],
-    second: Annotated[
-        str | None,
-        typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
-    ] = None,
+    first: First,
+    second: Second = None,
     world: World = None,
     overrides: Overrides = None,
 ) -> None:
@@ -57,18 +60,8 @@ def run(
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def simulate(
     context: typer.Context,
-    first: Annotated[
-        Path,
-        typer.Argument(
-            metavar="[CONFIG]",
-            help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
-            "in .py is SCRIPT, which then says its own mesh.",
-        ),
-    ],
-    second: Annotated[
-        str | None,
-        typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
-    ] = None,
+    first: First,
+    second: Second = None,
     world: World = None,
     seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
     explore: Annotated[int, typer.Option(min=1, help="Try so many schedules, from --seed on.")] = 1,
