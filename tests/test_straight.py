@@ -28,10 +28,14 @@ def warm(mesh: Mesh) -> None:
         mesh.all_gather("dp", x)
         mesh.reduce_scatter("dp", x)
         mesh.all_to_all("dp", x)
+    # Prepared for another root too, that a bool would be taken for.
+    for _ in range(2):
+        mesh.broadcast("dp", x.clone(), src=1)
 
 
 def kept(mesh: Mesh) -> list[object]:
-    return sorted(map(str, mesh._at["dp"]._straight.ready))
+    straight = mesh._at["dp"]._straight
+    return sorted(map(str, [*straight.ready, *straight.all_reduces]))
 
 
 def values() -> tuple[list[object], dict[str, Any]]:
@@ -65,7 +69,7 @@ def test_the_values_are_those_of_numpy(pool: Pool) -> None:
     inputs = [np.arange(24.0, dtype=np.float32).reshape(8, 3) + 100 * c for c in range(N)]
     total, whole = sum(inputs), np.concatenate(inputs)
     for coord, (prepared, found) in enumerate(results):
-        assert len(prepared) == 7, prepared
+        assert len(prepared) == 8, prepared
         assert np.array_equal(found["all_reduce"], total) and np.array_equal(found["later"], total)
         assert np.array_equal(found["broadcast"], inputs[2])
         assert (found["reduce"] is None) == (coord != 1)
@@ -136,6 +140,23 @@ REFUSED: dict[str, tuple[Callable[[Mesh], object], type[MeshcommError], str]] = 
         "out does not fit the result",
     ),
     "a list as src": (lambda mesh: mesh.broadcast("dp", torch.ones(2), [1]), MeshcommError, "is not a coord"),  # type: ignore[arg-type]
+    "True as src": (lambda mesh: mesh.broadcast("dp", torch.ones(2), True), MeshcommError, "is not a coord"),
+    "True as dst": (lambda mesh: mesh.reduce("dp", torch.ones(2), True), MeshcommError, "is not a coord"),
+    "another call as op": (
+        lambda mesh: mesh.all_reduce("dp", torch.ones(4), "all_gather"),
+        MeshcommError,
+        "no reduce op",
+    ),
+    "a key as op": (
+        lambda mesh: mesh.all_reduce("dp", torch.ones(4), ("broadcast", 2)),  # type: ignore[arg-type]
+        MeshcommError,
+        "no reduce op",
+    ),
+    "a list as op": (
+        lambda mesh: mesh.all_reduce("dp", torch.ones(4), ["sum"]),  # type: ignore[arg-type]
+        MeshcommError,
+        "no reduce op",
+    ),
     "an unknown op": (
         lambda mesh: mesh.all_reduce("dp", torch.ones(2), "most"),
         MeshcommError,
@@ -184,7 +205,7 @@ def traced_or_not() -> int:
         warm_two = torch.arange(4.0)
         for _ in range(3):
             mesh.all_gather("dp", warm_two)
-        return len(mesh._at["dp"]._straight.ready)
+        return len(kept(mesh))
 
 
 def test_nothing_is_made_straight_away_while_calls_are_compared(pool: Pool) -> None:

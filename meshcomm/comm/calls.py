@@ -13,7 +13,7 @@ from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import split
-from meshcomm.comm.straight import Ready, Straight
+from meshcomm.comm.straight import Straight
 from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.transport import Transport, Work
@@ -67,7 +67,7 @@ class Calls:
         self.who = who
         self.messages = Messages(name, transport, who, self.recorder)
         self._straight = Straight(name, self.recorder)
-        self._ready: dict[object, dict[torch.dtype, Ready]] = self._straight.ready
+        self._ready = self._straight.all_reduces
 
     @property
     def _settled(self) -> bool:

@@ -241,11 +241,7 @@ class Messages:
         log = self._recorder.messages
         log.waiting = message
         try:
-            if profiling():
-                with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
-                    works = start()
-            else:
-                works = start()
+            works = self._started(message, start)
             # Messages of a collective that is done step by step are a part of it.
             later = log.left(message, None if self._recorder.inside else message.call)
             later.at_once()
@@ -259,6 +255,12 @@ class Messages:
             raise self._failed(call, error) from error
         log.waiting = None
 
+    def _started(self, message: Message, start: Callable[[], Sequence[Work]]) -> Sequence[Work]:
+        if not profiling():
+            return start()
+        with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
+            return start()
+
     def _start(
         self, message: Message, start: Callable[[], Sequence[Work]], call: str, at_once: bool
     ) -> list[Awaited]:
@@ -266,11 +268,7 @@ class Messages:
         # A backend may block, or fail, before there is anything to wait for.
         log.waiting = message
         try:
-            if profiling():
-                with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
-                    works = start()
-            else:
-                works = start()
+            works = self._started(message, start)
         except RuntimeError as error:
             raise self._failed(call, error) from error
         log.waiting = None

@@ -24,7 +24,11 @@ class Moves(Calls):
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Tensor | Handle[Tensor]:
         """Overwrite `x` with the x of coord `src`. See `Mesh.broadcast`."""
-        if not async_op and (ready := self._straight.find(("broadcast", src), x)) is not None:
+        if (
+            not async_op
+            and type(src) is int
+            and (ready := self._straight.find(("broadcast", src), x)) is not None
+        ):
             self._straight.go(self, ready, x.nbytes, x, [x])
             return x
         check_coord(src, self.size, "src", lambda: self.where("broadcast"))
@@ -32,12 +36,8 @@ class Moves(Calls):
         self._begin("broadcast", x, src=src)
         dense = materialised(x)
         if self._settled and dense is x:
-            self._straight.keep(
-                ("broadcast", src),
-                "broadcast",
-                x.dtype,
-                self.transport.straight("broadcast", x.dtype, root=src),
-            )
+            found = self.transport.straight("broadcast", x.dtype, root=src)
+            self._straight.keep(("broadcast", src), x.dtype, found)
         return self.run(
             "broadcast",
             lambda b: self.transport.broadcast(dense, src, b),
@@ -56,7 +56,7 @@ class Moves(Calls):
         """Every rank's x, one after the other along `axis`. See `Mesh.all_gather`."""
         if (
             not (axis or async_op or uneven)
-            and (ready := self._straight.find("all_gather", x)) is not None
+            and (ready := self._straight.find(("all_gather",), x)) is not None
             and (sizes := x.shape)
         ):
             whole = along_first(sizes, sizes[0] * self.size)
@@ -81,7 +81,7 @@ class Moves(Calls):
             buffer = buffer_for(result)
             if self._settled and source is x:
                 found = self.transport.straight("all_gather", x.dtype)
-                self._straight.keep("all_gather", "all_gather", x.dtype, found)
+                self._straight.keep(("all_gather",), x.dtype, found)
             return self.run(
                 "all_gather",
                 lambda b: self.transport.all_gather(buffer, source, b),
@@ -176,7 +176,7 @@ class Moves(Calls):
         if (
             not (split_axis or concat_axis or async_op)
             and splits is None
-            and (ready := self._straight.find("all_to_all", x)) is not None
+            and (ready := self._straight.find(("all_to_all",), x)) is not None
             and (sizes := x.shape)
             and not sizes[0] % self.size
         ):
@@ -204,7 +204,7 @@ class Moves(Calls):
         parts = self._parts(x, split_axis, "all_to_all")
         if self._settled and not own and not concat and materialised(x) is x:
             found = self.transport.straight("all_to_all", x.dtype)
-            self._straight.keep("all_to_all", "all_to_all", x.dtype, found)
+            self._straight.keep(("all_to_all",), x.dtype, found)
         received = torch.empty_like(parts)
         return self.run(
             "all_to_all",

@@ -32,7 +32,7 @@ class Reductions(Calls):
         # Recorder.start and .end do is written out, as each call of a function would be felt.
         try:
             ready = self._ready[op][x.dtype]
-        except KeyError:
+        except (KeyError, TypeError):
             ready = None
         if (
             ready is not None
@@ -64,7 +64,7 @@ class Reductions(Calls):
             total.nbytes += nbytes
             total.seconds += left - began
             return x
-        if async_op and factor is None and (later := self._straight.find((op, "later"), x)) is not None:
+        if async_op and factor is None and (later := self._straight.find(("all_reduce", op), x)) is not None:
             return self._straight.start(self, later, x.nbytes, x, [x])
         return self.checked_all_reduce(x, op, async_op, factor)
 
@@ -84,9 +84,9 @@ class Reductions(Calls):
             and not x.dtype.is_complex
             and x.dtype != torch.bool
         ):
-            self._straight.keep(op, "all_reduce", x.dtype, self.transport.all_reduce_call(op))
+            self._straight.keep_all_reduce(op, x.dtype, self.transport.all_reduce_call(op))
             later = self.transport.straight("all_reduce", x.dtype, op=op)
-            self._straight.keep((op, "later"), "all_reduce", x.dtype, later)
+            self._straight.keep(("all_reduce", op), x.dtype, later)
         return self.run(
             "all_reduce",
             lambda b: self.transport.all_reduce(carried, plain_op, b),
@@ -101,6 +101,7 @@ class Reductions(Calls):
         if (
             not async_op
             and factor is None
+            and type(dst) is int
             and (ready := self._straight.find(("reduce", dst, op), x)) is not None
         ):
             own = x.clone()
@@ -113,7 +114,7 @@ class Reductions(Calls):
         carried, plain_op = self._carried(x, op, factor, "reduce")
         if self._settled and carried is x and op == plain_op:
             found = self.transport.straight("reduce", x.dtype, op=op, root=dst)
-            self._straight.keep(("reduce", dst, op), "reduce", x.dtype, found)
+            self._straight.keep(("reduce", dst, op), x.dtype, found)
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
         carried = carried.clone() if carried is x else carried
         return self.run(
@@ -152,7 +153,7 @@ class Reductions(Calls):
         self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op)
         if self._settled and not axis and factor is None and x.dtype not in WIDENED and materialised(x) is x:
             found = self.transport.straight("reduce_scatter", x.dtype, op=op)
-            self._straight.keep(("reduce_scatter", op), "reduce_scatter", x.dtype, found)
+            self._straight.keep(("reduce_scatter", op), x.dtype, found)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )

@@ -13,12 +13,13 @@ from torch import Tensor
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.ledger import Later, Total, total_of
 from meshcomm.comm.recorder import KEPT, Recorder
-from meshcomm.comm.site import is_ours
+from meshcomm.comm.site import is_ours, place_of_call
 from meshcomm.errors import CommunicationError
 from meshcomm.transport.profile import profiling
 
 # The transport's call, its last argument, where the call is counted, and remembered.
 Ready: TypeAlias = tuple[Callable[..., Any], Any, Total, Recorder]
+Found: TypeAlias = tuple[Callable[..., Any], Any]
 
 
 class Caller(Protocol):
@@ -37,26 +38,33 @@ class Straight:
     it divide, what will the line be called if it fails. Of a call that was made before with the same
     operation and dtype only what may differ is asked again, and the rest is the backend's own call.
 
+    ready: by the call's name and what else it is prepared for. all_reduces: of the usual all_reduce, by op alone.
     """
 
     # Nothing that leads back to the communicator: it and its group have to go with their last reference.
-    __slots__ = ("_name", "_recorder", "ready")
+    __slots__ = ("_name", "_recorder", "all_reduces", "ready")
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self._name = name
         self._recorder = recorder
-        self.ready: dict[object, dict[torch.dtype, Ready]] = {}
-        recorder.quick.append(self.ready)
+        self.ready: dict[tuple[object, ...], dict[torch.dtype, Ready]] = {}
+        # What a user gives as op must not find another call.
+        self.all_reduces: dict[str, dict[torch.dtype, Ready]] = {}
+        recorder.quick += [self.ready, self.all_reduces]
 
-    def keep(
-        self, key: object, call: str, dtype: torch.dtype, found: tuple[Callable[..., Any], Any] | None
-    ) -> None:
+    def keep(self, key: tuple[str, *tuple[object, ...]], dtype: torch.dtype, found: Found | None) -> None:
         """Make `key` calls of dense tensors of `dtype` by `found` from now on; None changes nothing."""
         if found is not None:
-            total = total_of(self._recorder.totals, self._name, call)
-            self.ready.setdefault(key, {})[dtype] = (*found, total, self._recorder)
+            self.ready.setdefault(key, {})[dtype] = self._counted(key[0], found)
 
-    def find(self, key: object, x: Tensor) -> Ready | None:
+    def keep_all_reduce(self, op: str, dtype: torch.dtype, found: Found) -> None:
+        """`keep`, for blocking all_reduces."""
+        self.all_reduces.setdefault(op, {})[dtype] = self._counted("all_reduce", found)
+
+    def _counted(self, call: str, found: Found) -> Ready:
+        return (*found, total_of(self._recorder.totals, self._name, call), self._recorder)
+
+    def find(self, key: tuple[str, *tuple[object, ...]], x: Tensor) -> Ready | None:
         """What `keep` was given, where `x` is a tensor that it will do for."""
         try:
             ready = self.ready[key][x.dtype]
@@ -99,10 +107,7 @@ class Straight:
     def start(self, by: Caller, ready: Ready, nbytes: int, x: Tensor, *given: object) -> Handle[Tensor]:
         """Start the call, whose result is `x`, remembered as Recorder.start and .later do it."""
         start, options, total, recorder = ready
-        frame: Any = frame_at(3)
-        while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-            frame = frame.f_back
-        place = (frame.f_code, frame.f_lasti)
+        place = place_of_call(4)
         recorder.started = number = recorder.started + 1
         recorder.under_way = x
         began = clock()
