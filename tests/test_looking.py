@@ -24,11 +24,11 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.cli.completion import answers_shell, complete_config
 from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.config.whole_file import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.layout import Plan
 from meshcomm.show.diff import diff_facts, diff_page
 from meshcomm.show.exchanges import exchange_facts
-from meshcomm.show.export import write_whole
 from meshcomm.show.grid.colours import PALETTE
 from meshcomm.show.grid.facts import grid_facts, tag
 from meshcomm.show.grid.text import GridText

@@ -36,15 +36,3 @@ def check_output(path: Path, option: str, suffix: str, mark: str) -> None:
                     expected="a new file, or one that an earlier meshcomm bench wrote",
                     hint=f"{option} {path.with_stem(path.stem + '_measured')}",
                 )
-
-
-def write_output(path: Path, option: str, text: str) -> None:
-    """Write it. Raises ConfigError where the system refuses."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
-            given=f"{option} {path}",
-            expected="a folder that is there and may be written",
-        ) from None

@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.bench.chosen import chosen_dims, items
 from meshcomm.bench.facts import Asked, measured_facts
-from meshcomm.bench.output import check_output, write_output
+from meshcomm.bench.output import check_output
 from meshcomm.config import Config, load
+from meshcomm.config.whole_file import write_whole
 from meshcomm.costs.fitting import Time, check_sizes
 from meshcomm.costs.measured import MARK as TOPOLOGY_MARK
 from meshcomm.costs.measured import fit_links, measured_text
@@ -115,7 +116,7 @@ def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
             # What was measured is shown all the same.
             failure = error
     if output.svg is not None:
-        write_output(output.svg, "--svg", bandwidth_svg(facts))
+        write_whole(output.svg, bandwidth_svg(facts), given=f"--svg {output.svg}")
     _print(facts, output)
     if failure is not None:
         raise failure
@@ -149,7 +150,8 @@ def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> Non
         f"{machine['hosts']} host{'s' * (machine['hosts'] > 1)}, {machine['device']}, torch {machine['torch']}"
     )
     resolved = settings.resolved(here.world_size)
-    write_output(path, "--fit", measured_text(resolved, topology, fitted.links, head))
+    text = measured_text(resolved, topology, fitted.links, head)
+    write_whole(path, text, given=f"--fit {path}")
 
 
 def _print(facts: dict[str, Any], output: Output) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.config.parallel import Part
 from meshcomm.config.syntax import parse_toml
+from meshcomm.config.whole_file import write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.place.search import ASSUMED_MEMORY_GB, ASSUMED_TFLOPS, Ranking, rank_placements
@@ -71,14 +72,7 @@ def write_placement(settings: Config, ranking: Ranking, number: int, world: int,
     # What is written must say what was chosen, before anyone trains by it.
     assert parse_toml(text, str(path))["mesh"]["dims"] == placed_data(settings, chosen)["mesh"]["dims"]
     load(placed_data(settings, chosen)).resolved(world)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
-            given=f"--write {path}",
-            expected="a folder that is there and may be written",
-        ) from None
+    write_whole(path, text, given=f"--write {path}")
     return load(path)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from meshcomm.config.whole_file import write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.show.grid.page import grid_page
 from meshcomm.show.grid.svg import grid_svg
@@ -65,28 +63,3 @@ def tree_file(path: Path, facts: Mapping[str, Any]) -> None:
     export(
         path, facts, lambda: tree_page(whole), lambda: text_svg(as_text(tree_view(whole)), headline(whole))
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the old one or the new one. Raises ConfigError."""
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-            # mkstemp lets nobody else read it; a new file has what the umask leaves.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
-            given=str(path),
-            expected="a file in a folder that exists and can be written",
-            hint=f"mkdir -p {path.parent}" if not path.parent.exists() else "another path",
-        ) from None

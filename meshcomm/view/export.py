@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from meshcomm.config.whole_file import write_whole
 from meshcomm.errors import ViewError
 from meshcomm.view.page import document
 from meshcomm.view.run import run_news
@@ -24,12 +25,5 @@ def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
         columns = {key: run["columns"][key] + values for key, values in more["columns"].items()}
         run = {**more, "reset": True, "columns": columns}
     html = document(facts, run).html
-    try:
-        path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise ViewError(
-            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
-            given=f"--export {path}",
-            expected="a file in a folder that is there and may be written",
-        ) from None
+    write_whole(path, html, given=f"--export {path}", kind=ViewError)
     return f"written: {path} ({len(html.encode()):,} bytes)"

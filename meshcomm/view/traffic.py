@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-import numpy as np
-
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import PARTS
 from meshcomm.config.table import Table
 from meshcomm.costs import best, bus_factor, lines, route
 from meshcomm.layout import Layout
-from meshcomm.place import workload
+from meshcomm.place.expected import Expected, expected
 from meshcomm.place.links import ALGORITHMS
-from meshcomm.place.sizes import Sizes
-from meshcomm.place.traffic import REPLICA, Flow, flows
 from meshcomm.topology import Machine, machine, span
 
 Facts = dict[str, Any]
@@ -30,19 +26,14 @@ def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig
     step: calls * size_bytes * the operation's share that crosses a link), and, where links are known,
     seconds (of all the calls, one after the other) and link (the slowest one that a group crosses).
     """
-    parallel = settings.parallel
-    if parallel is None or settings.train is None:
+    if settings.parallel is None or settings.train is None:
         return None
-    sizes = {**layout.dims, **layout.views.get(settings.expert_view or "", {})}
-    number = settings.microbatches(sizes)
-    work = workload(_plain_mesh(settings))
-    one = {part: np.array([parallel.size(part, sizes)]) for part in PARTS}
-    found = flows(work, Sizes(**one, microbatches=np.array([number])))
+    plain = _plain_mesh(settings)
+    found = expected(plain, prod(plain.mesh.dims.values()))
     where = machine(topology)
-    rows = [_row(flow, settings, layout, where, number) for flow in found]
     return {
         "links": None if where is None else [str(level) for level in where.levels],
-        "rows": [row for row in rows if row is not None],
+        "rows": [_row(each, layout, where) for each in found],
     }
 
 
@@ -56,38 +47,24 @@ def _plain_mesh(settings: Config) -> Config:
     return settings.model_copy(update={"mesh": mesh.model_copy(update=plain)})
 
 
-def _row(
-    flow: Flow, settings: Config, layout: Layout, where: Machine | None, microbatches: int
-) -> Facts | None:
-    parallel = settings.parallel
-    assert parallel is not None
-    along: list[str] = []
-    for part in flow.along:
-        # The copies of experts may lie along several dims of their view.
-        along += settings.expert_gradient_dims if part == REPLICA else [getattr(parallel, part)]
-    if not along:
-        return None
-    name = along[0] if len(along) == 1 else tuple(along)
+def _row(each: Expected, layout: Layout, where: Machine | None) -> Facts:
+    name = each.dims[0] if len(each.dims) == 1 else each.dims
     size = layout.size(name)
-    calls = round(float(flow.calls[0])) * (microbatches if flow.each_microbatch else 1)
-    if size == 1 or not calls:
-        return None
-    size_bytes = float(flow.size_bytes[0])
     row: Facts = {
-        "along": along,
+        "along": list(each.dims),
         "digits": [list(digit) for digit in layout.digits(name)],
         "size": size,
-        "operation": flow.operation,
-        "what": flow.what,
-        "calls": calls,
-        "size_bytes": size_bytes,
-        "sent_bytes": calls * size_bytes * float(bus_factor(flow.operation, size)),
+        "operation": each.operation,
+        "what": each.what,
+        "calls": each.calls,
+        "size_bytes": each.size_bytes,
+        "sent_bytes": each.step_bytes * float(bus_factor(each.operation, size)),
         "seconds": None,
         "link": None,
     }
     if where is not None:
         found = span(layout.groups(name), where)
-        every = [line for line in lines(flow.operation, route(found, where)) if line.name in ALGORITHMS]
-        row["seconds"] = calls * best(every, size_bytes).seconds(size_bytes)
+        every = [line for line in lines(each.operation, route(found, where)) if line.name in ALGORITHMS]
+        row["seconds"] = each.calls * best(every, each.size_bytes).seconds(each.size_bytes)
         row["link"] = found.slowest
     return row
