@@ -146,7 +146,9 @@ import meshcomm
 def work(index, config):
     with meshcomm.init(config | ({"process": config["process"] | {"rank": index}} if "process" in config else {})) as mesh:
         x = mesh.all_gather("dp", torch.tensor([mesh.rank]))
-        print(f"{mesh.label}: {x.tolist()}", flush=True)
+        # One write: both ranks have one pipe, and print may write its newline apart.
+        sys.stdout.write(f"{mesh.label}: {x.tolist()}\n")
+        sys.stdout.flush()
 
 
 config = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 60.0}}
