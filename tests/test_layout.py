@@ -62,9 +62,9 @@ def test_groups_equal_nested_loops(seed: int) -> None:
         for name, offset in itertools.product(names, (-2, -1, 0, 1, 3)):
             target = at[name] + offset
             wrapped = grid[tuple(c if n != name else target % dims[name] for n, c in at.items())]
-            assert layout.peer(rank, name, offset) == wrapped
+            assert layout.peer_rank(rank, name, offset) == wrapped
             inside = 0 <= target < dims[name]
-            assert layout.peer(rank, name, offset, wrap=False) == (wrapped if inside else None)
+            assert layout.peer_rank(rank, name, offset, wrap=False) == (wrapped if inside else None)
 
 
 def test_the_expert_view_shares_pp_and_gets_its_own_groups() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from pathlib import Path
-from types import CodeType
-from typing import Any, Final
+from types import CodeType, FrameType
+from typing import Final
 
 import torch
 
@@ -15,24 +16,33 @@ _OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _BENCH: Final = str(Path(__file__).parents[1] / "bench")
 
 
+@lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
     """Whether a frame of this file is between the user and the call, not the user's own."""
     return file.startswith(_OURS) and not file.startswith(_BENCH)
 
 
+def users_frame(depth: int = 1) -> FrameType:
+    """The innermost frame that is the user's, from `depth` frames up on; the outermost where none is.
+
+    What happens at every call (recorder.py, message_log.py, straight.py) has this loop written out: a
+    function more would be seen in the time of a call.
+    """
+    frame = sys._getframe(depth)
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def caller() -> str:
     """file:line of the innermost frame that is the user's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frame = users_frame(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def place_of_call(depth: int) -> tuple[CodeType, int]:
     """Code and instruction of the innermost frame that is the user's, from `depth` frames up on."""
-    frame: Any = sys._getframe(depth)
-    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
+    frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshcomm.errors import LayoutError
-from meshcomm.layout.layout import Digits, Layout, Ranks
+from meshcomm.layout.digits import Digits, Ranks
+from meshcomm.layout.layout import Layout
 from meshcomm.layout.names import did_you_mean
 
 Scalar = str | int | float | bool
@@ -79,8 +80,9 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name and common coords, as in `tp[pp=0 dp=1]`."""
-        return f"{self.name}[{' '.join(f'{n}={c}' for n, c in self.coords.items())}]"
+        """Name and common coords, as in `tp[pp=0 dp=1]`; the name alone where all ranks are in one group."""
+        common = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
+        return f"{self.name}[{common}]" if common else self.name
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from meshcomm.errors import LayoutError
+from meshcomm.layout.names import check_name
 
 
 def times(sizes: Mapping[str, int]) -> str:
@@ -25,13 +26,42 @@ def toml_dims(sizes: Mapping[str, int]) -> str:
     >>> toml_dims({"dp": 4, "tp": 2})
     '{ dp = 4, tp = 2 }'
     """
-    return "{ " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " }"
+    # Only ASCII letters may stand without quotes in TOML; a dim may have others.
+    written = (name if name.isascii() else f'"{name}"' for name in sizes)
+    return (
+        "{ "
+        + ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
+        + " }"
+    )
 
 
 def divisors(n: int) -> list[int]:
     """All divisors of `n`, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> None:
+    """Raise LayoutError unless `dims` names at least one dim, and each size is a whole number of 1 or more.
+
+    where: what the message calls it. open_dim: -1 and other sizes below 1 are left to `resolve`.
+    """
+    if not dims:
+        raise LayoutError(
+            f"{where} is empty",
+            given="no dim",
+            expected="at least one dim",
+            hint=f"{where} = {{ dp = 1 }}",
+        )
+    for name, size in dims.items():
+        check_name(name, "dim")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and not open_dim):
+            raise LayoutError(
+                f"{where}.{name} = {size!r} is not a size",
+                given=f"{name} = {size!r}",
+                expected="a whole number of 1 or more",
+                hint=f"{where}.{name} = 1 keeps the dim and gives it one rank",
+            )
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int = 3) -> list[dict[str, int]]:

@@ -11,16 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
-from meshcomm.comm.site import is_ours
-
-
-def users_frame() -> FrameType:
-    """The innermost frame that is the user's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
 
 def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
     """Let the user look around at `frame`, then meet the ranks that wait, then go on.

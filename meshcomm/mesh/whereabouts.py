@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, overload
 
 from meshcomm.errors import NotMember
 from meshcomm.layout import Dims, Layout
@@ -56,9 +57,16 @@ class Whereabouts:
         """The global rank at these coords."""
         return self.layout.rank_at(**coords)
 
-    def peer(self, dims: Dims, offset: int, wrap: bool = True) -> int | None:
-        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`."""
-        return self.layout.peer(self._member(), dims, offset, wrap)
+    @overload
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
+    @overload
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
+        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`.
+
+        For what counts in ranks, a log say. Messages take the coord: `dst=mesh.coord(dims) + offset`.
+        """
+        return self.layout.peer_rank(self._member(), dims, offset, wrap=wrap)
 
     @property
     def label(self) -> str:
