@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class Done:
         return True
 
 
+def as_bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes. `flat`: of one axis, contiguous.
+
+    One element of a slice is contiguous with any stride, and torch then finds no bytes in it.
+    """
+    if flat.numel() < 2:
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 class Transport(ABC):
     """Moves contiguous tensors between the ranks of one group. Ranks are coords, 0 to size - 1.
 
@@ -47,6 +57,8 @@ class Transport(ABC):
     coord: int
     device: torch.device
     any_source: bool
+    # Whether messages of one call have to be started by `exchange`, as one operation.
+    together: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -60,20 +72,31 @@ class Transport(ABC):
         return False
 
     @abstractmethod
-    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
-        """What a blocking `all_reduce` of a contiguous tensor of a plain dtype comes down to.
+    def all_reduce_call(
+        self, op: str, blocking: bool = True
+    ) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        """What an `all_reduce` of a contiguous tensor of a plain dtype comes down to.
 
         A function and its second argument; the first is [x]. For callers that make it very often.
         """
+
+    def message_call(
+        self, direction: Literal["send", "recv"], dtype: torch.dtype
+    ) -> Callable[[list[Tensor], int, int], Work] | None:
+        """What a message of a contiguous tensor of `dtype` comes down to: called with [x], coord and tag.
+
+        None: there is no shorter way than `send` and `recv`.
+        """
+        return None
 
     def straight(
         self, call: str, dtype: torch.dtype, *, op: str | None = None, root: int | None = None
     ) -> tuple[Callable[..., Work | None], Any] | None:
         """What a blocking call of contiguous tensors of `dtype` comes down to, for callers that make it often.
 
-        A function and its last argument. Those before it are, for "broadcast", "reduce" and "all_reduce",
-        which is then not a blocking one, [x]; for "all_gather" and
-        "reduce_scatter" out, x; for "all_to_all" out, x, [], []; parts lie one after the other along axis 0.
+        A function and its last argument. Those before it are, for "broadcast" and "reduce", [x]; for
+        "all_gather" and "reduce_scatter" out, x; for "all_to_all" out, x, [], []; parts lie one after the
+        other along axis 0.
         None: there is no shorter way.
         """
         return None
@@ -141,6 +164,15 @@ class Transport(ABC):
         self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor, int, int]]
     ) -> Sequence[Work]:
         """Start all sends and receives, given as (tensor, coord, tag), as one operation."""
+
+    def break_off(self, peers: Sequence[int] | None, connected: bool, over: Callable[[], bool]) -> None:
+        """Make a call that blocks this rank fail, if that can be done; the group is of no use afterwards.
+
+        Called from another thread than the blocked one. May itself block, where a store does not answer.
+        peers: coords that the call waits for; None: any. connected: also where the peers have connected, and
+        data may still move. over: whether the call has returned.
+        """
+        return  # Most transports have nothing that could be broken off.
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,15 @@ from torch.distributed import (
     ScatterOptions,
 )
 
-from meshcomm.transport.base import Transport, Work
-from meshcomm.transport.torch_private import AllgatherOptions, AllToAllOptions, single_names, source_rank
+from meshcomm.transport.base import Transport, Work, as_bytes
+from meshcomm.transport.gloo_waits import by_nearness, end_waits, hang_up
+from meshcomm.transport.torch_private import (
+    AllgatherOptions,
+    AllToAllOptions,
+    gloo_address,
+    single_names,
+    source_rank,
+)
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -65,7 +72,7 @@ class ProcessGroupTransport(Transport):
         self.device = device
         self.any_source = backend in ("gloo", "mpi")
         self._owned = owned
-        self._batched = "nccl" in backend and device.type == "cuda"
+        self.together = "nccl" in backend and device.type == "cuda"
         names = single_names()
         self._all_gather_single: Callable[..., Work] = getattr(group, names.all_gather)
         self._reduce_scatter_single: Callable[..., Work] = getattr(group, names.reduce_scatter)
@@ -81,16 +88,23 @@ class ProcessGroupTransport(Transport):
             [x if x.is_floating_point() else _added(x)], _options(AllreduceOptions, blocking, op)
         )
 
-    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
-        return self.group.allreduce, _options(AllreduceOptions, True, op)
+    def all_reduce_call(
+        self, op: str, blocking: bool = True
+    ) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        return self.group.allreduce, _options(AllreduceOptions, blocking, op)
+
+    def message_call(
+        self, direction: Literal["send", "recv"], dtype: torch.dtype
+    ) -> Callable[[list[Tensor], int, int], Work] | None:
+        if dtype not in _MOVED:
+            return None
+        return self.group.send if direction == "send" else self.group.recv
 
     def straight(
         self, call: str, dtype: torch.dtype, *, op: str | None = None, root: int | None = None
     ) -> tuple[Callable[..., Work | None], Any] | None:
         if dtype not in _MOVED:
             return None
-        if call == "all_reduce":
-            return self.group.allreduce, _options(AllreduceOptions, False, op)
         if call == "broadcast":
             return self.group.broadcast, _options(BroadcastOptions, True, root=root)
         if call == "reduce":
@@ -143,13 +157,16 @@ class ProcessGroupTransport(Transport):
         return self.group.barrier(_options(BarrierOptions, blocking, device=self.device))
 
     def send(self, x: Tensor, dst: int, tag: int) -> Work:
-        return self.group.send([_moved(x)], dst, tag)
+        return self.group.send([_bytes(x)], dst, tag)
 
     def recv(self, x: Tensor, src: int, tag: int) -> Work:
-        return self.group.recv([_moved(x)], src, tag)
+        return self.group.recv([_bytes(x)], src, tag)
 
     def recv_any(self, x: Tensor, tag: int) -> Work:
-        return self.group.recv_anysource([_moved(x)], tag)
+        # Gloo refuses this receive, and no other, where nothing is to come (torch 2.13): an empty message, which
+        # is announced and answered like any, fits into more room too.
+        room = _bytes(x) if x.numel() else torch.empty(1, dtype=torch.uint8, device=x.device)
+        return self.group.recv_anysource([room], tag)
 
     def source_of(self, work: Work) -> int:
         return source_rank(work)
@@ -157,7 +174,7 @@ class ProcessGroupTransport(Transport):
     def exchange(
         self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor, int, int]]
     ) -> Sequence[Work]:
-        if not self._batched:
+        if not self.together:
             started = [self.recv(x, src, tag) for x, src, tag in recvs]
             return [*started, *(self.send(x, dst, tag) for x, dst, tag in sends)]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
@@ -168,15 +185,31 @@ class ProcessGroupTransport(Transport):
             self.send(x, dst, tag)
         return [self.group._end_coalescing(self.device)]
 
+    def break_off(self, peers: Sequence[int] | None, connected: bool, over: Callable[[], bool]) -> None:
+        if self.name != "gloo":
+            return
+        near = by_nearness(self.coord, self.size)
+        own = gloo_address(self.group, self.coord)
+        if own is None:
+            return
+        end_waits(own, near if peers is None else peers, over)
+        if connected and not over():
+            hang_up(own, lambda: [at for peer in near if (at := gloo_address(self.group, peer)) is not None])
+
     def close(self) -> None:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
 
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory, in a dtype that can be moved; its shape does not matter to a message."""
+    return x if x.dtype in _MOVED else _moved(x)
+
+
 def _moved(x: Tensor) -> Tensor:
     """The same memory, flat, in a dtype that can be moved."""
     flat = x.view(-1)
-    return flat if x.dtype in _MOVED else flat.view(torch.uint8)
+    return flat if x.dtype in _MOVED else as_bytes(flat)
 
 
 def _added(x: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ class SoloTransport(Transport):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
-        return _nothing, None
+    def all_reduce_call(
+        self, op: str, blocking: bool = True
+    ) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+        return (_nothing if blocking else _over), None
 
     def reduce(self, x: Tensor, dst: int, op: str, blocking: bool) -> Work:
         return _DONE
@@ -92,3 +94,7 @@ class SoloTransport(Transport):
 
 def _nothing(tensors: list[Tensor], options: Any) -> None:
     return None
+
+
+def _over(tensors: list[Tensor], options: Any) -> Work:
+    return _DONE

@@ -62,7 +62,8 @@ def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str]
         return f"an operation that {backend} has", 'a Gloo dim for it: options.DIM.backend = "gloo"'
     if backend in REDUCED and dtype not in REDUCED[backend]:
         return "a dtype that the backend can add", "x.to(torch.bfloat16)" if broken else "x.to(torch.int64)"
-    if op in ("avg", "premul_sum") and not broken:
+    # A group of one reduces nothing, but multiplies; float8 has no arithmetic.
+    if op in ("avg", "premul_sum") and (not broken or dtype.itemsize == 1):
         return "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
     if op in BITWISE and broken:
         return "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'

@@ -91,5 +91,6 @@ def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
         del work
 
     setattr(transport, call, instead)
-    # The short way of all_reduce has the backend's own function in hand.
-    mesh._at[dim]._ready.clear()
+    # Calls that were made before have the backend's own functions in hand.
+    for prepared in mesh._at[dim].recorder.quick:
+        prepared.clear()

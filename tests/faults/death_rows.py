@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshcomm.layout import Layout
 from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import ENDED_S, ENDED_SLACK_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
+from tests.faults.row import FIRST_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
@@ -99,10 +99,9 @@ def _before_the_first_call(how: End) -> Row:
         "before the first call on a group",
         "tp",
         program,
-        peers(dims, "tp", 1, "PeerLost|exit code 1"),
+        peers(dims, "tp", 1, "PeerLost"),
         (1,),
-        ENDED_S,
-        slack_s=ENDED_SLACK_S,
+        FIRST_S,
     )
 
 

@@ -154,8 +154,7 @@ ROWS = [
         "receive from the wrong coord",
         "in recv",
         {1: _receives(3), 2: _sends(1), 3: _stays},
-        # A first contact: Gloo may not give it up, and then the process is ended, by name.
-        {1: f"{_LATE}|exit code 1", 2: f"{_LATE}|{_LOST}|exit code 1"},
+        {1: _LATE, 2: f"{_LATE}|{_LOST}"},
         {1: (3,), 2: (1,)},
     ),
     _row(

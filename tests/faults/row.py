@@ -25,11 +25,9 @@ TIMEOUT_S: Final = 2.0
 DIFFERS_S: Final = 2.0
 MISSING_S: Final = TIMEOUT_S + 2.0
 
-# A first call on a group that Gloo holds while it connects: a second after the timeout the process is ended,
-# and its error asks the others first.
-ENDED_S: Final = TIMEOUT_S + 2.75
-# Less than Gloo holds it, and than the grace that later calls get.
-ENDED_SLACK_S: Final = 3.0
+# A first call on a group that Gloo holds while it connects: half a second after the timeout that wait is
+# ended, and then the others are asked.
+FIRST_S: Final = TIMEOUT_S + 2.5
 
 Program: TypeAlias = Callable[["Rank"], object]
 End: TypeAlias = Literal["SIGKILL", "SIGSTOP"]
@@ -120,8 +118,8 @@ class Rank:
             try:
                 yield mesh
             except BaseException:
-                # Closing comes after; what counts is when the program got its error.
-                self.raised_at = time.monotonic()
+                # Closing comes after; what counts is when the program got its error, whatever it did then.
+                self.raised_at = self.raised_at or time.monotonic()
                 raise
 
     def strike(self) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.faults import call_rows, death_rows, ending_rows, message_rows, opening_rows
+from tests.faults import call_rows, death_rows, ending_rows, late_rows, message_rows, opening_rows, step_rows
 from tests.faults.row import Row
 
 _ALL: Final = [
     *opening_rows.ROWS,
     *call_rows.ROWS,
     *death_rows.ROWS,
+    *late_rows.ROWS,
     *message_rows.ROWS,
     *ending_rows.ROWS,
+    *step_rows.ROWS,
 ]
 
 ROWS: Final[dict[str, Row]] = {row.name: row for row in _ALL}

@@ -46,6 +46,7 @@ def test_the_table_is_complete() -> None:
         "SIGSTOP",
         "exception",
         "skipped call",
+        "comes too late",
         "call on another dim",
         "swapped order of two calls",
         "other shape",

@@ -1,0 +1,68 @@
+"""A call left out among equal ones: nothing shows but in what `mesh.step` has noted."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from meshcomm.mesh import Mesh
+from tests.faults.row import TIMEOUT_S, Program, Rank, Row, check, everyone
+
+_ODD: Final = 2
+_LINE: Final = {"dp": 4}
+# A second until neighbours compare, and a look each for asking, telling and being told.
+_FOUND_S: Final = 2.0
+
+
+def _program(steps: int, pause_s: float, odd_times: int) -> Program:
+    """Equal calls in every step; the odd rank makes one of step 3 `odd_times` times."""
+
+    def program(me: Rank) -> None:
+        # So that none is compared before its data moves.
+        with me.mesh(validate_calls=0) as mesh:
+            for step in range(1, steps + 1):
+                for place in range(3):
+                    differs = (me.number, step, place) == (_ODD, 3, 1)
+                    if differs:
+                        me.strike()
+                    for _ in range(odd_times if differs else 1):
+                        _all_reduce(mesh)
+                mesh.step()
+                time.sleep(pause_s)
+
+    return program
+
+
+def _all_reduce(mesh: Mesh) -> None:
+    check(mesh.all_reduce("dp", torch.ones(4)), 4.0)
+
+
+def _row(name: str, fault: str, moment: str, program: Program, promise_s: float) -> Row:
+    return Row(name, fault, moment, "dp", program, everyone("CallMismatchError"), (_ODD,), promise_s, _LINE)
+
+
+ROWS = [
+    _row(
+        "skipped-among-equal",
+        "skipped call among equal calls",
+        "in step 3 of many, mesh.step() used",
+        _program(100_000, 0.005, 0),
+        _FOUND_S + TIMEOUT_S,
+    ),
+    _row(
+        "skipped-among-equal-short",
+        "skipped call among equal calls",
+        "in step 3 of 5, mesh.step() used",
+        _program(5, 0.0, 0),
+        _FOUND_S + TIMEOUT_S,
+    ),
+    _row(
+        "once-too-often",
+        "a call made twice among equal calls",
+        "in step 3 of many, mesh.step() used",
+        _program(100_000, 0.005, 2),
+        _FOUND_S + TIMEOUT_S,
+    ),
+]
