@@ -123,12 +123,14 @@ class StoreTimeout(StoreError):
 
 
 class CallMismatchError(MeshcommError):
-    """Ranks of a group were about to make different calls; nothing was sent.
+    """Ranks of a group were about to make different calls, and nothing was sent; or they did in a step.
 
-    `odd_ranks` are the global ranks that differ from the majority.
+    `odd_ranks` are the global ranks that differ from the majority. `step`: where `mesh.step` found it, the
+    first step whose results are not to be trusted, as the program counts; else None.
     """
 
     odd_ranks: tuple[int, ...] = ()
+    step: int | None = None
 
 
 class CollectiveTimeout(CommunicationError):

@@ -375,7 +375,8 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
     events = check_format((tmp_path / "trace.json").read_text())
     passes = Counter(e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1 and e["cat"] == "program")
     # Two steps of two micro-batches.
-    assert passes == {"forward 0": 2, "backward 0": 2, "forward 1": 2, "backward 1": 2}
+    steps = {"step 2": 1, "step 3": 1}
+    assert passes == {"forward 0": 2, "backward 0": 2, "forward 1": 2, "backward 1": 2, **steps}
     tokens = [e for e in events if e["name"] == "all_reduce" and e["pid"] == 0 and e["args"]["bytes"] == 8]
     assert len(tokens) == 2
     put_aside(tmp_path)

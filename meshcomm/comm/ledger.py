@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter as clock
 from typing import Final, NamedTuple, Protocol, TypeAlias, final
+from zlib import crc32
 
 # Of these nccl-tests count the whole data, of n ranks n times what one brings.
 _WHOLE: Final = frozenset({"all_gather", "gather"})
+
+# Their bytes may differ from rank to rank: splits of a rank's own, and objects.
+_UNEVEN: Final = ("all_to_all", "objects.")
 
 
 def moved(call: str, nbytes: int, size: int) -> int:
@@ -26,9 +30,13 @@ class Total:
     calls, nbytes, seconds: of blocking calls; seconds from start to return. later_*: of asynchronous
     calls, once they are waited for; later_seconds is what their program spent on starting them and on
     waiting, later_span_s from start to the end of the wait, whatever was done in between.
+
+    sign: stands for the name of the call, the same in every process. alike: whether its bytes are equal
+    on all ranks of a group. waiting: the asynchronous call that the program waits for now.
     """
 
     __slots__ = (
+        "alike",
         "call",
         "calls",
         "later_calls",
@@ -38,11 +46,16 @@ class Total:
         "name",
         "nbytes",
         "seconds",
+        "sign",
+        "waiting",
     )
 
     def __init__(self, name: str, call: str) -> None:
         self.name = name
         self.call = call
+        self.sign = crc32(call.encode())
+        self.alike = not call.startswith(_UNEVEN)
+        self.waiting: Later | None = None
         self.calls = self.nbytes = self.later_calls = self.later_nbytes = 0
         self.seconds = self.later_seconds = self.later_span_s = 0.0
 
@@ -140,6 +153,12 @@ class Later:
         if self._told is not None:
             self._told.at_once = True
 
+    def waits(self) -> float:
+        """The program begins to wait; returns when, for `waited`."""
+        if self._total is not None:
+            self._total.waiting = self
+        return clock()
+
     def waited(self, since: float) -> None:
         """A wait that began at `since` is over; there may be several, one after the other."""
         self.over = now = clock()
@@ -148,6 +167,7 @@ class Later:
         total = self._total
         if total is None:
             return
+        total.waiting = None
         calls, nbytes, spent, span = 0, 0, now - since, now - self._counted_to
         if self._counted_to == 0.0:
             calls, nbytes = self._calls, self._nbytes

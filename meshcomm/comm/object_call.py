@@ -137,7 +137,11 @@ class ObjectCall:
         table = mine.new_empty((self.size, mine.numel()))
         self._run(lambda: [self._transport.all_gather(table, mine, True)])
         rows = [_Row(*numbers) for numbers in table.tolist()]
-        self._same_call(dict(enumerate(rows)))
+        try:
+            self._same_call(dict(enumerate(rows)))
+        except ObjectError:
+            self._recorder.refuse()
+            raise
         failed = [coord for coord, row in enumerate(rows) if row.failed]
         if failed:
             length = max(rows[coord].size for coord in failed)

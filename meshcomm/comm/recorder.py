@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter as clock
 from types import CodeType
@@ -15,13 +16,14 @@ from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import MessageLog
 from meshcomm.comm.site import is_ours, line_of
 from meshcomm.comm.spans import Spans
-from meshcomm.errors import CommunicationError
+from meshcomm.comm.steps import Steps
+from meshcomm.errors import MeshcommError
 
 KEPT: Final = 256
 
 # Where it is summed up, its bytes as the ledger counts them, the place in the program, when it began.
 Entry = tuple[Total, int, CodeType, int, float]
-Inquire = Callable[["Recorder", str, BaseException], CommunicationError]
+Inquire = Callable[["Recorder", str, BaseException], MeshcommError]
 
 
 @final
@@ -32,7 +34,8 @@ class Recorder:
     them have come to a call. under_way is what a blocking call was given while it is under way, and None
     while none is. left holds when the program went on after each of the calls in the ring, in seconds on
     this host's monotonic clock, as the ring holds when they began. totals sums up all calls. messages
-    are kept beside: they are counted by peer.
+    are kept beside: they are counted by peer. refused are numbers of calls of which nothing was sent, as the
+    ranks were about to make different ones. steps has what was called in each step, where the program tells.
 
     plan ends the labels that profilers show. spans takes every call while a trace is taken; quick are dictionaries of prepared calls, which do not
     ask for it and are emptied for that time.
@@ -52,9 +55,11 @@ class Recorder:
         "plan",
         "quick",
         "ranks",
+        "refused",
         "ring",
         "spans",
         "started",
+        "steps",
         "totals",
         "under_way",
     )
@@ -74,6 +79,8 @@ class Recorder:
         self.messages = MessageLog(self.totals, label, check)
         self.quick: list[dict[Any, Any]] = []
         self.spans: Spans | None = None
+        self.refused: deque[int] = deque(maxlen=KEPT)
+        self.steps = Steps()
 
     @property
     def inside(self) -> bool:
@@ -131,6 +138,14 @@ class Recorder:
             self.ring[place] = (entry[0], nbytes, *entry[2:])
         if self.spans is not None:
             self.spans.is_of(self.label, self.started, nbytes)
+
+    def refuse(self) -> None:
+        """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
+        self.refused.append(self.started)
+
+    def note(self, step: int, number: int, apart: bool = False) -> None:
+        """A step of the program is over; see Steps.note."""
+        self.steps.note(step, number, self.ring, self.started, self.refused, apart)
 
     def later(self) -> Later | None:
         """The call under way is only started: who is told of the wait for it."""
@@ -205,4 +220,5 @@ class Recorder:
             "started": self.started,
             "last": self.last(),
             "messages": self.messages.status(self.ranks),
+            "steps": self.steps.told(),
         }

@@ -16,6 +16,9 @@ from meshcomm.transport.support import name_of
 # The lane of forward and backward passes.
 PASSES: Final = "passes"
 
+# The lane of what `mesh.step` tells of.
+STEPS: Final = "steps"
+
 # More calls than this a trace does not keep: some 500 bytes each.
 MOST: Final = 200_000
 
@@ -70,7 +73,8 @@ class Span:
 class Spans:
     """What a trace keeps of one rank.
 
-    dropped: how many more calls there were than are kept.
+    dropped: how many more calls there were than are kept. step_began: when the step of the program that is
+    under way began, or the trace, whichever was later.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -80,6 +84,7 @@ class Spans:
         # The last call on each group.
         self._last: dict[str, tuple[int, Span]] = {}
         self._lines: dict[tuple[CodeType, int], str] = {}
+        self.step_began = clock()
 
     def begin(
         self,
@@ -135,6 +140,11 @@ class Spans:
         if len(tensors) == 1:
             span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
         return span
+
+    def step(self, number: int) -> None:
+        """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
+        span = self._made("", STEPS, f"step {number}", 0, caller(), self.step_began)
+        span.left = self.step_began = clock()
 
     def stretch(self, lane: str, name: str) -> AbstractContextManager[None]:
         """The block as a span of its own."""

@@ -70,7 +70,7 @@ def create_in_world(world: World, agreed: Agreed) -> Mesh:
         transports = create_transports(
             plan, agreed.rank, device=agreed.device, whole_world=False, create=create
         )
-        watch = world.watch(plan.layout.coords(agreed.rank))
+        watch = world.watch(plan.layout.coords(agreed.rank), agreed.prefix)
     return _mesh(
         agreed,
         began,
@@ -154,6 +154,7 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
             timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
             # A cause that is still silent, a grace after the timeout, will not speak.
             end=lambda error: end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0),
+            alone=joined.pretended,
         )
     limit = settings.mesh.validate_calls
     return _mesh(

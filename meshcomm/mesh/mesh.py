@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Literal, final, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm import Communicator, Directory, Functional
+from meshcomm.comm import Communicator, Directory, Functional, Handle
 from meshcomm.comm.along import AlongDims
+from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.lateness import Lateness, measure
 from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.site import users_frame
 from meshcomm.comm.spans import Spans
 from meshcomm.comm.validation import CallCheck
 from meshcomm.config import TopologyConfig
-from meshcomm.errors import MeshClosed, UnknownDim, UnsupportedOp
+from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.barrier import meet_at_store
-from meshcomm.mesh.debugger import stop_at, users_frame
+from meshcomm.mesh.debugger import stop_at
 from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
@@ -81,7 +84,10 @@ class Mesh(Whereabouts, AlongDims):
         self._store = store
         self._barriers: dict[str, int] = {}
         self._breakpoints: dict[tuple[str, int], int] = {}
-        # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
+        # Steps that are over, and what the program called the last one.
+        self._steps = self._numbered = 0
+        # Seconds that this rank spent on "agree", waiting for the others included, on "create", and where
+        # the configuration asks for it on "warm_up tp", a name each.
         self.startup_s = startup_s
         self.closed = False
         self._add = add
@@ -110,7 +116,7 @@ class Mesh(Whereabouts, AlongDims):
     def group(self, dims: Dims) -> dist.ProcessGroup:
         """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
         self._member()
-        if isinstance(dims, tuple) and self.size(dims) > 1:
+        if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
             return self._torch.group(self._family_of(dims))
         return self._torch.group(dims if isinstance(dims, str) else dims[0])
 
@@ -133,18 +139,36 @@ class Mesh(Whereabouts, AlongDims):
 
     # -- all ranks at once ---------------------------------------------------------------------
 
+    @overload
+    def barrier(
+        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def barrier(self, dims: Dims, *, timeout_s: None = ..., async_op: Literal[True]) -> Handle[None]: ...
+    @overload
+    def barrier(
+        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: bool
+    ) -> Handle[None] | None: ...
     def barrier(
         self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
-    ) -> Any:
+    ) -> Handle[None] | None:
         """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
 
         timeout_s: meet at the store instead of at the backend; ranks that have not come in time
                    are named by a BarrierTimeout on every rank that has. Works under NCCL too.
         """
         if timeout_s is not None:
-            return self._roll_call(dims, timeout_s, async_op)
+            self._roll_call(dims, timeout_s, async_op)
+            return None
         if dims is not None:
-            return self._at[dims].barrier(async_op)
+            return self._at.along(dims).barrier(async_op)
+        if async_op:
+            raise UnsupportedOp(
+                f"barrier of all ranks on {self.label}: async_op without dims",
+                given="dims=None, async_op=True",
+                expected="dims, as all ranks meet dim by dim, one after the other",
+                hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
+            )
         for name in self.layout.dims:
             self._at[name].barrier()
         return None
@@ -158,6 +182,7 @@ class Mesh(Whereabouts, AlongDims):
                 expected="one of the two",
                 hint="mesh.barrier(dims, timeout_s=...) in a thread of its own",
             )
+        timeout_s = seconds_of(timeout_s, lambda: f"barrier on {self.label}")
         along = tuple(self.layout.dims) if dims is None else dims
         digits = self.layout.digits(along)
         # The group is told apart by its first rank; the calls on it are counted.
@@ -204,6 +229,41 @@ class Mesh(Whereabouts, AlongDims):
             if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
                 named[family.name] = comm
         return measure(named, [self._at[dim] for dim in self.layout.dims])
+
+    def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
+        """One step of the program is over: by now each rank of a group has begun the same collectives on it.
+
+        Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
+        step: a call that one of them left out among equal ones, or made once too often, shows nowhere else.
+        docs/guide/steps.md says what is compared and how soon.
+
+        Called by: every rank of the mesh, at the same point of the program.
+        number:    what the program calls the step, for errors; None: one more than the last, from 1.
+        apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
+        Returns:   the number.
+        Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one
+                   before, as soon as that is known; calls that fail meanwhile and `close` raise it too.
+        """
+        self._usable()
+        if number is None:
+            number = self._numbered + 1
+        elif isinstance(number, bool) or not isinstance(number, int):
+            raise LayoutError(
+                f"step {number!r} on {self.label}",
+                given=repr(number),
+                expected="a whole number",
+                hint="mesh.step() counts by itself",
+            )
+        left_out = {id(self._at[dims].recorder) for dims in apart}
+        self._steps += 1
+        self._numbered = number
+        for recorder in self._recorders.values():
+            recorder.note(self._steps, number, id(recorder) in left_out)
+        if self.spans is not None:
+            self.spans.step(number)
+        if self._watch is not None:
+            self._watch.noted(self._steps)
+        return number
 
     def stats(self) -> Stats:
         """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
@@ -289,6 +349,7 @@ class Mesh(Whereabouts, AlongDims):
         self,
         x: Tensor,
         pattern: str,
+        /,
         *,
         partial: str | None = None,
         grad: GatherRules | None = None,
@@ -328,6 +389,23 @@ class Mesh(Whereabouts, AlongDims):
         Raises:    LayoutError, UnknownDim; MeshMismatchError where ranks ask for different groups.
         """
         self._usable()
+        self.layout.digits(dims)
+        if name in self.layout.merge:
+            raise LayoutError(
+                f'the mesh has a merged dim "{name}" already, on {self.label}',
+                given=f'create("{name}", {dims!r})',
+                expected=f'another name; "{name}" is over {self.layout.merge[name]!r}',
+                hint=f'mesh.size("{name}") and all calls take it as it is; a name keeps its meaning',
+            )
+        if timeout_s is not None:
+            timeout_s = seconds_of(timeout_s, lambda: f'create("{name}") on {self.label}')
+        if backend is not None and not isinstance(backend, str):
+            raise LayoutError(
+                f'create("{name}") on {self.label}: backend={backend!r} is not a name',
+                given=f"backend={backend!r}",
+                expected="a backend's name",
+                hint='backend="gloo", or leave it out',
+            )
         merge = {**self.layout.merge, name: dims}
         layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
         own = GroupOptions(
@@ -349,9 +427,16 @@ class Mesh(Whereabouts, AlongDims):
         """Give every group back, last created first. Closing twice is harmless.
 
         Called by: every rank, at the same point of the program.
+        Raises:    where `step` was used and no exception is under way: CallMismatchError, when all is given
+                   back, for ranks that differ in a step and were not told. Waits up to two seconds for
+                   the neighbours along each dim to come as far as this rank.
         """
+        self._close(compare=sys.exception() is None)
+
+    def _close(self, compare: bool) -> None:
         if not self.closed:
             self.closed = True
+            differs = self._watch.before_leaving() if compare and self._watch is not None else None
             self._at.clear()
             self._calls.clear()
             self._recorders.clear()
@@ -362,6 +447,8 @@ class Mesh(Whereabouts, AlongDims):
             self._on_close()
             # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
             del self._store, self._add, self._on_close
+            if differs is not None:
+                raise differs
 
     def __enter__(self) -> Mesh:
         return self
@@ -369,7 +456,7 @@ class Mesh(Whereabouts, AlongDims):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(compare=kind is None)
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.layout.dims.items())
@@ -403,7 +490,7 @@ class Mesh(Whereabouts, AlongDims):
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
             self._calls[key] = CallCheck(transport, ranks, self._validate_calls)
-            self._recorders[key] = self._watch.record(group.label, ranks)
+            self._recorders[key] = self._watch.record(group.label, ranks, transport)
             self._recorders[key].plan = f", plan {self.plan.fingerprint}"
             self._recorders[key].trace(self.spans)
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])

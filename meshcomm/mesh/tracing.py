@@ -60,7 +60,7 @@ class Trace:
                 expected="one trace at a time of each mesh",
                 hint="end the outer block first",
             )
-        self._opened = clock()
+        self._opened = self._spans.step_began = clock()
         self._mesh.trace_into(self._spans)
         return self
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.recorder import Recorder
+from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.launcher import Launch
 from meshcomm.transport import Transport
@@ -23,8 +24,16 @@ class Watching(Protocol):
 
     timed: bool
 
-    def record(self, label: str, ranks: list[int]) -> Recorder:
-        """A recorder for one more group."""
+    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
+        """A recorder for one more group, which `transport` carries."""
+        ...
+
+    def noted(self, step: int) -> None:
+        """All recorders have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
+        ...
+
+    def before_leaving(self) -> CallMismatchError | None:
+        """The error where ranks differ in a step and this rank has not raised it; may wait for seconds."""
         ...
 
     def close(self) -> None:
@@ -49,8 +58,8 @@ class World(Protocol):
         """One group of a plan. Called by its ranks; groups of one name and prefix are the same group."""
         ...
 
-    def watch(self, coords: Mapping[str, int]) -> Watching:
-        """The watch of one mesh on this rank; `coords` are its own in that mesh."""
+    def watch(self, coords: Mapping[str, int], prefix: str) -> Watching:
+        """The watch of one mesh on this rank; `coords` are its own in that mesh, `prefix` the mesh's."""
         ...
 
 

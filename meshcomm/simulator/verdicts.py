@@ -53,7 +53,13 @@ class Judge:
         if expire(self.ground.scheduler, self.ground.shelf, self._short_s):
             return None
         waiting = {a.rank: a for a in self.ground.scheduler.actors if a.wait is not None}
-        return self._failed(waiting) or self._mismatch() or self._tags(waiting) or self._stuck(waiting)
+        return (
+            self._failed(waiting)
+            or self._mismatch()
+            or next(self.ground.steps.errors(), None)
+            or self._tags(waiting)
+            or self._stuck(waiting)
+        )
 
     def at_the_end(self) -> MeshcommError | None:
         """The error for what ranks that have all ended did wrong, or None."""

@@ -17,9 +17,11 @@ from meshcomm.simulator.mailbox import Mailbox
 from meshcomm.simulator.rendezvous import Rendezvous
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.starts import Starts
+from meshcomm.simulator.steps import StepBoard, StepGroup
 from meshcomm.simulator.store import Shelf, SimulatedStore
 from meshcomm.simulator.traffic import Ledger
 from meshcomm.simulator.transport import SimulatorTransport
+from meshcomm.transport import Transport
 
 _CPU = torch.device("cpu")
 
@@ -33,6 +35,7 @@ class Ground:
         self.shelf = Shelf()
         self.ledger = Ledger()
         self.starts = Starts()
+        self.steps = StepBoard(scheduler)
         # By prefix of the mesh, name and ranks; in the order of their first use.
         self.groups: dict[tuple[str, str, tuple[int, ...]], tuple[Group, Rendezvous, Mailbox]] = {}
 
@@ -68,10 +71,10 @@ class SimulatedWorld:
             self._ground.scheduler, self._actor, meets, box, self._ground.ledger, backend, starts
         )
 
-    def watch(self, coords: Mapping[str, int]) -> SimulatedWatch:
+    def watch(self, coords: Mapping[str, int], prefix: str) -> SimulatedWatch:
         if not self._actor.coords:
             self._actor.coords = dict(coords)
-        return SimulatedWatch()
+        return SimulatedWatch(self._ground.steps, self._actor.rank, coords, prefix)
 
 
 @final
@@ -80,8 +83,23 @@ class SimulatedWatch:
 
     timed = False
 
-    def record(self, label: str, ranks: list[int]) -> Recorder:
-        return Recorder(label, ranks, _failed)
+    def __init__(self, steps: StepBoard, rank: int, coords: Mapping[str, int], prefix: str) -> None:
+        self._steps = steps
+        self._rank = rank
+        self._coords = coords
+        self._prefix = prefix
+        self._groups: list[StepGroup] = []
+
+    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
+        recorder = Recorder(label, ranks, _failed)
+        self._groups.append(self._steps.add(self._prefix, self._rank, self._coords, recorder))
+        return recorder
+
+    def noted(self, step: int) -> None:
+        self._steps.noted(self._groups, step)
+
+    def before_leaving(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

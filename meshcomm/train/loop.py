@@ -43,7 +43,8 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
                and run.json, into `train.out`; see meshcomm.train.record.
     Raises:    ConfigError or LayoutError where config and mesh, or config and checkpoint do not
                fit; TrainingError where ranks have different settings or data, a parameter gets no
-               gradient, the loss is not finite, or a checkpoint cannot be written or read.
+               gradient, the loss is not finite, or a checkpoint cannot be written or read;
+               CallMismatchError where ranks called differently in a step.
     """
     before = torch.get_num_threads()
     try:
@@ -192,6 +193,7 @@ def _steps(
                 lr = learning_rate(train, step)
                 traced.before(step)
                 loss, norm = trainer.step(*batches(step), lr, step)
+                mesh.step(step)
                 traced.after(step)
                 if not math.isfinite(loss):
                     raise TrainingError(

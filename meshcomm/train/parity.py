@@ -100,7 +100,10 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     trainer = trainer_for(mesh, config)
     _, _, data, train = trainer.sections
     batches = batches_of(trainer, text.load(data) if corpus is None else corpus)
-    done = [trainer.step(*batches(step), learning_rate(train, step), step) for step in range(1, steps + 1)]
+    done = []
+    for step in range(1, steps + 1):
+        done.append(trainer.step(*batches(step), learning_rate(train, step), step))
+        mesh.step(step)
     weights, gradients = {}, {}
     for name, parameter in trainer.named_parameters():
         assert parameter.grad is not None
