@@ -35,7 +35,7 @@ def warm(mesh: Mesh) -> None:
 
 def kept(mesh: Mesh) -> list[object]:
     straight = mesh._at["dp"]._straight
-    return sorted(map(str, [*straight.ready, *straight.all_reduces]))
+    return sorted(map(str, [*straight.ready, *straight.all_reduces, *straight.later]))
 
 
 def values() -> tuple[list[object], dict[str, Any]]:

@@ -37,6 +37,13 @@ def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
             others["send"] = Pair(
                 lambda: mesh.send("dp", x, 1), lambda: dist.send(x, group=group, group_dst=1)
             )
+            others["recv"] = Pair(
+                lambda: mesh.recv("dp", x, src=1), lambda: dist.recv(x, group=group, group_src=1)
+            )
+            others["isend"] = Pair(
+                lambda: mesh.isend("dp", x, 1).wait(),
+                lambda: _waited(dist.isend(x, group=group, group_dst=1)),
+            )
             others["all_reduce(async_op=True)"] = Pair(
                 lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
                 lambda: _waited(dist.all_reduce(x, group=group, async_op=True)),

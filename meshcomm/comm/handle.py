@@ -5,18 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import Lock
 from time import perf_counter as clock
 from types import CodeType
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from torch.futures import Future
 
+from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.ledger import Later
 from meshcomm.comm.site import line_of, place_of_call
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.transport import Work
 
 T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """Whose call it is: opens the text of an error about a call, and makes that of one the backend gave up on."""
+
+    def where(self, call: str) -> str: ...
+
+    def failed(self, call: str, error: BaseException) -> MeshcommError: ...
 
 
 class UnwaitedHandle(ResourceWarning):
@@ -29,40 +39,50 @@ class Handle(Generic[T]):
 
     The tensors of the call must not be used before. A handle that is dropped without a wait is
     reported once, as an UnwaitedHandle warning with the line that made the call.
+
+    Made by `by` for its call `call`, which is over when `works` are. finish: makes the result then; None: it
+    is `result`. source: for a receive, where from. later: told of the wait, where the call is counted as a
+    whole and not by its works. place: of the call in the program, where it is known already. held: what
+    must not go before the wait.
     """
 
     __slots__ = (
         "__weakref__",
+        "_by",
+        "_call",
         "_error",
-        "_fail",
         "_finish",
+        "_held",
         "_later",
+        "_lock",
         "_place",
         "_result",
         "_source",
-        "_where",
         "_works",
     )
 
     def __init__(
         self,
         works: Sequence[Work],
-        finish: Callable[[], T],
-        where: Callable[[], str],
-        source: Callable[[], int] | None = None,
-        fail: Callable[[BaseException], CommunicationError] | None = None,
+        by: Caller,
+        call: str,
+        finish: Callable[[], T] | None = None,
+        result: T | None = None,
         later: Later | None = None,
+        source: int | None = None,
         place: tuple[CodeType, int] | None = None,
+        held: object = None,
     ) -> None:
-        self._fail = fail
-        # Told of the wait, where the call is counted as a whole and not by its works.
-        self._later = later
         self._works: Sequence[Work] | None = works
-        self._finish: Callable[[], T] | None = finish
-        self._where = where
+        self._by = by
+        self._call = call
+        self._finish = finish
+        self._result = result
+        self._later = later
         self._source = source
-        self._error: MeshcommError | None = None
-        self._result: T | None = None
+        self._held = held
+        self._error: Exception | None = None
+        self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
         self._place = place_of_call(2) if place is None else place
 
@@ -70,25 +90,47 @@ class Handle(Generic[T]):
         """Block until the call is over and return its result; again: return it at once.
 
         timeout_s: None waits for the group's own timeout.
-        Raises CommunicationError, whose cause is the backend's own error; again on every wait.
+        Raises CommunicationError, whose cause is the backend's own error; again on every wait. Where the
+        ranks' steps have differed before, that is the error: CallMismatchError.
         """
+        if timeout_s is not None:
+            timeout_s = seconds_of(timeout_s, lambda: f"{self._by.where(self._call)}: wait")
+        if self._works is not None:
+            # Two threads may wait for one handle; the second must not go on before the first.
+            with self._lock:
+                self._end(timeout_s)
         if self._error is not None:
             raise self._error
-        if self._works is not None:
-            works, self._works = self._works, None
-            since = clock()
-            try:
-                wait_all(works, self._where, timeout_s, self._fail)
-            except MeshcommError as error:
-                self._error = error
-                raise
-            finally:
-                if self._later is not None:
-                    self._later.waited(since)
-            assert self._finish is not None
-            self._result = self._finish()
-            self._finish = None
         return self._result  # type: ignore[return-value]
+
+    def _end(self, timeout_s: float | None) -> None:
+        """Wait for the works and make the result, once; what that raises is kept for every wait."""
+        works = self._works
+        if works is None:
+            return
+        since = clock() if self._later is None else self._later.waits()
+        try:
+            try:
+                for work in works:
+                    if timeout_s is None:
+                        work.wait()
+                    else:
+                        work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise self._by.failed(self._call, error) from error
+        except MeshcommError as error:
+            self._error = error
+        finally:
+            if self._later is not None:
+                self._later.waited(since)
+        if self._error is None and self._finish is not None:
+            try:
+                self._result = self._finish()
+            except Exception as error:
+                self._error = error
+        self._held = None
+        # Last: another thread that sees it goes on, and after an interrupt it can be waited for again.
+        self._works = self._finish = None
 
     @property
     def _line(self) -> str:
@@ -118,7 +160,7 @@ class Handle(Generic[T]):
             return None
         try:
             self.wait()
-        except MeshcommError as error:
+        except Exception as error:
             return error
         return None
 
@@ -126,7 +168,7 @@ class Handle(Generic[T]):
         """What `wait` returned. Raises CommunicationError while the call is not waited for."""
         if self._works is not None:
             raise CommunicationError(
-                f"{self._where()}: the result was asked for before wait()",
+                f"{self._by.where(self._call)}: the result was asked for before wait()",
                 given=f"a handle made at {self._line}",
                 expected="handle.wait(), which returns the result",
                 hint="handle.wait()",
@@ -138,7 +180,7 @@ class Handle(Generic[T]):
         future: Future[Any] = Future()
         try:
             future.set_result(self.wait())
-        except MeshcommError as error:
+        except Exception as error:
             future.set_exception(error)
         return future
 
@@ -147,42 +189,22 @@ class Handle(Generic[T]):
         """For a receive, after its wait: the coord that the message came from."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
-                f"{self._where()}: there is no source to tell",
+                f"{self._by.where(self._call)}: there is no source to tell",
                 given="a call that receives nothing" if self._source is None else "a receive before wait()",
                 expected="a receive that has been waited for",
                 hint="handle.wait(), then handle.source",
             )
-        return self._source()
+        return self._source
 
     def __del__(self) -> None:
         # Slots may be missing where __init__ did not finish.
         if getattr(self, "_works", None):
             warnings.warn(
-                f"{self._where()}: the handle made at {self._line} was dropped without a wait()",
+                f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
                 UnwaitedHandle,
                 stacklevel=2,
                 source=self,
             )
-
-
-def wait_all(
-    works: Sequence[Work],
-    where: Callable[[], str],
-    timeout_s: float | None = None,
-    fail: Callable[[BaseException], CommunicationError] | None = None,
-) -> None:
-    """Wait for every one of `works`; a backend's failure becomes a CommunicationError.
-
-    `where` is only called for the message of an error; `fail` makes it, where there is one.
-    """
-    try:
-        for work in works:
-            if timeout_s is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise (failure(where(), error) if fail is None else fail(error)) from error
 
 
 def broken(error: BaseException) -> bool:

@@ -24,17 +24,48 @@ End = tuple[Direction, int | None, int, Tensor]
 _KEPT: Final = 256
 
 
-class Part(NamedTuple):
-    """One message as its sender and its receiver both count it.
+@final
+class Lane:
+    """The messages of this rank with one peer, in one direction and with one tag.
 
-    peer: the coord at the other end; None for a receive from whoever comes first.
-    number: the how-manieth message between the two in this direction with this tag, from 1.
+    peer: its coord; None: whoever comes first. begun: how many; the number of the last one, as both of its
+    ends count them. text: what errors call such a message.
     """
 
-    direction: Direction
-    peer: int | None
-    tag: int
+    __slots__ = ("begun", "direction", "peer", "tag", "text")
+
+    def __init__(self, direction: Direction, peer: int | None, tag: int) -> None:
+        self.direction = direction
+        self.peer = peer
+        self.tag = tag
+        self.begun = 0
+        self.text = f"{direction} {'to' if direction == 'send' else 'from'} {peer}"
+
+
+class Part(NamedTuple):
+    """One message. number: how many were on the lane with it; 0 where it is not known yet from whom it comes."""
+
+    lane: Lane
     number: int
+
+    @property
+    def direction(self) -> Direction:
+        """Which way it goes."""
+        return self.lane.direction
+
+    @property
+    def peer(self) -> int | None:
+        """The coord at its other end."""
+        return self.lane.peer
+
+    @property
+    def tag(self) -> int:
+        """Its tag."""
+        return self.lane.tag
+
+    def plain(self) -> tuple[Direction, int | None, int, int]:
+        """Direction, peer, tag, number."""
+        return self.lane.direction, self.lane.peer, self.lane.tag, self.number
 
 
 class Message(NamedTuple):
@@ -61,21 +92,42 @@ class MessageLog:
 
     Messages are not numbered among the group's collectives: ranks may send different numbers.
     waiting: the call that this rank is blocked in, None while it is in none.
-    recent: the last calls, and when they ended. spans takes all while a trace is taken.
+    recent: the last calls, and when they ended, or who knows that. spans takes all while a trace is taken.
     totals: of the group, where calls are summed up.
     check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "_totals", "begun", "label", "recent", "spans", "waiting")
+    __slots__ = ("_check", "_lanes", "_totals", "label", "recent", "spans", "waiting")
 
     def __init__(self, totals: Totals, label: str, check: MessageCheck | None = None) -> None:
         self._totals = totals
         self._check = check
         self.label = label
-        self.recent: deque[tuple[Message, Later]] = deque(maxlen=_KEPT)
+        self.recent: deque[tuple[Message, Later | float]] = deque(maxlen=_KEPT)
         self.spans: Spans | None = None
-        self.begun: dict[tuple[Direction, int, int], int] = {}
+        self._lanes: dict[tuple[Direction, int, int], Lane] = {}
         self.waiting: Message | None = None
+
+    @property
+    def begun(self) -> dict[tuple[Direction, int, int], int]:
+        """How many messages have begun, by direction, peer's coord and tag."""
+        # A copy first, as another thread may send to somebody else meanwhile.
+        return {key: lane.begun for key, lane in list(self._lanes.items()) if lane.begun}
+
+    def lane(self, direction: Direction, peer: int | None, tag: int) -> Lane:
+        """Where messages like this are counted; those from whoever comes first are not."""
+        if peer is None:
+            return Lane(direction, None, tag)
+        key = (direction, peer, tag)
+        found = self._lanes.get(key)
+        if found is None:
+            found = self._lanes[key] = Lane(direction, peer, tag)
+        return found
+
+    def settled(self, lane: Lane) -> bool:
+        """Whether its messages are no longer compared, and nobody asks for each of them."""
+        check = self._check
+        return self.spans is None and (check is None or not check.compares(lane.begun + 1))
 
     def begin(
         self, name: str, call: str, ends: Sequence[End], *, calls: int = 1, nbytes: int | None = None
@@ -92,26 +144,26 @@ class MessageLog:
         parts = []
         sent = came = 0
         for direction, peer, tag, x in ends:
-            number = 0
+            lane, number = self.lane(direction, peer, tag), 0
             if direction == "send":
                 sent += x.nbytes
             else:
                 came += x.nbytes
             if peer is not None:
-                key = (direction, peer, tag)
-                number = self.begun.get(key, 0) + 1
+                number = lane.begun + 1
                 if self._check is not None and self._check.compares(number):
                     facts = (name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})")
                     site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                     self._check.meet(direction, peer, tag, number, facts, site)
-                self.begun[key] = number
-            parts.append(Part(direction, peer, tag, number))
+                lane.begun = number
+            parts.append(Part(lane, number))
         if nbytes is None:
             nbytes = sent if sent > came else came
         code, instruction, told = frame.f_code, frame.f_lasti, None
         if self.spans is not None:
             tensors = [end[3] for end in ends]
-            told = self.spans.message(self.label, name, call, parts, tensors, nbytes, code, instruction)
+            plain = [each.plain() for each in parts]
+            told = self.spans.message(self.label, name, call, plain, tensors, nbytes, code, instruction)
         return Message(name, call, tuple(parts), code, instruction, nbytes, calls, clock(), told)
 
     def left(self, message: Message, count_as: str | None) -> Later:
@@ -129,15 +181,19 @@ class MessageLog:
 
     def history(self) -> list[dict[str, Any]]:
         """The last calls as plain data; see Recorder.history."""
+        found = list(self.recent)
+        waiting = self.waiting
+        if waiting is not None and all(message is not waiting for message, _ in found):
+            found.append((waiting, 0.0))
         return [
             {
                 "dim": message.name,
                 "call": message.call,
                 "bytes": message.nbytes,
                 "began": message.began,
-                "over": later.over or None,
+                "over": (over if isinstance(over, float) else over.over) or None,
             }
-            for message, later in list(self.recent)
+            for message, over in found
         ]
 
     def differences(self) -> list[str]:
@@ -157,10 +213,10 @@ class MessageLog:
 
     def arrived(self, message: Message, src: int, tag: int) -> None:
         """A receive from whoever comes first was served by coord `src`."""
-        key: tuple[Direction, int, int] = ("recv", src, tag)
-        self.begun[key] = number = self.begun.get(key, 0) + 1
+        lane = self.lane("recv", src, tag)
+        lane.begun += 1
         if message.told is not None:
-            message.told.parts = (Part("recv", src, tag, number),)
+            message.told.parts = (Part(lane, lane.begun).plain(),)
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
         """All of it as plain data, peers as global ranks; `ranks` by coord."""
