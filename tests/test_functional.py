@@ -243,6 +243,3 @@ def test_each_wrong_gradient_is_refused(mesh: Mesh) -> None:
         "functional.reduce_scatter along \"tp\" has no gradient for op='max'",
         "trying to differentiate twice a function that was marked with @once_differentiable",
     ]
-
-
-pytestmark = pytest.mark.timeout(150)

@@ -8,14 +8,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_divisible, check_in_place, check_tensor, normal_axis
+from meshcomm.comm.checks import check_divisible, check_in_place, check_tensor, check_written, normal_axis
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import split
 from meshcomm.comm.straight import Straight
 from meshcomm.comm.validation import CallCheck
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
+from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import name_of
@@ -37,6 +37,7 @@ class Calls:
     __slots__ = (
         "_calls",
         "_kinds",
+        "_later",
         "_ready",
         "_straight",
         "coord",
@@ -65,9 +66,10 @@ class Calls:
         self._kinds = transport.kinds
         self.coord = transport.coord
         self.who = who
-        self.messages = Messages(name, transport, who, self.recorder)
         self._straight = Straight(name, self.recorder)
+        self.messages = Messages(name, transport, who, self.recorder, self._straight)
         self._ready = self._straight.all_reduces
+        self._later = self._straight.later
 
     @property
     def _settled(self) -> bool:
@@ -81,7 +83,7 @@ class Calls:
     def where(self, call: str) -> str:
         return f'{call} along "{self.name}" on {self.who}'
 
-    def failed(self, call: str, error: BaseException) -> CommunicationError:
+    def failed(self, call: str, error: BaseException) -> MeshcommError:
         """The error for a call that the backend gave up on."""
         found = self.recorder.inquire(self.recorder, self.where(call), error)
         self.recorder.end()
@@ -105,6 +107,7 @@ class Calls:
         try:
             self._calls.compare(self.name, call, facts)
         except MeshcommError:
+            self.recorder.refuse()
             self.recorder.end()
             raise
         except RuntimeError as error:
@@ -122,6 +125,7 @@ class Calls:
         """`out` where it fits, else new memory where there is none."""
         if out is None:
             return like.new_empty(tuple(shape), dtype=dtype)
+        self.writes(out, call)
         if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != like.device:
             raise ShapeError(
                 f"{self.where(call)}: out does not fit the result",
@@ -129,8 +133,21 @@ class Calls:
                 expected=f"shape {tuple(shape)}, {dtype}, {like.device}",
                 hint=f"out=x.new_empty({tuple(shape)}), or no out",
             )
-        self._door(out, call, call)
         return out
+
+    def misfit(self, out: Tensor, shape: Sequence[int], like: Tensor, call: str) -> MeshcommError | None:
+        """Why a result of this shape cannot be put into `out`; None where it can."""
+        try:
+            self.result_for(out, shape, like.dtype, like, call)
+        except MeshcommError as error:
+            return error
+        return None
+
+    def writes(self, out: Tensor, call: str) -> None:
+        """Refuse an `out` that nothing can be received into, of whatever shape."""
+        check_tensor(out, self._kinds, lambda: f"{self.where(call)}: out")
+        check_in_place(out, lambda: self.where(call), call)
+        check_written(out, lambda: f"{self.where(call)}: out")
 
     def run(
         self, call: str, start: Callable[[bool], Work], finish: Callable[[], T], async_op: bool
@@ -148,12 +165,6 @@ class Calls:
         except RuntimeError as error:
             raise self.failed(call, error) from error
         if async_op:
-            return Handle(
-                (work,),
-                finish,
-                lambda: self.where(call),
-                fail=lambda error: self.failed(call, error),
-                later=self.recorder.later(),
-            )
+            return Handle((work,), self, call, finish, later=self.recorder.later())
         self.recorder.end()
         return finish()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
+from numbers import Complex, Real
+from operator import index
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import AutogradError, LayoutError, ShapeError
+from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Tags from here on are the library's own: objects, and algorithms written out over messages.
+OWN_TAGS: Final = 1 << 30
+_LONGEST_S: Final = 1e8
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str]) -> None:
@@ -17,9 +28,9 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str]) ->
     Calls of torch would take others and fail late, or give the parts of a DTensor a meaning of
     their own.
     """
-    if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds:
+    if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
         return
-    if isinstance(x, DTensor):
+    if _is_dtensor(x):
         raise ShapeError(
             f"{where()} was given a DTensor",
             given=f"a DTensor of shape {tuple(x.shape)}, placements {x.placements}",
@@ -33,13 +44,39 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str]) ->
             expected="a tensor",
             hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
         )
-    if x.layout != torch.strided or x.device.type not in kinds:
+    if x.layout != torch.strided or x.device.type not in kinds or _packed(x):
         raise ShapeError(
             f"{where()} cannot carry this tensor",
-            given=f"a tensor of shape {tuple(x.shape)}, {x.layout}, on {x.device}",
+            given=f"{_described(x)}, on {x.device}",
             expected=f"a dense tensor on {' or '.join(kinds)}",
-            hint="x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)",
+            hint=_made_dense(x),
         )
+
+
+def _is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether `x` is one; a program that has none is not made to load them, which takes over half a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return isinstance(x, getattr(loaded, "DTensor", ()))
+
+
+def _packed(x: Tensor) -> bool:
+    """Whether the memory of `x` is to be read in a way that its dtype and strides do not tell."""
+    return x.is_quantized or x.is_nested
+
+
+def _described(x: Tensor) -> str:
+    if x.is_nested:  # it has no shape to tell
+        return f"a nested tensor of {x.size(0)} tensors"
+    kind = "quantized tensor" if x.is_quantized else "tensor"
+    return f"a {kind} of shape {tuple(x.shape)}, {x.layout}"
+
+
+def _made_dense(x: Tensor) -> str:
+    if x.is_nested:
+        return "x.unbind() as a list, or x.to_padded_tensor(0)"
+    if x.is_quantized:
+        return "x.int_repr() for its whole numbers, x.dequantize() for its values"
+    return "x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)"
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
@@ -53,8 +90,31 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
         )
 
 
+def check_written(x: Tensor, where: Callable[[], str]) -> None:
+    """`x` can be written: no two of its elements are one place in memory."""
+    if x.is_contiguous():
+        return
+    spans = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    if x.numel() > 1 + sum((size - 1) * abs(stride) for size, stride in spans):
+        raise ShapeError(
+            f"{where()} cannot write to this tensor: some of its elements are one place in memory",
+            given=f"a tensor of shape {tuple(x.shape)}, strides {x.stride()}",
+            expected="a place in memory for each element",
+            hint="x.clone(memory_format=torch.contiguous_format), as after expand()",
+        )
+
+
 def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
-    """`axis` counted from the front."""
+    """`axis` counted from the front, as a plain int."""
+    try:
+        axis = index(axis)
+    except TypeError:
+        raise ShapeError(
+            f"{where()}: axis {axis!r} is not a whole number",
+            given=f"axis {axis!r}, a {type(axis).__name__}",
+            expected=f"a number of an axis of x, which has {x.ndim}",
+            hint="axis=0 or axis=-1",
+        ) from None
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(
             f"{where()} has no axis {axis}",
@@ -102,3 +162,80 @@ def check_peer(coord: int, own: int, size: int, what: str, where: Callable[[], s
             expected="another coord of the dim",
             hint="x.clone(), or shift, which copies where the peer is the rank itself",
         )
+
+
+def check_tag(tag: object, where: Callable[[], str]) -> None:
+    """Tags are small whole numbers; those above are the library's own."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < OWN_TAGS:
+        raise LayoutError(
+            f"{where()}: tag={tag!r} is not a tag",
+            given=f"tag={tag!r}",
+            expected=f"a whole number from 0 to {OWN_TAGS - 1}",
+            hint="leave tag out",
+        )
+
+
+def check_offset(offset: object, where: Callable[[], str]) -> None:
+    """How many coords further: a whole number of either sign."""
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise LayoutError(
+            f"{where()}: offset={offset!r} is not a number of coords",
+            given=f"offset={offset!r}, a {type(offset).__name__}",
+            expected="a whole number; negative: towards lower coords",
+            hint="offset=1, or int(...) of what counts the coords",
+        )
+
+
+def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> float | complex:
+    """A factor as a plain number that `dtype` can be multiplied by."""
+    found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
+    try:
+        if isinstance(found, Real):
+            return float(found)
+        if isinstance(found, Complex) and dtype.is_complex:
+            return complex(found)
+    except OverflowError:
+        pass
+    raise ShapeError(
+        f"{where()}: factor={factor!r} is not a number for {str(dtype).removeprefix('torch.')}",
+        given=f"factor={factor!r}, a {type(factor).__name__}",
+        expected="a number that this rank's x is multiplied by before the sum",
+        hint="factor=0.5",
+    )
+
+
+def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
+    """A list of messages, each with its peer."""
+    if isinstance(envelopes, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and 2 <= len(each) <= 3 for each in envelopes
+    ):
+        return
+    found = type(envelopes).__name__
+    if isinstance(envelopes, (list, tuple)):
+        wrong = next(e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3)
+        sized = f" of {len(wrong)}" if isinstance(wrong, (list, tuple)) else ""
+        found = f"a list with a {type(wrong).__name__}{sized}"
+    raise ShapeError(
+        f"{where()}: {what} is not a list of messages",
+        given=f"{what}: {found}",
+        expected="a list of (tensor, coord) or (tensor, coord, tag)",
+        hint=f"{what}=[(x, 1)]",
+    )
+
+
+def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
+    """A time to wait as a number that a backend takes: it counts milliseconds, and 0 is no limit to it."""
+    seconds = math.nan
+    if not isinstance(timeout_s, bool) and isinstance(timeout_s, (int, float, Real)):
+        try:
+            seconds = float(timeout_s)
+        except OverflowError:
+            seconds = _LONGEST_S
+    if seconds > 0:
+        return min(max(seconds, 0.001), _LONGEST_S)
+    raise UnsupportedOp(
+        f"{where()}: timeout_s={timeout_s!r} is not a time to wait",
+        given=f"timeout_s={timeout_s!r}",
+        expected="a number of seconds above 0",
+        hint="timeout_s=30, or leave it out",
+    )

@@ -23,6 +23,13 @@ class Directory(dict[Dims, Communicator]):
         super().__init__()
         self._explain = explain
 
+    def along(self, dims: Dims) -> Communicator:
+        """`self[dims]`, also for what no dictionary takes, such as a list: it is refused by name."""
+        try:
+            return self[dims]
+        except TypeError:
+            return self._explain(dims)
+
     def __missing__(self, dims: Dims) -> Communicator:
         found = self._explain(dims)
         self[dims] = found

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshcomm.comm import traced
-from meshcomm.comm.checks import check_divisible, normal_axis
+from meshcomm.comm.checks import check_divisible, check_tensor, normal_axis
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.directory import Directory
 from meshcomm.errors import AutogradError
@@ -48,17 +48,12 @@ class Functional:
                   For op="avg" both are divided by the size. Other ops have no gradient.
         Raises:   AutogradError for a gradient through min, max or product.
         """
-        comm = self._at[dims]
+        comm = self._at.along(dims)
         _check_rule("all_reduce", grad, ("identity", "sum"))
-        if op not in ("sum", "avg") and x.requires_grad and torch.is_grad_enabled():
-            raise AutogradError(
-                f'functional.all_reduce along "{comm.name}" has no gradient for op={op!r}',
-                given=f"op={op!r}, a tensor that needs gradients",
-                expected='op="sum" or op="avg"',
-                hint="x.detach()",
-            )
+        _check_gradient(comm, x, "all_reduce", op)
         if torch.compiler.is_compiling():
             return traced.all_reduce(x, op, grad, comm.transport.group_name, comm.size)
+        _check(comm, x, "all_reduce")
         result: Tensor = _AllReduce.apply(comm, x, op, grad)
         return result
 
@@ -69,9 +64,10 @@ class Functional:
         column-parallel layer; Megatron-LM's copy_to_tensor_model_parallel_region.
         """
         _check_rule("identity", grad, ("sum",))
-        comm = self._at[dims]
+        comm = self._at.along(dims)
         if torch.compiler.is_compiling():
             return traced.identity(x, comm.transport.group_name)
+        _check(comm, x, "identity")
         result: Tensor = _Identity.apply(comm, x)
         return result
 
@@ -84,9 +80,10 @@ class Functional:
                   that go on differently.
         """
         _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
-        comm = self._at[dims]
+        comm = self._at.along(dims)
         if torch.compiler.is_compiling():
             return traced.all_gather(x, axis, grad, comm.transport.group_name, comm.size, comm.coord)
+        _check(comm, x, "all_gather")
         result: Tensor = _AllGather.apply(comm, x, axis, grad)
         return result
 
@@ -96,16 +93,11 @@ class Functional:
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), divided by the size for op="avg".
         """
-        comm = self._at[dims]
-        if op not in ("sum", "avg") and x.requires_grad and torch.is_grad_enabled():
-            raise AutogradError(
-                f'functional.reduce_scatter along "{comm.name}" has no gradient for op={op!r}',
-                given=f"op={op!r}, a tensor that needs gradients",
-                expected='op="sum" or op="avg"',
-                hint="x.detach()",
-            )
+        comm = self._at.along(dims)
+        _check_gradient(comm, x, "reduce_scatter", op)
         if torch.compiler.is_compiling():
             return traced.reduce_scatter(x, axis, op, comm.transport.group_name, comm.size)
+        _check(comm, x, "reduce_scatter")
         result: Tensor = _ReduceScatter.apply(comm, x, axis, op)
         return result
 
@@ -115,9 +107,10 @@ class Functional:
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), so that it is equal on all ranks again.
         """
-        comm = self._at[dims]
+        comm = self._at.along(dims)
         if torch.compiler.is_compiling():
             return traced.slice_of(x, axis, comm.transport.group_name, comm.size, comm.coord)
+        _check(comm, x, "slice")
         result: Tensor = _Slice.apply(comm, x, axis)
         return result
 
@@ -127,15 +120,18 @@ class Functional:
         Shape:    (.., n*a, .., b, ..) -> (.., a, .., n*b, ..).
         Gradient: the same exchange back.
         """
-        comm = self._at[dims]
+        comm = self._at.along(dims)
         if torch.compiler.is_compiling():
             return traced.all_to_all(x, split_axis, concat_axis, comm.transport.group_name, comm.size)
+        _check(comm, x, "all_to_all")
         result: Tensor = _AllToAll.apply(comm, x, split_axis, concat_axis)
         return result
 
     def shift(self, dims: Dims, x: Tensor, offset: int = 1) -> Tensor:
         """The x of the rank `offset` coords behind, around the ring. Gradient: the shift back."""
-        result: Tensor = _Shift.apply(self._at[dims], x, offset)
+        comm = self._at.along(dims)
+        _check(comm, x, "shift")
+        result: Tensor = _Shift.apply(comm, x, offset)
         return result
 
 
@@ -147,6 +143,22 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
             expected="grad=" + " or grad=".join(f'"{known}"' for known in rules),
             hint="help(mesh.functional." + call + ") says which is right when",
         )
+
+
+def _check_gradient(comm: Communicator, x: object, call: str, op: str) -> None:
+    """Only a sum, and so an average, has a gradient."""
+    if op not in ("sum", "avg") and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        raise AutogradError(
+            f'functional.{call} along "{comm.name}" has no gradient for op={op!r}',
+            given=f"op={op!r}, a tensor that needs gradients",
+            expected='op="sum" or op="avg"',
+            hint="x.detach()",
+        )
+
+
+def _check(comm: Communicator, x: object, call: str) -> None:
+    """What a call of torch would refuse in words of its own, or not at all."""
+    check_tensor(x, comm.transport.kinds, lambda: f'functional.{call} along "{comm.name}" on {comm.who}')
 
 
 def _axis(comm: Communicator, x: Tensor, axis: int, call: str) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from meshcomm.comm.checks import check_in_place
+from meshcomm.comm.checks import check_in_place, check_tensor, check_written
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import into, materialised
@@ -26,12 +26,14 @@ def all_reduce(comms: Sequence[Communicator], x: Tensor, op: str, factor: float 
     Equal to the flat result up to rounding: the order of the sums is another.
     """
     inner = comms[-1]
+    check_tensor(x, inner.transport.kinds, lambda: inner.where("all_reduce"))
     if len(comms) == 1 or x.numel() == 0:
         # An empty tensor still makes every rank meet, so that a skipped call is noticed.
         for comm in comms:
             _settled(comm.checked_all_reduce(x, op, False, factor))
         return x
-    check_in_place(x, lambda: f'all_reduce along "{inner.name}" on {inner.who}', "all_reduce")
+    check_in_place(x, lambda: inner.where("all_reduce"), "all_reduce")
+    check_written(x, lambda: inner.where("all_reduce"))
     flat = materialised(x).view(-1)
     length = flat.numel()
     padding = -length % inner.size

@@ -126,12 +126,13 @@ def measure(named: Mapping[str, Communicator], base: Sequence[Communicator]) -> 
     own = torch.tensor(
         [[float(along.ranks[along.latest]), max(along.mean_s)] for along in groups.values()] or [[0.0, 0.0]],
         dtype=torch.float64,
+        device="cpu",
     )
-    seen = torch.tensor([hosts])
+    seen = torch.tensor([hosts], device="cpu")
     for comm in base:
         if comm.size > 1:
             every = _all(comm, own)
-            own = every[every[:, :, 1].argmax(0), torch.arange(own.shape[0])]
+            own = every[every[:, :, 1].argmax(0), torch.arange(own.shape[0], device="cpu")]
             seen = _all(comm, seen).max(0).values
     return Lateness(
         groups,
@@ -145,7 +146,7 @@ def _told(recorder: Recorder) -> Tensor:
     rows = [[host(), time.time_ns() - time.perf_counter_ns()]]
     rows += [[number, round(recorder.began(number) * 1e9)] for number in recorder.remembered()]
     rows += [[0, 0]] * (KEPT + 1 - len(rows))
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def host() -> int:

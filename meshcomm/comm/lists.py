@@ -9,11 +9,18 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshcomm.comm.checks import check_coord, check_divisible, check_in_place, check_tensor, normal_axis
+from meshcomm.comm.checks import (
+    check_coord,
+    check_divisible,
+    check_in_place,
+    check_tensor,
+    check_written,
+    normal_axis,
+)
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.handle import Handle
-from meshcomm.comm.shapes import join, materialised, pack, split, unpack
-from meshcomm.errors import ShapeError
+from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.shapes import join, materialised, pack, split, unpack, unwatched
+from meshcomm.errors import CommunicationError, ShapeError
 from meshcomm.transport.torch_private import copy_all
 
 # One message holds at most this much; the packed copy is all the memory that a list costs.
@@ -45,10 +52,15 @@ def _in_place(
     send: Callable[[Tensor], Any],
 ) -> list[Tensor] | Handle[list[Tensor]]:
     _check_list(comm, tensors, call)
+    kinds = comm.transport.kinds
     for x in tensors:
-        if type(x) is not Tensor or x.requires_grad:
-            check_tensor(x, comm.transport.kinds, lambda: _where(comm, call))
+        # Mostly nothing is to be asked, and lists are long.
+        if type(x) is not Tensor or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
+            check_tensor(x, kinds, lambda: _where(comm, call))
             check_in_place(x, lambda: _where(comm, call), call)
+            check_written(x, lambda: _where(comm, call))
+        elif x.is_quantized or x.is_nested or x.device.type not in kinds:
+            check_tensor(x, kinds, lambda: _where(comm, call))
     under_way: list[tuple[Handle[Tensor], list[Tensor]]] = []
     for group in _messages(tensors):
         flat = pack(group)
@@ -56,7 +68,9 @@ def _in_place(
 
     def finish() -> list[Tensor]:
         for handle, group in under_way:
-            copy_all(group, unpack(handle.wait(), group))
+            values = unpack(handle.wait(), group)
+            with unwatched(*group):
+                _fill(group, values)
         return list(tensors)
 
     return _later(comm, call, [handle for handle, _ in under_way], finish, async_op)
@@ -124,6 +138,15 @@ def reduce_scatter(
     return _later(comm, "reduce_scatter", [handle for handle, _ in under_way], finish, async_op)
 
 
+def _fill(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each value into its tensor: at once, where the memory of all holds their values."""
+    if any(x.is_neg() or x.is_conj() for x in tensors):
+        for x, value in zip(tensors, values, strict=True):
+            x.copy_(value)
+    else:
+        copy_all(tensors, values)
+
+
 def _check_list(comm: Communicator, tensors: object, call: str) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise ShapeError(
@@ -164,7 +187,21 @@ def _later(
         for handle in handles:
             handle.at_once()
         return finish()
-    return Handle([_AsWork(handle) for handle in handles], finish, lambda: _where(comm, call))
+    return Handle([_AsWork(handle) for handle in handles], _OfLists(comm), call, finish)
+
+
+@final
+class _OfLists:
+    """Whose call it is, for the handle of a list: the handles of its parts ask who has not come."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def where(self, call: str) -> str:
+        return _where(self._comm, call)
+
+    def failed(self, call: str, error: BaseException) -> CommunicationError:
+        return failure(self.where(call), error)
 
 
 @final

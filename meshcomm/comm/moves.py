@@ -10,11 +10,11 @@ from torch import Tensor
 
 from meshcomm.comm import uneven as uneven_forms
 from meshcomm.comm.calls import Calls
-from meshcomm.comm.checks import check_coord, check_divisible, normal_axis
+from meshcomm.comm.checks import check_coord, check_divisible, check_written, normal_axis
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import buffer_for, filled, into, join, materialised, without
-from meshcomm.comm.straight import along_first, fits
-from meshcomm.errors import ShapeError
+from meshcomm.comm.straight import along_first, fits, share_memory
+from meshcomm.errors import MeshcommError, ShapeError
 
 
 class Moves(Calls):
@@ -33,11 +33,12 @@ class Moves(Calls):
             return x
         check_coord(src, self.size, "src", lambda: self.where("broadcast"))
         self._door(x, "broadcast", "broadcast")
+        check_written(x, lambda: self.where("broadcast"))
         self._begin("broadcast", x, src=src)
         dense = materialised(x)
         if self._settled and dense is x:
             found = self.transport.straight("broadcast", x.dtype, root=src)
-            self._straight.keep(("broadcast", src), x.dtype, found)
+            self._straight.keep(("broadcast", src), x, found)
         return self.run(
             "broadcast",
             lambda b: self.transport.broadcast(dense, src, b),
@@ -55,13 +56,14 @@ class Moves(Calls):
     ) -> Tensor | Handle[Tensor]:
         """Every rank's x, one after the other along `axis`. See `Mesh.all_gather`."""
         if (
-            not (axis or async_op or uneven)
+            axis == 0
+            and not (async_op or uneven)
             and (ready := self._straight.find(("all_gather",), x)) is not None
             and (sizes := x.shape)
         ):
             whole = along_first(sizes, sizes[0] * self.size)
             gathered = x.new_empty(whole) if out is None else out
-            if out is None or fits(out, whole, x):
+            if out is None or fits(out, whole, x, ready):
                 self._straight.go(self, ready, x.nbytes * self.size, x, gathered, x)
                 return gathered
         self._door(x, "all_gather", "all_gather")
@@ -81,7 +83,7 @@ class Moves(Calls):
             buffer = buffer_for(result)
             if self._settled and source is x:
                 found = self.transport.straight("all_gather", x.dtype)
-                self._straight.keep(("all_gather",), x.dtype, found)
+                self._straight.keep(("all_gather",), x, found)
             return self.run(
                 "all_gather",
                 lambda b: self.transport.all_gather(buffer, source, b),
@@ -110,21 +112,24 @@ class Moves(Calls):
         self._door(x, "gather", "all_gather")
         source = materialised(x.unsqueeze(0) if x.ndim == 0 else x)
         axis = normal_axis(source, axis, lambda: self.where("gather"))
-        if out is not None and self.coord == dst and not uneven:
+        # The others know nothing of an out: what is wrong with it is said when they have their part of the call.
+        out, problem = (out if self.coord == dst else None), None
+        if out is not None and not uneven:
             shape = list(source.shape)
             shape[axis] *= self.size
-            self.result_for(out, shape, x.dtype, x, "gather")
+            problem = self.misfit(out, shape, x, "gather")
         like = without(source, axis) if uneven else source
         self._begin("gather", like, moves=source, axis=axis, uneven=uneven, dst=dst)
         if uneven:
-            return uneven_forms.gather(self, source, axis, dst, async_op, out if self.coord == dst else None)
+            return uneven_forms.gather(self, source, axis, dst, async_op, out)
         parts = source.new_empty((self.size, *source.shape)) if self.coord == dst else None
-        return self.run(
-            "gather",
-            lambda b: self.transport.gather(parts, source, dst, b),
-            lambda: None if parts is None else filled(out, join(parts, axis)),
-            async_op,
-        )
+
+        def finish() -> Tensor | None:
+            if problem is not None:
+                raise problem
+            return None if parts is None else filled(out, join(parts, axis))
+
+        return self.run("gather", lambda b: self.transport.gather(parts, source, dst, b), finish, async_op)
 
     def scatter(
         self,
@@ -136,23 +141,31 @@ class Moves(Calls):
     ) -> Tensor | Handle[Tensor]:
         """Slice c of coord src's x on coord c. See `Mesh.scatter`."""
         check_coord(src, self.size, "src", lambda: self.where("scatter"))
-        parts = None
+        if out is not None:
+            self.writes(out, "scatter")
+        parts, problem = None, None
         if self.coord == src:
-            if x is None:
-                raise ShapeError(
-                    f"{self.where('scatter')}: the source has nothing to scatter",
-                    given=f"x=None on coord {src}, which is src",
-                    expected="a tensor on src; None on the others",
-                    hint="x if mesh.coord(dims) == src else None",
-                )
-            self._door(x, "scatter", "slice")
-            parts = self._parts(x, axis, "scatter")
-            if out is not None:
-                self.result_for(out, parts.shape[1:], parts.dtype, parts, "scatter")
-        self._begin("scatter", src=src, out=out is not None)
+            try:
+                parts = self._scattered(x, src, axis, out)
+            except MeshcommError as error:
+                problem = error  # the others know nothing of x, and must hear of it
+        refused = "not to be scattered" if problem is not None and out is not None else None
+        try:
+            self._begin("scatter", src=src, out=out is not None, x_is=refused)
+        except MeshcommError:
+            if problem is not None:
+                raise problem from None
+            raise
         if out is None:
-            like = self.messages.announce(None if parts is None else parts[0], src)
+            try:
+                like = self.messages.announce(None if parts is None else parts[0], src, problem)
+            except MeshcommError:
+                self.recorder.end()
+                raise
             result = buffer = like
+        elif problem is not None:
+            self.recorder.end()
+            raise problem
         else:
             result, buffer = out, buffer_for(out)
         self.recorder.is_of(buffer.nbytes * self.size)
@@ -162,6 +175,21 @@ class Moves(Calls):
             lambda: into(result, buffer),
             async_op,
         )
+
+    def _scattered(self, x: Tensor | None, src: int, axis: int, out: Tensor | None) -> Tensor:
+        """What the source of a scatter sends, the part of each coord in front."""
+        if x is None:
+            raise ShapeError(
+                f"{self.where('scatter')}: the source has nothing to scatter",
+                given=f"x=None on coord {src}, which is src",
+                expected="a tensor on src; None on the others",
+                hint="x if mesh.coord(dims) == src else None",
+            )
+        self._door(x, "scatter", "slice")
+        parts = self._parts(x, axis, "scatter")
+        if out is not None:
+            self.result_for(out, parts.shape[1:], parts.dtype, parts, "scatter")
+        return parts
 
     def all_to_all(
         self,
@@ -174,14 +202,16 @@ class Moves(Calls):
     ) -> Tensor | Handle[Tensor]:
         """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`."""
         if (
-            not (split_axis or concat_axis or async_op)
+            split_axis == 0 == concat_axis
+            and not async_op
             and splits is None
             and (ready := self._straight.find(("all_to_all",), x)) is not None
             and (sizes := x.shape)
             and not sizes[0] % self.size
         ):
             came = torch.empty_like(x) if out is None else out
-            if out is None or fits(out, sizes, x):
+            # What comes in must not overwrite what is still to leave.
+            if out is None or (fits(out, sizes, x, ready) and not share_memory(out, x)):
                 self._straight.go(self, ready, x.nbytes, x, came, x, [], [])
                 return came
         self._door(x, "all_to_all", "all_to_all")
@@ -195,16 +225,16 @@ class Moves(Calls):
                 shape[concat] *= self.size
                 self.result_for(out, shape, x.dtype, x, "all_to_all")
         else:
-            uneven_forms.check_splits(self, x, own, splits)
+            splits = uneven_forms.checked_splits(self, x, own, splits)
         like = x if splits is None else without(x, own)
         told = {"split_axis": own, "concat_axis": concat, "splits": splits is not None}
         self._begin("all_to_all", like, moves=x, **told)
         if splits is not None:
-            return uneven_forms.all_to_all(self, x, own, concat, list(splits), async_op, out)
+            return uneven_forms.all_to_all(self, x, own, concat, splits, async_op, out)
         parts = self._parts(x, split_axis, "all_to_all")
         if self._settled and not own and not concat and materialised(x) is x:
             found = self.transport.straight("all_to_all", x.dtype)
-            self._straight.keep(("all_to_all",), x.dtype, found)
+            self._straight.keep(("all_to_all",), x, found)
         received = torch.empty_like(parts)
         return self.run(
             "all_to_all",

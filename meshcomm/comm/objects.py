@@ -108,7 +108,7 @@ class Objects:
         call.agree(mine)
         lengths = torch.zeros(call.size, dtype=torch.int64, device=call.carrier)
         if mine is not None:
-            lengths.copy_(torch.tensor([message.nbytes for message in mine]))
+            lengths.copy_(torch.tensor([message.nbytes for message in mine], device="cpu"))
         size = int(call.broadcast(lengths, src)[call.coord])
         if mine is None:
             own = call.blank(size)
@@ -156,7 +156,7 @@ class Objects:
     def _call(
         self, dims: Dims, name: str, root: int, pickle: bool, max_bytes: int, tag: int = 0
     ) -> ObjectCall:
-        return ObjectCall(self._at[dims], name, root, pickle, max_bytes, tag, self._device)
+        return ObjectCall(self._at.along(dims), name, root, pickle, max_bytes, tag, self._device)
 
     def _decoded(self, data: Tensor, pickle: bool) -> Any:
         return decode(data, self._device, pickle)

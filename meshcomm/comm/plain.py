@@ -142,7 +142,9 @@ def _put_tensor(place: Tensor, x: Tensor) -> None:
 
 
 def _put_array(place: Tensor, x: np.ndarray[Any, Any]) -> None:
-    staged = place if place.device.type == "cpu" else torch.empty(place.shape, dtype=torch.uint8)
+    staged = (
+        place if place.device.type == "cpu" else torch.empty(place.shape, dtype=torch.uint8, device="cpu")
+    )
     if x.dtype.names is not None:
         staged.zero_()  # NumPy leaves the bytes between fields as they are
     staged.numpy().view(x.dtype).reshape(x.shape)[...] = x

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm.calls import Calls
-from meshcomm.comm.checks import check_coord
+from meshcomm.comm.checks import check_coord, check_written, number_of
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.recorder import KEPT
-from meshcomm.comm.shapes import buffer_for, into, materialised
-from meshcomm.comm.straight import along_first, fits
+from meshcomm.comm.shapes import buffer_for, into, materialised, unwatched
+from meshcomm.comm.straight import STRIDED, along_first, fits
 from meshcomm.errors import ShapeError
 from meshcomm.transport.profile import profiling
 from meshcomm.transport.support import WIDENED, check_reduce
@@ -28,23 +28,27 @@ class Reductions(Calls):
         self, x: Tensor, op: str = "sum", async_op: bool = False, factor: float | None = None
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x` over the dim, in place. See `Mesh.all_reduce`."""
-        # The usual call: nothing to check again, nothing to prepare, nothing to hand back later. What
-        # Recorder.start and .end do is written out, as each call of a function would be felt.
+        # The usual call: nothing to check again, nothing to prepare. What Straight.find and .go do is
+        # written out, as each call of a function would be felt.
         try:
-            ready = self._ready[op][x.dtype]
+            ready = (self._later if async_op else self._ready)[op][x.dtype]
         except (KeyError, TypeError):
             ready = None
         if (
             ready is not None
             and type(x) is Tensor
-            and not async_op
             and factor is None
+            and x.device == ready[4]
+            and x.layout is STRIDED
+            and not x.is_nested
             and not x.requires_grad
             and x.is_contiguous()
             and not x.is_neg()
             and not profiling()
         ):
-            start, options, total, recorder = ready
+            if async_op:
+                return self._straight.start(self, ready, x.nbytes, x, [x])
+            start, options, total, recorder, _ = ready
             frame = frame_at(2)  # over this and AlongDims.all_reduce
             recorder.started = number = recorder.started + 1
             place = number % KEPT
@@ -64,8 +68,6 @@ class Reductions(Calls):
             total.nbytes += nbytes
             total.seconds += left - began
             return x
-        if async_op and factor is None and (later := self._straight.find(("all_reduce", op), x)) is not None:
-            return self._straight.start(self, later, x.nbytes, x, [x])
         return self.checked_all_reduce(x, op, async_op, factor)
 
     def checked_all_reduce(
@@ -73,6 +75,7 @@ class Reductions(Calls):
     ) -> Tensor | Handle[Tensor]:
         """`all_reduce` for callers inside this package: it finds the user's line however far up that is."""
         self._door(x, "all_reduce", "all_reduce")
+        check_written(x, lambda: self.where("all_reduce"))
         self._check_op(op, x.dtype, factor, "all_reduce")
         # Each rank has a factor of its own, so it is not compared.
         self._begin("all_reduce", x, op=op)
@@ -84,9 +87,8 @@ class Reductions(Calls):
             and not x.dtype.is_complex
             and x.dtype != torch.bool
         ):
-            self._straight.keep_all_reduce(op, x.dtype, self.transport.all_reduce_call(op))
-            later = self.transport.straight("all_reduce", x.dtype, op=op)
-            self._straight.keep(("all_reduce", op), x.dtype, later)
+            now, later = (self.transport.all_reduce_call(op, blocking) for blocking in (True, False))
+            self._straight.keep_all_reduce(op, x, now, later)
         return self.run(
             "all_reduce",
             lambda b: self.transport.all_reduce(carried, plain_op, b),
@@ -114,7 +116,7 @@ class Reductions(Calls):
         carried, plain_op = self._carried(x, op, factor, "reduce")
         if self._settled and carried is x and op == plain_op:
             found = self.transport.straight("reduce", x.dtype, op=op, root=dst)
-            self._straight.keep(("reduce", dst, op), x.dtype, found)
+            self._straight.keep(("reduce", dst, op), x, found)
         # Backends leave partial results in the tensors of the other ranks; x stays as it was.
         carried = carried.clone() if carried is x else carried
         return self.run(
@@ -135,7 +137,8 @@ class Reductions(Calls):
     ) -> Tensor | Handle[Tensor]:
         """Reduce `x`, keep this rank's slice of `axis`. See `Mesh.reduce_scatter`."""
         if (
-            not (axis or async_op)
+            axis == 0
+            and not async_op
             and factor is None
             and (ready := self._straight.find(("reduce_scatter", op), x)) is not None
             and (sizes := x.shape)
@@ -143,7 +146,7 @@ class Reductions(Calls):
         ):
             part = along_first(sizes, sizes[0] // self.size)
             slice_ = x.new_empty(part) if out is None else out
-            if out is None or fits(out, part, x):
+            if out is None or fits(out, part, x, ready):
                 self._straight.go(self, ready, x.nbytes, x, slice_, x)
                 return slice_
         self._door(x, "reduce_scatter", "reduce_scatter")
@@ -153,7 +156,7 @@ class Reductions(Calls):
         self._begin("reduce_scatter", x, axis=axis % x.ndim, op=op)
         if self._settled and not axis and factor is None and x.dtype not in WIDENED and materialised(x) is x:
             found = self.transport.straight("reduce_scatter", x.dtype, op=op)
-            self._straight.keep(("reduce_scatter", op), x.dtype, found)
+            self._straight.keep(("reduce_scatter", op), x, found)
         parts, plain_op = self._carried(
             parts, op, factor, "reduce_scatter", own=parts.data_ptr() != x.data_ptr()
         )
@@ -182,6 +185,8 @@ class Reductions(Calls):
                 expected="the number that each rank multiplies its x by before the sum",
                 hint="factor=0.5",
             )
+        if factor is not None:
+            number_of(factor, dtype, lambda: self.where(call))
 
     def _carried(
         self, x: Tensor, op: str, factor: float | None, call: str, own: bool = False
@@ -195,5 +200,8 @@ class Reductions(Calls):
             return dense.to(WIDENED[x.dtype]), op
         if factor is None:
             return dense, op
-        scaled = dense.mul_(factor) if own or dense is not x or call == "all_reduce" else dense * factor
-        return scaled, "sum"
+        number = number_of(factor, x.dtype, lambda: self.where(call))
+        if own or dense is not x or call == "all_reduce":
+            with unwatched(dense):
+                return dense.mul_(number), "sum"
+        return dense * number, "sum"

@@ -19,16 +19,17 @@ from meshcomm.algorithms import (
     two_level,
 )
 from meshcomm.algorithms.schedule import bounds
+from meshcomm.comm.checks import OWN_TAGS, check_written
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.shapes import into
+from meshcomm.comm.shapes import into, unwatched
 
 Scheduled: TypeAlias = Literal[
     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "two_level"
 ]
 SCHEDULED: Final[tuple[str, ...]] = get_args(Scheduled)
 
-# A user's own messages along the dim must not meet these. Gloo keeps tags apart; NCCL matches by order.
-_TAG: Final = 1 << 30
+# A user's own messages along the dim do not meet these. Gloo keeps tags apart; NCCL matches by order.
+_TAG: Final = OWN_TAGS
 # Pieces of a tree's pipeline: smaller ones cost more than they hide, docs/benchmarks.md has the figures.
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
@@ -75,6 +76,7 @@ def all_reduce(
         # Every rank meets all the same, so that a skipped call is noticed.
         return _settled(comm.checked_all_reduce(x, op, False, factor))
     comm._door(x, "all_reduce", "all_reduce")
+    check_written(x, lambda: comm.where("all_reduce"))
     comm._check_op(op, x.dtype, factor, "all_reduce")
     comm._begin("all_reduce", x, op=op, algorithm=algorithm)
     try:
@@ -84,9 +86,10 @@ def all_reduce(
             trees = 2 if algorithm == "double_tree" else 1
             chunks = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES)))
         moves = _moves(algorithm, comm.size, inner, chunks, comm.coord, flat.numel())
-        _run(comm, flat, moves, COMBINE[plain_op], f"all_reduce by {algorithm}")
-        if plain_op == "avg":
-            flat.div_(comm.size)
+        with unwatched(flat):
+            _run(comm, flat, moves, COMBINE[plain_op], f"all_reduce by {algorithm}")
+            if plain_op == "avg":
+                flat.div_(comm.size)
         return into(x, carried)
     finally:
         comm.recorder.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -33,7 +34,15 @@ def buffer_for(out: Tensor) -> Tensor:
 
 def into(out: Tensor, buffer: Tensor) -> Tensor:
     """`out` with the values of its buffer."""
-    return out if buffer is out else out.copy_(buffer)
+    if buffer is not out:
+        with unwatched(out):
+            out.copy_(buffer)
+    return out
+
+
+def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
+    """Where `outs` may be written: a call is checked when it is made, and may be waited for in another mode."""
+    return torch.inference_mode() if any(out.is_inference() for out in outs) else torch.no_grad()
 
 
 def split(x: Tensor, axis: int, size: int) -> Tensor:
@@ -72,4 +81,4 @@ def without(x: Tensor, axis: int) -> Tensor:
 
 def filled(out: Tensor | None, result: Tensor) -> Tensor:
     """`result`, in `out` where there is one."""
-    return result if out is None else out.copy_(result)
+    return result if out is None else into(out, result)

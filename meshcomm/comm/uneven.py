@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import cut, filled, materialised
-from meshcomm.errors import ShapeError
+from meshcomm.errors import MeshcommError, ShapeError
 
 if TYPE_CHECKING:
     from meshcomm.comm.calls import Calls
@@ -33,13 +34,16 @@ def gather(
     rest = [s for i, s in enumerate(source.shape) if i != axis]
 
     def finish() -> Tensor:
+        if problem is not None:  # of this rank alone, maybe: the others have their part of the call by now
+            raise problem
         whole = buffer.view(sum(sizes), *rest).movedim(0, axis)
         return filled(out, whole if out is not None else whole.contiguous())
 
+    problem = None
     if out is not None:
         shape = list(source.shape)
         shape[axis] = sum(sizes)
-        comm.result_for(out, shape, source.dtype, source, call)
+        problem = comm.misfit(out, shape, source, call)
     comm.recorder.resume()  # after the sizes, the data
     found: Tensor | Handle[Tensor] = comm.run(
         call,
@@ -50,17 +54,22 @@ def gather(
     return found
 
 
-def check_splits(comm: Calls, x: Tensor, axis: int, splits: Sequence[int]) -> None:
-    """`splits` must cut axis `axis` of `x` into one part for each coord."""
-    if len(splits) != comm.size or sum(splits) != x.shape[axis] or min(splits) < 0:
+def checked_splits(comm: Calls, x: Tensor, axis: int, splits: Sequence[int]) -> list[int]:
+    """`splits` as plain sizes, which must cut axis `axis` of `x` into one part for each coord."""
+    try:
+        sizes = [index(size) for size in splits]
+    except TypeError:
+        sizes = []
+    if len(sizes) != comm.size or sum(sizes) != x.shape[axis] or min(sizes) < 0:
         raise ShapeError(
             f"{comm.where('all_to_all')}: splits do not cut axis {axis}",
-            given=f"splits={list(splits)}, x of shape {tuple(x.shape)}",
+            given=f"splits={splits}, x of shape {tuple(x.shape)}",
             expected=f"{comm.size} sizes of 0 or more whose sum is {x.shape[axis]}",
             hint=f"splits={[x.shape[axis] // comm.size] * comm.size}"
             if x.shape[axis] % comm.size == 0
             else "one size for each coord",
         )
+    return sizes
 
 
 def all_to_all(
@@ -78,8 +87,10 @@ def all_to_all(
     theirs = torch.empty_like(mine)
     comm.run("all_to_all", lambda b: comm.transport.all_to_all(theirs, mine, b), lambda: None, False)
     coming = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in theirs.tolist()]
+    # What is wrong for this rank alone is said when the others have their part of the call.
+    problem: MeshcommError | None = None
     if concat != axis and len({shape[axis] for shape in coming}) > 1:
-        raise ShapeError(
+        problem = ShapeError(
             f"{comm.where('all_to_all')}: parts of unequal size cannot be joined along axis {concat}",
             given=f"sizes {theirs.tolist()} of axis {axis} from coords 0 to {comm.size - 1}",
             expected=f"equal sizes, or concat_axis={axis}",
@@ -90,12 +101,14 @@ def all_to_all(
     flat = torch.cat([part.view(-1) for part in leaving])
     buffer = flat.new_empty(sum(lengths))
 
-    if out is not None:
+    if out is not None and problem is None:
         shape = list(coming[0])
         shape[concat] = sum(each[concat] for each in coming)
-        comm.result_for(out, shape, x.dtype, x, "all_to_all")
+        problem = comm.misfit(out, shape, x, "all_to_all")
 
     def finish() -> Tensor:
+        if problem is not None:
+            raise problem
         pieces = buffer.split(lengths)
         whole = torch.cat([p.view(s) for p, s in zip(pieces, coming, strict=True)], concat)
         return filled(out, whole)

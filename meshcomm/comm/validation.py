@@ -55,7 +55,7 @@ class CallCheck:
             self._left -= 1
         self._number += 1
         mine = _message(call, facts)
-        told = torch.zeros(_BYTES, dtype=torch.uint8)
+        told = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
         told[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         told = told.to(self._transport.device)
         everyone = told.new_empty(self._transport.size * _BYTES)

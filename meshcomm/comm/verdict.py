@@ -89,7 +89,8 @@ def doing(status: Status, label: str | None = None) -> str:
     if own is not None and own["last"] is not None:
         after = f", after {own['last']['call']}, call {own['last']['number']}"
     if status.get("closed"):
-        return f"has closed the mesh{after}"
+        raised = status.get("raised")
+        return f"has closed the mesh{after}" + (f", when it raised {raised}" if raised else "")
     if status.get("torch"):
         # No call of the mesh: made past it, by hand, by DTensor, by FSDP.
         call = status["torch"][-1]

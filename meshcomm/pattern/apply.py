@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm import Directory, Functional
+from meshcomm.comm.checks import check_tensor
 from meshcomm.comm.functional import GatherGrad
 from meshcomm.errors import AutogradError, PatternError, ShapeError
 from meshcomm.layout import Layout
@@ -81,6 +82,8 @@ class Rearranger:
                 expected="a tensor, then a pattern",
                 hint="torch.as_tensor(x), or torch.stack(x) for a list of tensors",
             )
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+            check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}")
         try:
             recipe = self._recipe(pattern, x.shape, partial, tuple(sizes.items()) if sizes else ())
         except TypeError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import index
 
+from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
 from meshcomm.pattern.recipe import Recipe
@@ -40,5 +42,28 @@ def explain_pattern(
       all_to_all along cp, split axis 2, join axis 1  b (cp s) h d  (2, 32, 4, 4)  3 x 256 = 768
       sent by each rank: 768 elements, times the bytes of one
     """
+    if not isinstance(dims, (Layout, Mapping)):
+        raise LayoutError(
+            "explain_pattern needs a mesh",
+            given=f"dims: a {type(dims).__name__}",
+            expected="name -> size, outermost first, or a Layout",
+            hint='explain_pattern(pattern, {"dp": 2, "tp": 4})',
+        )
     layout = dims if isinstance(dims, Layout) else Layout(dims)
-    return plan(pattern, layout, shape, partial, tuple(sizes.items()))
+    return plan(pattern, layout, None if shape is None else _lengths(shape), partial, tuple(sizes.items()))
+
+
+def _lengths(shape: Iterable[int]) -> tuple[int, ...]:
+    """A shape as plain ints."""
+    try:
+        lengths = tuple(index(length) for length in shape)
+    except TypeError:
+        lengths = (-1,)
+    if any(length < 0 for length in lengths):
+        raise PatternError(
+            "rearrange: not a shape",
+            given=f"shape={shape!r}",
+            expected="the lengths of the local tensor's axes, whole numbers of 0 or more",
+            hint="tuple(x.shape)",
+        )
+    return lengths

@@ -56,5 +56,6 @@ def _up(value: int, unit: int) -> int:
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
     """Element (k, c): whose part is the k-th term of chunk c; and c itself."""
-    own = torch.arange(size)
-    return (own - 1 - torch.arange(size)[:, None]) % size, own
+    # Kept for all: a rank that is inside of torch.device("meta") must not decide where it lies.
+    own = torch.arange(size, device="cpu")
+    return (own - 1 - own[:, None]) % size, own

@@ -16,6 +16,7 @@ from meshcomm.simulator.reduction import reduced
 from meshcomm.simulator.scheduler import Scheduler
 from meshcomm.simulator.sites import here, of_thread
 from meshcomm.simulator.work import SimulatedWork
+from meshcomm.transport.base import as_bytes
 from meshcomm.transport.support import name_of
 
 
@@ -144,7 +145,7 @@ def facts_of(x: Tensor | None, **more: object) -> dict[str, Any]:
 
 def _bytes(x: Tensor | None) -> Tensor:
     assert x is not None
-    return x.reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    return as_bytes(x.reshape(-1))
 
 
 def _added(x: Tensor | None) -> Tensor:

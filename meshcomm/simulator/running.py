@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.config import Config, DimOptions, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.opening import init
+from meshcomm.mesh.source import beside_the_job
 from meshcomm.mesh.worlds import WORLD
 from meshcomm.simulator.own import Own
 from meshcomm.simulator.scheduler import Actor, Scheduler
@@ -22,12 +23,14 @@ from meshcomm.simulator.traffic import Ledger
 from meshcomm.simulator.verdicts import Judge
 from meshcomm.simulator.world import Ground, SimulatedWorld
 
+T = TypeVar("T")
+
 # Variables with which torch, NCCL or a launcher would tell a process where it is.
 _LAUNCHER: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def simulate(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     config: str | PathLike[str] | Config | MeshConfig | Mapping[str, Any] | None = None,
     *,
     dims: Mapping[str, int] | None = None,
@@ -41,7 +44,7 @@ def simulate(
     schedule_seed: int = 0,
     explore: int | None = None,
     overrides: Sequence[str] = (),
-) -> list[Any]:
+) -> list[T]:
     """Call `fn(mesh, *args)` as every rank of a mesh; return the results by rank.
 
     Every rank is a thread of this process with its own mesh, coords, copy of `args`, random
@@ -63,15 +66,16 @@ def simulate(
         "dims": dims,
         "merge": merge,
         "views": views,
-        "rank_order": None if rank_order is None else tuple(rank_order),
-        "ranks": None if ranks is None else tuple(ranks),
+        "rank_order": tuple(rank_order) if isinstance(rank_order, Iterable) else rank_order,
+        "ranks": tuple(ranks) if isinstance(ranks, Iterable) else ranks,
     }
     given = {name: value for name, value in keys.items() if value is not None}
     settings = _settings(config, given, options, overrides)
     size = world_size_of(settings, world_size)
     settings.resolved(size)
 
-    def body(actor: Actor) -> Any:
+    def body(actor: Actor) -> T:
+        beside_the_job()
         with init(settings) as mesh:
             return fn(mesh, *copy.deepcopy(tuple(args)))
 
@@ -83,7 +87,7 @@ def simulate(
             expected="1 or more",
             hint="explore=20",
         )
-    found: list[Any] = []
+    found: list[T] = []
     for seed in range(schedule_seed, schedule_seed + tries):
         results = run_ranks(body, size, seed, settings.mesh.timeout_s)[0]
         if seed == schedule_seed:

@@ -12,7 +12,7 @@ from typing import Any
 from meshcomm.config import load
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.launcher import how_many_ranks
-from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.simulator.own import Own
 from meshcomm.simulator.running import run_ranks, world_size_of
 from meshcomm.simulator.scheduler import Actor

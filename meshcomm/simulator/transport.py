@@ -55,9 +55,11 @@ class SimulatorTransport(Transport):
         self._told = (name, call, facts)
         return True
 
-    def all_reduce_call(self, op: str) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
+    def all_reduce_call(
+        self, op: str, blocking: bool = True
+    ) -> tuple[Callable[[list[Tensor], Any], Work | None], Any]:
         def call(tensors: list[Tensor], options: Any) -> Work | None:
-            return self.all_reduce(tensors[0], op, True)
+            return self.all_reduce(tensors[0], op, blocking)
 
         return call, None
 
