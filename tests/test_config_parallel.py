@@ -16,8 +16,6 @@ from meshcomm.config.pipeline_checks import runs
 from meshcomm.errors import ConfigError
 from tests.test_config_errors import TRAIN, Case, made, report_of, still_wrong, ways_out
 
-pytestmark = pytest.mark.timeout(60)
-
 ROOT = Path(__file__).parent.parent
 
 TP = made(TRAIN, ["mesh.dims={ dp = 4, tp = 2 }", "parallel.pipeline="])
@@ -320,7 +318,20 @@ config: 1 problem
         "buckets of shards",
         HSDP,
         ["parallel.bucket_mb=5"],
+        ["parallel.shard=", "mesh.dims.fsdp=1", "parallel.bucket_mb=5"],
+        """\
+config: 1 problem
+  parallel.bucket_mb: no effect with parallel.shard: sharded gradients are reduced block by block
+    given:    bucket_mb = 5.0, shard = "fsdp"
+    expected: bucket_mb only where gradients are whole
+    try:      remove parallel.bucket_mb
+""",
+    ),
+    Case(
+        "buckets of shards whose tokens are split",
+        HSDP,
         ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.bucket_mb=5"],
+        ["parallel.context='cp'", "mesh.dims.cp=2"],
         """\
 config: 1 problem
   parallel.bucket_mb: no effect with parallel.shard: sharded gradients are reduced block by block

@@ -164,6 +164,22 @@ def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys:
         assert farthest(list(gradients(dout, q, k, v, *more, causal, 0.3)), list(exact)) < bound
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_elements_of_a_head_need_not_lie_side_by_side(causal: bool) -> None:
+    # As torch.cat leaves them for heads of 2 elements; torch's kernel would read other memory.
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, BATCH, 6, 10, HEAD, dtype=torch.float64)
+    given = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, dout)]
+    assert all(x.stride(-1) != 1 for x in given)
+    out, lse = plain_attention(q, k, v, causal, 0.3)
+    assert farthest(list(attend_block(*given[:3], causal, 0.3)), [out, lse]) < 1e-12
+    exact = plain_gradients(dout, q, k, v, out, lse, causal, 0.3)
+    for outer in (given[3], dout):
+        strided = out.transpose(1, 3).contiguous().transpose(1, 3)
+        found = block_gradients(outer, *given[:3], strided, lse, causal, 0.3)
+        assert farthest(list(found), list(exact)) < 1e-12
+
+
 def test_the_formula_carries_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "attend_block", plain_attention)
     monkeypatch.setattr(ring, "block_gradients", plain_gradients)

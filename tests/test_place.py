@@ -458,6 +458,10 @@ def test_memory_by_hand() -> None:
     one = work.attention_weights + work.expert_weights + 2 * work.width
     assert sharded.gradients[0] == 4 * work.weights / 128
     assert sharded.weights[0] == 4 * work.weights / 128 + 4 * one
+    # Where backward passes run in halves, all that a rank has stays gathered for the whole step.
+    halves = work._replace(schedule="zero_bubble", stages_per_rank=2)
+    whole = held(halves, sizes_of(pipeline=2, microbatches=8)).all[0]
+    assert memory(halves, sizes_of(pipeline=2, shard=4, microbatches=8)).weights[0] == 4 * whole * (1 + 1 / 4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])

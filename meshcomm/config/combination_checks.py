@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshcomm.config.problems import Problem, either
 from meshcomm.config.training_setup import Setup
-from meshcomm.config.wording import toml
+from meshcomm.config.wording import toml, whole_toml
 
 
 def combination_problems(setup: Setup) -> Iterator[Problem]:
@@ -61,7 +61,7 @@ def _order(setup: Setup) -> Iterator[Problem]:
         expected=f"{data} before {shard}",
         hint=either(
             [
-                f"mesh.dims = {toml(mended)}",
+                f"mesh.dims = {whole_toml(mended)}",
                 f"parallel.data = {toml(shard)} and parallel.shard = {toml(data)}",
             ]
         ),

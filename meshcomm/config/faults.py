@@ -34,6 +34,10 @@ class Fault:
                 self.depth = index + 1
                 self.field = inner.model_fields.get(str(part))
                 kind = None if self.field is None else Kind.of(self.field.annotation, self.field.metadata)
+            elif kind is not None and kind.words:
+                # A number or a word: pydantic tells of each by itself.
+                self.path = self.path[:index]
+                break
             elif kind is not None:
                 kind = kind.element
         # A list of the wrong length is the fault of the whole list, not of the entry that is not there.
@@ -75,6 +79,8 @@ class Fault:
             return self._unknown_key(broken, draft, names)
         if self.type == "missing":
             return self._missing(broken, names)
+        if self.kind is not None and self.kind.words and names in list(broken):
+            return None
         broken.add(names)
         shown = self.path[-2:] if isinstance(self.path[-1], int) else self.path[-1:]
         kind = self.kind
@@ -100,7 +106,7 @@ class Fault:
             return f"{value} is out of range"
         if kind.model is not None:
             return f"{value} is not a table"
-        return f"{value} is not {kind.noun()}"
+        return f"{value} is not " + " or ".join([kind.noun(), *map(toml, kind.words)])
 
     def _hint(self, kind: Kind) -> str | None:
         near = kind.nearest(self.value)

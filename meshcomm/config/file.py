@@ -19,6 +19,18 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout.names import nearest_name
 
 
+def _changes(overrides: object) -> list[str]:
+    changes = [overrides] if isinstance(overrides, str) else overrides
+    if not isinstance(changes, (list, tuple)) or not all(isinstance(each, str) for each in changes):
+        raise ConfigError(
+            "overrides are texts",
+            given=f"overrides={overrides!r}",
+            expected="a sequence of KEY.PATH=VALUE texts, as --set takes them",
+            hint='overrides=["mesh.dims.tp=4"]',
+        )
+    return list(changes)
+
+
 def load(
     source: str | PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] | str = ()
 ) -> Config:
@@ -33,7 +45,7 @@ def load(
     Raises ConfigError, whose text has every problem with its key, what was given, what is expected,
     and the nearest settings that are right.
     """
-    changes = [overrides] if isinstance(overrides, str) else list(overrides)
+    changes = _changes(overrides)
     if isinstance(source, Config):
         label, data = source.source, plain(source.model_dump(exclude_unset=True))
     elif isinstance(source, Mapping):

@@ -91,6 +91,11 @@ class MeshConfig(Model):
         description="How many of the first calls on each group its ranks compare before data moves; 0: none, "
         '"always": all. Default 64.',
     )
+    warm_up: bool = Field(
+        default=False,
+        description="Every group is used once, in plan order, before init returns: no later call pays for "
+        "connecting. Default false.",
+    )
     reports: str = Field(
         default="meshcomm-reports",
         description="Folder into which ranks write what they were doing when a call failed, relative to where the "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshcomm.config.problems import Problem
-from meshcomm.config.wording import key_path, toml
+from meshcomm.config.wording import key_path, toml, whole_toml
 from meshcomm.errors import LayoutError
 from meshcomm.layout.names import check_name, nearest_name
 
@@ -71,7 +71,7 @@ def merge_problems(mesh: MeshConfig) -> Iterator[Problem]:
                 f"names {next(part for part in parts if parts.count(part) > 1)} twice",
                 given=given,
                 expected="each dim once",
-                hint=f"mesh.{path} = {toml(once)}" if len(once) > 1 else f"remove mesh.{path}",
+                hint=f"mesh.{path} = {whole_toml(once)}" if len(once) > 1 else f"remove mesh.{path}",
             )
         elif not any(all(part in sizes for part in parts) for sizes in homes.values()):
             whose = {part: next(v for v, sizes in homes.items() if part in sizes) for part in parts}
@@ -103,7 +103,7 @@ def _unknown_parts(
         f"{merged[0]} is itself merged" if merged else f"no dim {', '.join(unknown)}",
         given=f"{name} = {toml(parts)}",
         expected="dims out of " + ", ".join(dims),
-        hint=f"mesh.{path} = {toml(list(dict.fromkeys(mended)))}" if known else f"remove mesh.{path}",
+        hint=f"mesh.{path} = {whole_toml(list(dict.fromkeys(mended)))}" if known else f"remove mesh.{path}",
     )
 
 

@@ -17,8 +17,8 @@ from meshcomm.layout.sizes import fold, nearest_fits, resolve, times, toml_dims
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
 
-# torch numbers ranks with 32 bits.
-MOST_RANKS: Final = 2**31 - 1
+# What is planned in seconds and about a gigabyte; no job comes near.
+MOST_RANKS: Final = 2**24
 
 
 def count(mesh: MeshConfig, world: int | None) -> int | None:
@@ -35,7 +35,8 @@ def count(mesh: MeshConfig, world: int | None) -> int | None:
 def factorisation_problems(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
     """What is wrong with `dims` (what: "the mesh") or one view by itself."""
     if not sizes:
-        yield Problem(key, "no dim", f"{key} = {{}}", "at least one dim", f"mesh.{key} = {{ dp = 1 }}")
+        hint = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
+        yield Problem(key, "no dim", f"{key} = {{}}", "at least one dim", hint)
     for name, size in sizes.items():
         path = f"{key}.{key_path([name])}"
         try:
@@ -54,7 +55,7 @@ def factorisation_problems(key: str, sizes: Mapping[str, int], what: str) -> Ite
     if ranks > MOST_RANKS:
         yield Problem(
             key,
-            f"more ranks than can be counted: {times(sizes)}",
+            f"more ranks than are planned: {times(sizes)}",
             given=f"{key} = {toml_dims(sizes)}",
             expected=f"sizes that multiply to at most {MOST_RANKS}",
             hint="smaller sizes",

@@ -11,6 +11,9 @@ from typing import Any
 from meshcomm.config.problems import Problem
 from meshcomm.config.wording import key_path, toml
 
+# One key of a path, also as TOML writes one that is not of ASCII letters.
+_PART = r'(?:[\w-]+|"[^"\\]+")'
+
 
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
     """Set every `KEY.PATH=VALUE` in `data`, in order; what cannot be set comes back as problems.
@@ -31,7 +34,7 @@ def shown(override: str) -> str:
 
 
 def _apply(data: dict[str, Any], text: str) -> Problem | None:
-    match = re.fullmatch(r"\s*([\w-]+(?:\s*\.\s*[\w-]+)*)\s*=(.*)", text, re.DOTALL)
+    match = re.fullmatch(rf"\s*({_PART}(?:\s*\.\s*{_PART})*)\s*=(.*)", text, re.DOTALL)
     if match is None:
         key = text.strip()
         bare = re.fullmatch(r"[\w.-]+", key)
@@ -42,7 +45,7 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
             expected="a path of keys, =, and a TOML value, as in mesh.dims.tp=4",
             hint=f"--set {key}=..." if bare else "--set mesh.dims.tp=4",
         )
-    path = [part.strip() for part in match.group(1).split(".")]
+    path = [part.strip('"') for part in re.findall(_PART, match.group(1))]
     written = match.group(2).strip()
     if not written:
         return _remove(data, path, text)

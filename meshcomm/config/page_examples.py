@@ -18,6 +18,7 @@ device = "cpu"
 backend = "gloo"
 timeout_s = 120
 validate_calls = "always"
+warm_up = true
 reports = "reports/hang"
 """,
         """\

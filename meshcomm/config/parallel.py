@@ -67,7 +67,8 @@ class ParallelConfig(Model):
     bucket_mb: float = Field(
         default=25.0,
         gt=0,
-        description="With data or context: megabytes (10^6 bytes) of gradients that are reduced at once. Default 25.",
+        description="With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at "
+        "once. Default 25.",
     )
 
     @property
@@ -163,7 +164,7 @@ class ParallelConfig(Model):
                     ),
                 )
         # fully_shard reduces the gradients of one block at once.
-        if self.given("bucket_mb") and self.shard is not None and not self._played("context"):
+        if self.given("bucket_mb") and self.shard is not None:
             yield Problem(
                 "bucket_mb",
                 "no effect with parallel.shard: sharded gradients are reduced block by block",

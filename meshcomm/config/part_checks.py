@@ -11,7 +11,7 @@ from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, Part
 from meshcomm.config.problems import Problem, either
 from meshcomm.config.training_setup import Setup
-from meshcomm.config.wording import toml
+from meshcomm.config.wording import toml, whole_toml
 from meshcomm.layout.names import nearest_name
 
 
@@ -38,7 +38,7 @@ def _unknown_dim(mesh: MeshConfig, part: Part, dim: str) -> Problem:
     )
     ways = [f'parallel.{part} = "{near}"'] if near is not None else []
     if dim not in mesh.merge and not of_view:
-        ways.append(f"mesh.dims = {toml({dim: 1, **mesh.dims})}")
+        ways.append(f"mesh.dims = {whole_toml({dim: 1, **mesh.dims})}")
     return Problem(
         f"parallel.{part}",
         what,
@@ -72,7 +72,7 @@ def _expert_dim(
         view = fitting_view(mesh, parallel, model, name)
         if view is not None:
             change = f" and parallel.expert = {toml(name)}" if taken else ""
-            ways.append(f"mesh.views.{_free('expert', mesh)} = {toml(view)}{change}")
+            ways.append(f"mesh.views.{_free('expert', mesh)} = {whole_toml(view)}{change}")
     elif others and not homes:
         ways.extend(f'parallel.expert = "{name}"' for name in others)
     yield Problem(
@@ -120,7 +120,7 @@ def expert_view_problems(setup: Setup) -> Iterator[Problem]:
             f"does not hold {dim}, which plays {part}",
             given=f"views.{view} = {toml(sizes)}, mesh.dims = {toml(mesh.dims)}, {part} = {toml(dim)}",
             expected=f"{dim} = {mesh.dims[dim]} in its place: experts lie along {part} as all weights do",
-            hint=either([f"mesh.views.{view} = {toml(fit)}"] if fit is not None else []),
+            hint=either([f"mesh.views.{view} = {whole_toml(fit)}"] if fit is not None else []),
         )
 
 

@@ -55,7 +55,7 @@ class TopologyConfig(Model):
     memory_gbytes: float | None = Field(
         default=None,
         gt=0,
-        description="Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm place`. None: not known.",
+        description="Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm place` and `lint`. None: not known.",
     )
     tflops: float | None = Field(
         default=None,

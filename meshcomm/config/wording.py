@@ -30,7 +30,7 @@ def key_path(parts: Iterable[str | int]) -> str:
             text += f"[{part}]"
             continue
         plain = re.fullmatch(r"[A-Za-z0-9_-]+", part)
-        text += ("." if text else "") + (part if plain else json.dumps(part))
+        text += ("." if text else "") + (part if plain else json.dumps(part, ensure_ascii=False))
     return text
 
 
@@ -64,7 +64,10 @@ def whole_toml(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a setting may hold: its type without `None`, the bounds on it, and a value that is right."""
+    """What a setting may hold: its type without `None`, the bounds on it, and a value that is right.
+
+    words: the values that it may hold beside those of its type.
+    """
 
     type: Any
     low: float | None = None
@@ -73,21 +76,24 @@ class Kind:
     below: float | None = None
     filled: bool = False
     example: Any = None
+    words: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, annotation: Any, metadata: Iterable[Any] = ()) -> Kind:
         """The kind that an annotation and pydantic's metadata describe."""
         found = list(metadata)
+        words: tuple[Any, ...] = ()
         while True:
             origin = get_origin(annotation)
             if origin is Annotated:
                 annotation, *more = get_args(annotation)
                 found.extend(more)
             elif origin is Union or origin is types.UnionType:
-                annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
+                annotation, *rest = (arg for arg in get_args(annotation) if arg is not type(None))
+                words += tuple(word for arg in rest if get_origin(arg) is Literal for word in get_args(arg))
             else:
                 break
-        bounds: dict[str, Any] = {}
+        bounds: dict[str, Any] = {"words": words}
         while found:
             item = found.pop()
             if isinstance(item, FieldInfo):
@@ -151,6 +157,9 @@ class Kind:
         return several if plural else singular
 
     def __str__(self) -> str:
+        return ", or ".join([self._bounded(), *map(toml, self.words)])
+
+    def _bounded(self) -> str:
         text = self.noun()
         if self.low is not None and self.high is not None:
             return f"{text} from {self.low:g} to {self.high:g}"
@@ -168,6 +177,8 @@ class Kind:
             words = {str(toml(choice)).strip('"').lower(): choice for choice in self.choices}
             near = nearest_name(str(toml(value)).strip('"').lower(), words)
             return None if near is None else words[near]
+        if isinstance(value, str) and self.words:
+            return nearest_name(value.lower(), self.words)
         if self.type is bool:
             said = str(value).strip().lower()
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(said)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
-from meshcomm.errors import ConfigError, LayoutError, UnknownDim
+from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import ContextSplit
@@ -96,8 +96,10 @@ class Trainer:
         across = model.tied_embeddings and ranks > 1
         if across:
             self._tied_across().copy()
-        hooks = schedule_properties(part.schedule).hooks_fire or ranks == 1
-        self.gradients = self._summed(hooks)
+        schedule = schedule_properties(part.schedule)
+        self.gradients = self._summed(
+            schedule.hooks_fire or ranks == 1, schedule.splits_backward and ranks > 1
+        )
         # Only now: sharding puts other parameters into the modules.
         self._tied = self._tied_across() if across else None
         # The first stage counts the weight that the last one has too.
@@ -230,8 +232,8 @@ class Trainer:
     def _tied_across(self) -> TiedWeight:
         return TiedWeight(self.mesh, self.sections.parallel.pipeline or "", self._tied_weight())
 
-    def _summed(self, hooks: bool) -> Summed:
-        """What sums the gradients of this rank's parameters."""
+    def _summed(self, hooks: bool, halves: bool) -> Summed:
+        """What sums the gradients of this rank's parameters. halves: backward passes run in two."""
         part, mesh = self.sections.parallel, self.mesh
         if part.shard is not None:
             blocks = [block for module in self.modules for block in _blocks(module)]
@@ -242,6 +244,7 @@ class Trainer:
                 shard=part.shard,
                 replicate=part.data,
                 context=part.context,
+                keep_gathered=halves,
             )
         kinds = [separate(module) for module in self.modules]
         dense = [pair for each, _ in kinds for pair in each.items()]
@@ -326,10 +329,12 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     used = tuple(dim for dim in dims if mesh.size(dim) > 1)
     if len(used) < 2:
         return used[0] if used else None
-    try:
-        mesh.group(used)
-    except UnknownDim:
-        mesh.create("_".join(used), used)
+    wanted = mesh.layout.digits(used).canonical()
+    if all(mesh.layout.digits(family.name).canonical() != wanted for family in mesh.plan.families):
+        name = "_".join(used)
+        while name in mesh.layout.names or name in mesh.layout.views:
+            name += "_all"
+        mesh.create(name, used)
     return used
 
 

@@ -29,6 +29,9 @@ class Sharded:
         modules: the root modules of this rank's stages; changed in place.
         blocks: parts of them that are gathered one at a time.
         shard, replicate, context: dims of the mesh; None: not used.
+        keep_gathered: blocks stay gathered from a step's first forward pass to its last backward
+            pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks
+            for the very parameters that the forward pass used.
     """
 
     def __init__(
@@ -40,13 +43,14 @@ class Sharded:
         shard: str,
         replicate: str | None,
         context: str | None,
+        keep_gathered: bool = False,
     ) -> None:
         self._mesh = mesh
         self._context = context if context is not None and mesh.size(context) > 1 else None
         over = mesh[shard] if replicate is None else mesh[replicate, shard]
         self._roots: list[FSDPModule] = []
         for block in blocks:
-            _sum(fully_shard(block, mesh=over))
+            _sum(fully_shard(block, mesh=over, reshard_after_forward=not keep_gathered))
         for module in modules:
             self._roots.append(_sum(fully_shard(module, mesh=over)))
         self._parameters = {

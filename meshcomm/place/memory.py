@@ -72,11 +72,12 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
     Weights, gradients and two moments are of the weights' dtype: 16 bytes for each float32 weight.
     Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020) each is divided by the shards, and one layer whole
-    is there besides.
+    is there besides; with zero_bubble all layers of the rank are, from the first to the last pass.
     """
     here = held(work, sizes)
     share = here.all / sizes.shard * work.weight_bytes
-    gathered = np.where(sizes.shard > 1, here.layer * work.weight_bytes, 0.0)
+    kept = (sizes.pipeline > 1) & (work.schedule == "zero_bubble")
+    gathered = np.where(sizes.shard > 1, np.where(kept, here.all, here.layer) * work.weight_bytes, 0.0)
     return Memory(share + gathered, share, 2 * share, activations(work, sizes))
 
 

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from meshcomm.show.stats import stats_table
+from meshcomm.show.page import page_view
+from meshcomm.show.stats import stats_page
 from meshcomm.train.report import Resumed, Start, Step, Summary
 
 _ROWS = 10
@@ -94,7 +95,7 @@ class TrainingReporter:
         self._close()
         self._console.print(summary_panel(summary, braille=self._console.encoding.startswith("utf")))
         if summary.traffic is not None and summary.traffic.rows:
-            self._console.print(stats_table(summary.traffic.facts(), summary.traffic_steps))
+            self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
 
     def interrupted(self, summary: Summary) -> None:
         """Close the bar and say how far the run came."""

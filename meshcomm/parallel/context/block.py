@@ -16,7 +16,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
     Memory:  torch's kernel where it has one for the device; elsewhere the s x t scores.
     """
     if has_flash_attention(q):
-        return flash_attention(q, k, v, causal, scale)
+        return flash_attention(_dense(q), _dense(k), _dense(v), causal, scale)
     return plain_attention(q, k, v, causal, scale)
 
 
@@ -29,8 +29,14 @@ def block_gradients(
     of this block within the whole are exp(scores - lse) (Dao et al. 2022).
     """
     if has_flash_attention(q):
+        dout, q, k, v, out = (_dense(x) for x in (dout, q, k, v, out))
         return flash_attention_backward(dout, q, k, v, out, lse, causal, scale)
     return plain_gradients(dout, q, k, v, out, lse, causal, scale)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied where the elements of a head do not lie side by side: torch's kernel takes it for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
