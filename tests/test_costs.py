@@ -32,7 +32,6 @@ from meshcomm.show.units import bytes_text, read_bytes, seconds_text
 from meshcomm.topology import known_machine, span
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(60)
 INNER, OUTER = (Fraction(2, 10**6), Fraction(1, 300 * 10**9)), (Fraction(10, 10**6), Fraction(1, 50 * 10**9))
 
 

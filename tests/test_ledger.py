@@ -17,7 +17,8 @@ from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Row, Stats, of_all
 from meshcomm.place.expected import expected
-from meshcomm.show.stats import stats_table
+from meshcomm.show.page import Cells, Line
+from meshcomm.show.stats import stats_page
 from meshcomm.testing import Pool
 from meshcomm.train import trainer_for
 from meshcomm.train.agree import agree
@@ -358,22 +359,22 @@ ROWS = (
 
 def test_the_table() -> None:
     stats = Stats("rank 0 (dp=0 tp=0)", 2.0, ROWS)
-    lines = [line.rstrip() for line in str(stats).splitlines() if line.strip()]
-    assert lines == [
+    assert str(stats).split("\n") == [
         "communication of rank 0 (dp=0 tp=0) in 2 s",
-        " dim  call               calls  bytes  inside  share     algbw     busbw  predicted  ratio",
-        " ─────────────────────────────────────────────────────────────────────────────────────────",
-        " dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
-        " tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
-        "      barrier                1      -    1 ms   0.1%         -         -          -      -",
+        "dim  call               calls  bytes  inside  share     algbw     busbw  predicted  ratio",
+        "─────────────────────────────────────────────────────────────────────────────────────────",
+        "dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
+        "tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
+        "     barrier                1      -    1 ms   0.1%         -         -          -      -",
         "torch's own calls (FSDP, pipelining, DTensor) are not counted",
         "async: inside is what the program spent on starting and waiting",
     ]
     facts = stats.facts()
     assert facts["rows"][1]["algbw"] == pytest.approx(2e8)
-    each = stats_table(facts, steps=4)
-    assert "in each step" in str(each.title)
-    assert list(each.columns[2].cells)[:1] == ["2.5"]
+    head, table, _ = stats_page(facts, steps=4)
+    assert isinstance(head, Line) and head.text.endswith("in each step")
+    assert isinstance(table, Cells) and table.rows[0][2] == "2.5"
+    assert "no call along a dim" in str(Stats("rank 0", 1.0, ()))
 
 
 def test_since_subtracts_and_of_all_names_the_slowest() -> None:

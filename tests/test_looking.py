@@ -35,10 +35,9 @@ from meshcomm.show.grid.text import GridText
 from meshcomm.show.grid.view import RankGrid
 from meshcomm.show.page import as_text, page_markdown, page_view
 from meshcomm.show.plan import plan_facts, plan_page, plan_view
+from meshcomm.show.traffic import traffic_view
 from meshcomm.show.tree import tree_facts, tree_page, tree_view
 from meshcomm.show.where import ranks_at, read_place, where_facts, where_page
-
-pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parent.parent
 MESH, GPT = str(ROOT / "configs/mesh.toml"), str(ROOT / "configs/gpt_1024.toml")
@@ -142,7 +141,7 @@ dp=0    ┃       0a  …        7h ┃
 
 def test_the_grid_of_a_small_mesh() -> None:
     facts = grid_facts(load(MESH).plan(8), "tp", nodes(3), 5)
-    assert as_text(GridText(facts), 80) == PICTURE
+    assert as_text(GridText(facts), 80) == PICTURE.rstrip("\n")
     # Across as well: three ranks of one row on each node.
     row = as_text(GridText(grid_facts(plan_of(dims={"p": 2, "t": 6}), "p", nodes(3))))
     assert re.search("0a +1b +2c ┃ +3d +4e +5f ┃", row)
@@ -335,6 +334,49 @@ def test_a_narrow_plan_is_records_with_the_same_facts() -> None:
         coord = f"{each['name']} coord {each['coord']} of {each['size']}"
         assert coord in narrow
     assert "size 4 stride uneven; groups 2; backend auto" in narrow.replace("4;", "4")
+
+
+COMMANDS = (
+    ["plan", GPT, "--world", "1024"],
+    ["plan", str(ROOT / "configs/quickstart.toml"), "--schedule"],
+    ["costs", GPT, "--world", "1024", "--bytes", "1KiB", "--bytes", "1GiB"],
+    ["place", str(ROOT / "configs/llama_405b.toml"), "--world", "16384"],
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_word_of_a_table_is_broken(width: int) -> None:
+    for command in COMMANDS:
+        code, shown, _ = run(*command, columns=width)
+        assert code == 0 and "…" not in shown and max(map(len, shown.splitlines())) <= width, command
+        # A record has no column "dim", which its name is of.
+        words = set(re.findall(r"[a-z_]{3,}", run(*command, columns=400)[1])) - {"dim"}
+        assert words <= set(re.findall(r"[a-z_]{3,}", shown)), command
+
+
+def test_what_a_place_is_chosen_for_is_said_in_a_narrow_console_too() -> None:
+    command = ["place", str(ROOT / "configs/quickstart.toml"), "--world", "8", "--top", "1"]
+    code, shown, _ = run(*command, "--set", "topology.ranks_per_node=4", columns=40)
+    assert (code, shown.split("why: ")[1].rstrip().replace(" \n", "\n")) == (
+        0,
+        """pp=1 tp=1 dp=8
+compute 7.3 us in 1 micro-batch, bubble
+0 waiting for other stages
+dp 8 network
+  operation all_reduce; what gradients
+  calls 1; bytes 3.41 MB; time 66.1 us
+  by hierarchical
+memory 31.5 MB a rank: weights 3.41 MB,
+gradients 3.41 MB, optimizer 6.82 MB,
+activations 17.8 MB""",
+    )
+
+
+def test_a_simulated_program_that_sends_nothing_has_no_empty_table() -> None:
+    view = traffic_view({"world": 2, "schedules": 1, "dims": [], "links": None})
+    assert (
+        as_text(view) == "2 ranks simulated, no deadlock\nnothing was sent along a dim of two ranks or more"
+    )
 
 
 # -- SVG and Markdown ---------------------------------------------------------------------------------
@@ -638,7 +680,7 @@ def test_a_tree_is_folded_the_same_way_from_all_facts_and_from_few() -> None:
     code, shown, _ = run(*command)
     assert (code, shown) == (0, TREE)
     _, all_of_it, _ = run(*command, "--json")
-    assert as_text(tree_view(json.loads(all_of_it))) == TREE
+    assert as_text(tree_view(json.loads(all_of_it))) == TREE.rstrip("\n")
     assert sorted(rank for ranks in leaves(json.loads(all_of_it)) for rank in ranks) == list(range(1024))
 
 
@@ -779,7 +821,7 @@ print(max(took.values()), [n for n in sys.modules if n.split(".")[0] == "torch"]
         ("diff", "diff", GPT, GPT, "--world", "131072"),
     ]
     done = subprocess.run(
-        [sys.executable, "-c", program, repr(commands)], capture_output=True, text=True, timeout=50, cwd=ROOT
+        [sys.executable, "-c", program, repr(commands)], capture_output=True, text=True, timeout=200, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     slowest, loaded = done.stdout.split(" ", 1)
@@ -823,7 +865,7 @@ def test_a_process_that_a_shell_starts_answers() -> None:
         text=True,
         cwd=ROOT,
         env={**os.environ, **asked("meshcomm pla")},
-        timeout=50,
+        timeout=200,
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["plan", "place"], "")
 

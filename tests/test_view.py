@@ -37,8 +37,6 @@ from meshcomm.view.server import Server
 from meshcomm.view.target import find_target
 from tests.browser import Browser, Tab, find_browser
 
-pytestmark = pytest.mark.timeout(90)
-
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 # Merged dims, a view that shares a dim, a size of 1, and nodes that cut groups.
@@ -371,7 +369,7 @@ def served(settings: Config, world: int | None = None, folder: Path | None = Non
 def ask(
     server: Server, path: str, method: str = "GET", headers: Mapping[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
     connection.putrequest(method, path, skip_host=headers is not None)
     for name, value in (headers or {}).items():
         connection.putheader(name, value)
@@ -481,11 +479,11 @@ def test_the_command_prints_its_address_and_ends_quietly_on_ctrl_c() -> None:
                 r"http://127\.0\.0\.1:(\d+)/  \(configs/gpt_1024\.toml; Ctrl-C ends it\)\n", line
             )
             assert found is not None, line
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=100)
             connection.request("GET", "/facts.json")
             assert json.loads(connection.getresponse().read())["world_size"] == 1024
             process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=20)
+            rest, errors = process.communicate(timeout=100)
             assert (process.returncode, rest.strip(), errors) == (0, "", "")
             connection.close()
         finally:
@@ -494,14 +492,14 @@ def test_the_command_prints_its_address_and_ends_quietly_on_ctrl_c() -> None:
 
 def test_the_command_says_what_is_wrong_and_writes_a_file(tmp_path: Path) -> None:
     with meshcomm_view(str(tmp_path)) as process:
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=100)
         assert (
             process.returncode == 2 and "is not the folder of a run" in errors and "Traceback" not in errors
         )
     page = tmp_path / "page.html"
     words = ("configs/mesh.toml", "--set", "topology.ranks_per_node=4", "--export")
     with meshcomm_view(*words, str(page)) as process:
-        said, errors = process.communicate(timeout=30)
+        said, errors = process.communicate(timeout=100)
         assert (process.returncode, errors) == (0, "")
         assert said == f"written: {page} ({page.stat().st_size:,} bytes)\n"
     with pytest.raises(
@@ -608,7 +606,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         # Each in the colour of the dim that it is turned by, or else of the smallest group.
         shared = {rank: tab.attribute(f'.cell[data-rank="{rank}"]', "data-shared")[0] for rank in sorted(lit)}
         assert shared == {13: "pp", 4: "tp", 1: "dp", 3: "dp", 7: "dp", 12: "model", 6: "ep"}
-        assert f"ring: from {layout.peer(5, 'dp', -1)}, to {layout.peer(5, 'dp', 1)}" in tab.text(
+        assert f"ring: from {layout.peer_rank(5, 'dp', -1)}, to {layout.peer_rank(5, 'dp', 1)}" in tab.text(
             ".group[data-family=dp]"
         )
         assert "inside one node" in tab.text(".group[data-family=tp]")
@@ -713,6 +711,37 @@ def test_131072_ranks_are_folded_and_every_one_can_be_found(browser: Browser) ->
         assert (
             tab.ask("document.querySelector('#find').validationMessage") == "the mesh does not have this rank"
         )
+
+
+def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser: Browser) -> None:
+    numbers = (
+        "[...document.querySelectorAll('.num')].filter((n) => getComputedStyle(n).visibility === 'visible')"
+    )
+    choose = "document.querySelector('#choose-cells')"
+    settings = load(BIG)
+    with served(settings, 1024) as server, opened(browser, server.url) as tab:
+        assert (len(cells(tab)), tab.ask(f"{numbers}.length")) == (1024, 0)
+        tab.hover('.cell[data-rank="777"]')
+        lens = "document.querySelector('.lens')"
+        assert tab.ask(f"{lens}.textContent") == "rank 777: pp=6 dp=1 tp=1"
+        # Inside of the picture, beside its cell, and out of the pointer's way.
+        inside = f"""(() => {{ const l = {lens}.getBoundingClientRect(), p = document.querySelector('#picture svg').getBoundingClientRect(),
+            c = document.querySelector('.cell[data-rank="777"]').getBoundingClientRect();
+            return l.left >= p.left && l.right <= p.right && (l.bottom <= c.top || l.top >= c.bottom); }})()"""
+        assert tab.ask(inside)
+        tab.hover("h1")
+        assert tab.ask(f"getComputedStyle({lens}).visibility") == "hidden"
+        tab.click("input[name=cells][value=numbers] + span")
+        assert tab.ask(f"{numbers}.length") == 1024
+        assert tab.ask(f"Math.min(...{numbers}.map((n) => parseFloat(getComputedStyle(n).fontSize)))") >= 6.5
+        tab.hover('.cell[data-rank="777"]')
+        assert tab.ask(f"getComputedStyle({lens}).visibility") == "hidden"
+        # The choice stays, for a way back.
+        assert not tab.ask(f"{choose}.hidden")
+        tab.click("input[name=cells][value=fit] + span")
+        assert tab.ask(f"{numbers}.length") == 0
+    with served(load(MESH)) as server, opened(browser, server.url) as tab:
+        assert tab.ask(f"{choose}.hidden") and tab.ask(f"{numbers}.length") == 16
 
 
 def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: Path) -> None:

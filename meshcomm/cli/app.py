@@ -52,6 +52,10 @@ Overrides = Annotated[
     ),
 ]
 World = Annotated[int | None, typer.Option(help="Number of processes; needed where a size is -1.")]
+Operations = Annotated[
+    list[str] | None,
+    typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
 from meshcomm.cli.completion import complete_config, complete_dim, complete_view
+
+if TYPE_CHECKING:
+    from meshcomm.show.page import Part
 
 Export = Annotated[
     Path | None,
@@ -48,6 +52,7 @@ def plan(
     """
     from meshcomm.config import load
     from meshcomm.show.plan import facts_view, plan_facts
+    from meshcomm.topology.communicators import footprint
 
     _one_way_out(export, json)
     if schedule and export is not None and export.suffix.lower() != ".json":
@@ -55,6 +60,9 @@ def plan(
     settings = load(config, overrides or ()).resolved(world)
     laid_out, topology = settings.plan(world), discovered_topology(settings)
     facts = plan_facts(laid_out, rank, topology)
+    cost = footprint(settings, laid_out, laid_out.layout.world_size)
+    if cost.nccl and not cost.undecided:
+        facts["footprint"] = cost._asdict()
     if grid or by is not None or export is not None:
         from meshcomm.show.grid.facts import grid_facts
 
@@ -96,22 +104,13 @@ def where(
 ) -> None:
     """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
     from meshcomm.config import load
-    from meshcomm.show.page import page_view
     from meshcomm.show.where import read_place, where_facts, where_page
 
     _one_way_out(export, json)
     asked = read_place(place)
     settings = load(config, overrides or ()).resolved(world)
     facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    if export is not None:
-        from meshcomm.show.export import page_file
-
-        page_file(export, facts, where_page(facts), f"where {place}")
-        typer.echo(f"written: {export}", err=True)
-    elif json:
-        show_json(facts)
-    else:
-        show(page_view(where_page(facts)))
+    _give_page(facts, where_page, f"where {place}", export, json)
 
 
 @app.command()
@@ -163,20 +162,11 @@ def diff(
     """
     from meshcomm.config import load
     from meshcomm.show.diff import diff_facts, diff_page
-    from meshcomm.show.page import page_view
 
     _one_way_out(export, json)
     a, b = (load(path, overrides or ()).resolved(world) for path in (one, other))
     facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    if export is not None:
-        from meshcomm.show.export import page_file
-
-        page_file(export, facts, diff_page(facts), f"{one} and {other}")
-        typer.echo(f"written: {export}", err=True)
-    elif json:
-        show_json(facts)
-    else:
-        show(page_view(diff_page(facts)))
+    _give_page(facts, diff_page, f"{one} and {other}", export, json)
     raise typer.Exit(0 if facts["equal"] else 1)
 
 
@@ -237,3 +227,24 @@ def _one_way_out(export: Path | None, json: bool) -> None:
     from meshcomm.show.export import check_kind
 
     check_kind(export)
+
+
+def _give_page(
+    facts: dict[str, Any],
+    page: Callable[[dict[str, Any]], Sequence[Part]],
+    title: str,
+    export: Path | None,
+    json: bool,
+) -> None:
+    """The facts as a file, as JSON, or as the page that `page` makes of them."""
+    if export is not None:
+        from meshcomm.show.export import page_file
+
+        page_file(export, facts, page(facts), title)
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        from meshcomm.show.page import page_view
+
+        show(page_view(page(facts)))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.cli.app import AsJson, Overrides, World, app
+from meshcomm.cli.app import AsJson, Operations, Overrides, World, app
 from meshcomm.cli.completion import complete_config, complete_dim
 
 
@@ -25,10 +25,7 @@ def bench(
         int | None,
         typer.Option(min=2, help="Number of processes; needed where a size is -1, 4 without CONFIG."),
     ] = None,
-    operation: Annotated[
-        list[str] | None,
-        typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
-    ] = None,
+    operation: Operations = None,
     size: Annotated[
         list[str] | None,
         typer.Option("--bytes", help="As in 4KiB or 64MB; several times. Default: 4KiB, 64KiB, 1MiB, 16MiB."),

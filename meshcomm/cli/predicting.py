@@ -7,17 +7,24 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
+from meshcomm.cli.app import (
+    AsJson,
+    ConfigFile,
+    Operations,
+    Overrides,
+    World,
+    app,
+    discovered_topology,
+    show,
+    show_json,
+)
 
 
 @app.command()
 def costs(
     config: ConfigFile,
     world: World = None,
-    operation: Annotated[
-        list[str] | None,
-        typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
-    ] = None,
+    operation: Operations = None,
     size: Annotated[
         list[str] | None,
         typer.Option("--bytes", help="As in 64MB or 4KiB; several times. Default: 4KiB, 1MiB, 64MiB, 1GiB."),
@@ -45,7 +52,7 @@ def costs(
 @app.command()
 def place(
     config: ConfigFile,
-    world: Annotated[int, typer.Option(help="Number of processes to lay the training out on.")],
+    world: Annotated[int, typer.Option(min=1, help="Number of processes to lay the training out on.")],
     keep: Annotated[
         list[str] | None,
         typer.Option(

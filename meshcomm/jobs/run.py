@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshcomm.config import load
 from meshcomm.jobs.starting import start_job
-from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
 
 def run(

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from os import PathLike
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
-from meshcomm.config import Config, DimOptions, MeshConfig, ProcessConfig, load
-from meshcomm.errors import LaunchError, LayoutError, MeshcommError, MeshMismatchError, StoreError
+from meshcomm.config import Config, MeshConfig, ProcessConfig
+from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.mesh.agree import agree
+from meshcomm.mesh.backends import check_backends
 from meshcomm.mesh.creating import Agreed, create_groups, create_in_world
 from meshcomm.mesh.environment import Environment, network_variables, shared_variables
 from meshcomm.mesh.launcher import Launch, find_launch
@@ -31,13 +30,9 @@ from meshcomm.mesh.process import (
     of_this_attempt,
     outer_prefix,
 )
+from meshcomm.mesh.source import Source, settings_of
 from meshcomm.mesh.worlds import WORLD, World, prefixed
 from meshcomm.transport.torch_private import default_store
-
-CONFIG_VARIABLE = "MESHCOMM_CONFIG"
-OVERRIDES_VARIABLE = "MESHCOMM_SET"
-
-Source = str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]
 
 
 def init(
@@ -53,6 +48,7 @@ def init(
     backend: str | None = None,
     timeout_s: float | None = None,
     validate_calls: int | Literal["always"] | None = None,
+    warm_up: bool | None = None,
     overrides: Sequence[str] = (),
     store: dist.Store | None = None,
     rank: int | None = None,
@@ -62,15 +58,17 @@ def init(
 
     Args:
         config: a config file, a Config or MeshConfig, or a torch DeviceMesh whose groups are
-            used. None: the keyword arguments, or the config of `meshcomm run`.
-        dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls:
-            the keys of `[mesh]`; they stand in place of a config.
+            used. None: the keyword arguments, or the config of `meshcomm run`. Where that one would
+            go unused, as the first mesh of the program says other things, init refuses.
+        dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
+            warm_up: the keys of `[mesh]`; they stand in place of a config.
         overrides: as `--set`, for a config.
         store, rank, world_size: meet through this store instead of the launcher's.
 
     Called by: every process of the job, also those that a mesh on part of the ranks leaves out.
     Before any group exists, all ranks compare what they are about to create, in five store
-    operations each. If torch.distributed is already initialised, its default group and store are
+    operations each. With `warm_up` they then use every group once: the mesh's `warm_up_s` has the
+    seconds by name. If torch.distributed is already initialised, its default group and store are
     used and left as they are at close.
 
     Raises: ConfigError, LaunchError, and MeshMismatchError, which every rank gets when one differs.
@@ -80,12 +78,13 @@ def init(
         "merge": merge,
         "views": views,
         "options": options,
-        "rank_order": None if rank_order is None else tuple(rank_order),
-        "ranks": None if ranks is None else tuple(ranks),
+        "rank_order": tuple(rank_order) if isinstance(rank_order, Iterable) else rank_order,
+        "ranks": tuple(ranks) if isinstance(ranks, Iterable) else ranks,
         "device": device,
         "backend": backend,
         "timeout_s": timeout_s,
         "validate_calls": validate_calls,
+        "warm_up": warm_up,
     }
     given = {name: value for name, value in keys.items() if value is not None}
     world = WORLD.get()
@@ -93,7 +92,7 @@ def init(
     failure: MeshcommError | None = None
     settings = Config(mesh=MeshConfig(dims={"all": -1}))
     try:
-        settings = _settings(config, given, overrides)
+        settings = settings_of(config, given, overrides)
     except MeshcommError as error:
         # Meet the others all the same, so that they hear of it instead of waiting.
         failure = error
@@ -102,63 +101,6 @@ def init(
     if world is not None:
         return _open(config, settings, _met(world, store, rank, world_size), failure, world)
     return _open(config, settings, _meet(settings, launch, store, rank, world_size), failure, None)
-
-
-def _settings(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
-    if config is not None and given:
-        raise LaunchError(
-            "init got a config and keyword arguments that say the same things",
-            given=f"a config, and {', '.join(given)}",
-            expected="one of the two",
-            hint='overrides=["mesh.dims.tp=4"] changes a config',
-        )
-    if isinstance(config, (Config, str, PathLike)) or (
-        isinstance(config, Mapping) and not isinstance(config, DeviceMesh)
-    ):
-        return load(config, overrides)
-    if overrides and config is not None:
-        raise LaunchError(
-            "overrides have no effect on what init was given",
-            given=f"a {type(config).__name__} and overrides {list(overrides)}",
-            expected="overrides with a config file or a Config",
-            hint="change the object itself",
-        )
-    if isinstance(config, MeshConfig):
-        return Config(mesh=config)
-    if isinstance(config, DeviceMesh):
-        return Config(mesh=_mesh_config(config))
-    if given:
-        if "options" in given:
-            given["options"] = {name: DimOptions(**own) for name, own in given["options"].items()}
-        return Config(mesh=MeshConfig(**given))
-    path = os.environ.get(CONFIG_VARIABLE)
-    if path is None:
-        raise LaunchError(
-            "init was not told which mesh to make",
-            given="no config, no dims, and no config from meshcomm run",
-            expected="a config file, or dims",
-            hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
-            "or meshcomm run CONFIG script.py",
-        )
-    return load(path, [*os.environ.get(OVERRIDES_VARIABLE, "").splitlines(), *overrides])
-
-
-def _mesh_config(device_mesh: DeviceMesh) -> MeshConfig:
-    names = device_mesh.mesh_dim_names
-    if not names:
-        raise LayoutError(
-            "the DeviceMesh has no names for its dims",
-            given=f"a DeviceMesh of shape {tuple(device_mesh.shape)}",
-            expected="mesh_dim_names",
-            hint='init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
-        )
-    order = tuple(device_mesh.mesh.flatten().tolist())
-    return MeshConfig(
-        dims=dict(zip(names, device_mesh.shape, strict=True)),
-        rank_order=order,
-        ranks=tuple(sorted(order)) if len(order) != dist.get_world_size() else None,
-        device=device_mesh.device_type,
-    )
 
 
 def _meet(
@@ -223,6 +165,7 @@ def _open(
                     environment.set(network_variables(settings.network))
                     device = choose_device(settings.mesh.device, joined.launch)
                     plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
+                    check_backends(plan, device)
                     check_devices(settings, device, plan.defaults.backend, joined.launch)
             except MeshcommError as error:
                 failure = error
@@ -232,6 +175,7 @@ def _open(
                 **plan.facts(),
                 "world": joined.world_size,
                 "validate_calls": settings.mesh.validate_calls,
+                "warm_up": settings.mesh.warm_up,
                 "versions": _versions(),
                 "environment": shared_variables(),
             }
@@ -249,9 +193,14 @@ def _open(
             assert failure is not None
             raise failure
         agreed = Agreed(settings, joined, plan, device, store, prefix, time.perf_counter() - began)
-        if world is not None:
-            return create_in_world(world, agreed)
-        return create_groups(agreed, source, environment)
+        mesh = create_groups(agreed, source, environment) if world is None else create_in_world(world, agreed)
+        if settings.mesh.warm_up and mesh.is_member:
+            try:
+                mesh.warm_up()
+            except BaseException:
+                mesh.close()
+                raise
+        return mesh
     except BaseException:
         environment.restore()
         raise

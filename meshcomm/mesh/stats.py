@@ -10,8 +10,8 @@ from meshcomm.comm.ledger import Count
 from meshcomm.costs import OPERATIONS, Line, Operation, best, bus_factor, lines, route
 from meshcomm.layout import Plan
 from meshcomm.place.links import ALGORITHMS
-from meshcomm.show.page import as_text
-from meshcomm.show.stats import stats_table
+from meshcomm.show.page import as_text, page_view
+from meshcomm.show.stats import spread_page, stats_page
 from meshcomm.topology import Machine, span
 from meshcomm.topology.span import slowest_level
 
@@ -99,7 +99,7 @@ class Stats:
 
     def __rich__(self) -> RenderableType:
         """A table, a line for each call of each dim."""
-        return stats_table(self.facts())
+        return page_view(stats_page(self.facts()))
 
     def __str__(self) -> str:
         return as_text(self.__rich__())
@@ -138,9 +138,7 @@ class StatsOfAll:
 
     def __rich__(self) -> RenderableType:
         """A table, a line for each call of each dim."""
-        from meshcomm.show.stats import spread_table
-
-        return spread_table(self.facts())
+        return page_view(spread_page(self.facts()))
 
     def __str__(self) -> str:
         return as_text(self.__rich__())

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from meshcomm.costs import Operation, bus_factor
 from meshcomm.costs.fitting import Fit
 from meshcomm.costs.measured import Fitted
+from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.show.units import seconds_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
 Facts = dict[str, Any]
 
@@ -83,9 +82,6 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
 
     facts: machine, mesh, rounds, alone, dims, rows (`row_facts`), skipped, and fit (`fit_facts`, or None).
     """
-    from rich.console import Group
-    from rich.text import Text
-
     machine, mesh = facts["machine"], facts["mesh"]
     sizes = " ".join(f"{name}={size}" for name, size in mesh["dims"].items())
     head = [
@@ -103,51 +99,48 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
         f"skipped: {each['operation'] or 'all'} along {each['dim']}: {each['why']}"
         for each in facts["skipped"]
     ]
-    parts: list[Text | Table] = [Text("\n".join(head)), _rows(facts), Text("\n".join(notes))]
+    parts: list[Part] = [Line("\n".join(head)), _rows(facts), Line("\n".join(notes))]
     if facts["fit"] is not None:
         parts += _fits(facts["fit"])
-    return Group(*parts)
+    return page_view(parts)
 
 
-def _rows(facts: Mapping[str, Any]) -> Table:
-    table = _table(("dim", "operation"), ("bytes", "time", "algbw", "busbw", "torch", "ratio"))
+def _rows(facts: Mapping[str, Any]) -> Cells:
     known = {each["dim"]: each for each in facts["dims"]}
-    last: tuple[str, str] | None = None
+    rows = []
     for row in facts["rows"]:
-        key = row["dim"], row["operation"]
-        dim = known[row["dim"]]
-        new_dim = last is None or last[0] != key[0]
-        label = f"{dim['dim']} {dim['size']:,} {dim['link'] or dim['backend']}" if new_dim else ""
-        ours, theirs = row["meshcomm"], row["torch"]
-        table.add_row(
-            label,
-            row["operation"] if key != last else "",
-            size_text(row["bytes"]),
-            seconds_text(ours["seconds"]),
-            f"{ours['algbw_gbytes_s']:.3g}",
-            f"{ours['busbw_gbytes_s']:.3g}",
-            seconds_text(theirs["seconds"]),
-            f"{row['ratio']:.2f}",
+        dim, ours, theirs = known[row["dim"]], row["meshcomm"], row["torch"]
+        rows.append(
+            (
+                f"{dim['dim']} {dim['size']:,} {dim['link'] or dim['backend']}",
+                row["operation"],
+                size_text(row["bytes"]),
+                seconds_text(ours["seconds"]),
+                f"{ours['algbw_gbytes_s']:.3g}",
+                f"{ours['busbw_gbytes_s']:.3g}",
+                seconds_text(theirs["seconds"]),
+                f"{row['ratio']:.2f}",
+            )
         )
-        last = key
-    return table
+    right = ("bytes", "time", "algbw", "busbw", "torch", "ratio")
+    return Cells(("dim", "operation", *right), tuple(rows), frozenset(right), once=2)
 
 
-def _fits(fit: Mapping[str, Any]) -> list[Text | Table]:
-    from rich.text import Text
-
-    table = _table(("link", "from the dims"), ("latency", "GB/s", "times", "off by", "at most"))
+def _fits(fit: Mapping[str, Any]) -> list[Part]:
+    rows = []
     notes = []
     for name, each in [*fit["dims"].items(), *fit["links"].items()]:
         is_link = name in fit["links"] and each is fit["links"][name]
-        table.add_row(
-            f"links.{name}" if is_link else "",
-            " ".join(each["dims"]),
-            seconds_text(each["latency_us"] / 1e6),
-            f"{each['bandwidth_gbytes_s']:.3g}",
-            str(each["times"]),
-            f"{each['median_error']:.0%}",
-            f"{each['worst_error']:.0%}",
+        rows.append(
+            (
+                f"links.{name}" if is_link else "-",
+                " ".join(each["dims"]),
+                seconds_text(each["latency_us"] / 1e6),
+                f"{each['bandwidth_gbytes_s']:.3g}",
+                str(each["times"]),
+                f"{each['median_error']:.0%}",
+                f"{each['worst_error']:.0%}",
+            )
         )
         notes += [f"{name}: {note}" for note in each["notes"]]
     notes.append("off by: the median of |model / measured - 1|")
@@ -156,16 +149,5 @@ def _fits(fit: Mapping[str, Any]) -> list[Text | Table]:
     for each in fit["left_out"]:
         left.setdefault(f"not in the fit: {each['operation']}, {each['why']}", []).append(each["dim"])
     notes += [f"{text}: {', '.join(dims)}" for text, dims in left.items()]
-    return [table, Text("\n".join(notes))]
-
-
-def _table(left: Sequence[str], right: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    right = ("latency", "GB/s", "times", "off by", "at most")
+    return [Cells(("link", "from the dims", *right), tuple(rows), frozenset(right)), Line("\n".join(notes))]

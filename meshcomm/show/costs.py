@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshcomm.costs import Operation, best, bus_factor, fastest_by_size, lines, route
 from meshcomm.layout import Plan
+from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
 from meshcomm.topology import Machine, span
 
@@ -70,32 +71,26 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
 
 def cost_view(facts: Facts) -> Group:
     """`cost_facts` for a rich console."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for column in ("dim", "operation", "bytes", "time", "algbw", "busbw", "by"):
-        table.add_column(column, justify="right" if column in ("bytes", "time", "algbw", "busbw") else "left")
-    for each in facts["dims"]:
-        for index, row in enumerate(each["rows"]):
-            first = index == 0
-            chunks = f" in {row['chunks']}" if row["chunks"] > 1 else ""
-            table.add_row(
-                f"{each['dim']} {each['size']:,} {each['link']}" if first else "",
-                each["operation"] if first else "",
-                bytes_text(row["bytes"]),
-                seconds_text(row["seconds"]),
-                f"{row['algbw_gbytes_s']:.3g}",
-                f"{row['busbw_gbytes_s']:.3g}",
-                row["algorithm"] + chunks,
-            )
+    rows = [
+        (
+            f"{each['dim']} {each['size']:,} {each['link']}",
+            each["operation"],
+            bytes_text(row["bytes"]),
+            seconds_text(row["seconds"]),
+            f"{row['algbw_gbytes_s']:.3g}",
+            f"{row['busbw_gbytes_s']:.3g}",
+            row["algorithm"] + (f" in {row['chunks']}" if row["chunks"] > 1 else ""),
+        )
+        for each in facts["dims"]
+        for row in each["rows"]
+    ]
+    right = ("bytes", "time", "algbw", "busbw")
+    table = Cells(("dim", "operation", *right, "by"), tuple(rows), frozenset(right), once=2)
     head = "; ".join(facts["links"])
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
     least = [f"{e['operation']} along {e['dim']}: {crossings_text(e['from_bytes'])}" for e in facts["dims"]]
     notes = "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured"
-    return Group(Text(f"links: {head}{call}"), table, Text("\n".join([notes, *least])))
+    return page_view([Line(f"links: {head}{call}"), table, Line("\n".join([notes, *least]))])
 
 
 def crossings_text(found: list[Facts]) -> str:

@@ -31,7 +31,7 @@ def exchange_facts(settings: Config, layout: Layout, rank: int) -> list[Facts]:
 
     def messages(part: Part, what: str, wraps: bool) -> None:
         dim = played[part]
-        after, before = layout.peer(rank, dim, 1, wraps), layout.peer(rank, dim, -1, wraps)
+        after, before = (layout.peer_rank(rank, dim, step, wrap=wraps) for step in (1, -1))
         found.append(_facts(part, (dim,), "send and receive", what, said_by, to=after, before=before))
 
     if "tensor" in played:

@@ -27,14 +27,22 @@ def lint_facts(
 def lint_text(source: str, facts: dict[str, Any], findings: Sequence[Finding]) -> str:
     """The facts for a person."""
     rank = facts["rank"]
-    count = len(findings)
-    lines = [f"{source}: {count} finding{'' if count == 1 else 's'} on {facts['world_size']:,} ranks"]
+    lines = [f"{source}: {_count(len(findings), 'finding')} on {_count(facts['world_size'], 'rank')}"]
     if facts["links"]:
         lines.append("links: " + "; ".join(facts["links"]))
-    lines.append(
-        f"a rank has at most {rank['nccl']} NCCL communicators, about {rank['nccl_mb'] / 1000:.1f} GB, and "
-        f"{rank['gloo']} Gloo groups, {rank['descriptors']} file descriptors"
-    )
+    kept = []
+    if rank["nccl"]:
+        kept.append(f"{_count(rank['nccl'], 'NCCL communicator')} (about {rank['nccl_mb'] / 1000:.1f} GB)")
+    if rank["gloo"]:
+        kept.append(
+            f"{_count(rank['gloo'], 'Gloo group')} ({_count(rank['descriptors'], 'file descriptor')})"
+        )
+    if kept:
+        lines.append(f"a rank has up to {' and '.join(kept)}")
     for finding in findings:
         lines += ["", str(finding)]
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

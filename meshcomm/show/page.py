@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
     from rich.table import Table
 
-# A table that has to give up more than this share of its width is shown as records instead.
-_SQUEEZE = 1.25
+# A table that would be folded to less than its width over this is shown as records instead.
+_SQUEEZE = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,25 @@ class Line:
 class Cells:
     """A table: columns' names, rows of as many texts, and which columns hold numbers.
 
-    For a rich console it is a table where it fits, and a record for each row where it does not: the
-    first column as the record's name, then the others, without those that say "-".
+    For a rich console it is a table where it fits without breaking a word, and a record for each row
+    where it does not: the first column as the record's name, then the others, without those that say "-".
+    once: how many of the first columns a table leaves blank where they say what the row above says.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
+    once: int = 0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table or the records, as wide as the console."""
         from rich.padding import Padding
         from rich.text import Text
 
-        if self.width() <= options.max_width * _SQUEEZE:
-            yield self.table()
+        if sum(self._words()) + self._gaps() <= options.max_width and (
+            self.width() <= options.max_width * _SQUEEZE
+        ):
+            yield self.table(options.max_width)
             return
         for row in self.rows:
             yield Text(row[0])
@@ -53,21 +57,45 @@ class Cells:
 
     def width(self) -> int:
         """Columns of the table where nothing is folded."""
+        return sum(self._widths()) + self._gaps()
+
+    def _gaps(self) -> int:
+        return 2 * (len(self.columns) - 1)
+
+    def _widths(self) -> list[int]:
         from rich.cells import cell_len
 
-        each = zip(self.columns, *self.rows, strict=True)
-        return sum(max(map(cell_len, column)) for column in each) + 2 * (len(self.columns) - 1)
+        return [max(map(cell_len, texts)) for texts in zip(self.columns, *self.rows, strict=True)]
 
-    def table(self) -> Table:
-        """As rich's table."""
+    def _words(self) -> list[int]:
+        """Columns of the longest word of each column; numbers are not parted from their units."""
+        from rich.cells import cell_len
+
+        found = []
+        for name, texts in zip(self.columns, zip(self.columns, *self.rows, strict=True), strict=True):
+            parts = texts if name in self.right else [word for text in texts for word in text.split()]
+            found.append(max(map(cell_len, parts), default=0))
+        return found
+
+    def table(self, room: int) -> Table:
+        """As rich's table, folded into `room` columns: the widest first, none below its longest word."""
         from rich import box
         from rich.table import Table
 
+        widths, least = self._widths(), self._words()
+        for _ in range(sum(widths) + self._gaps() - room):
+            foldable = [i for i, width in enumerate(widths) if width > least[i]]
+            if not foldable:
+                break
+            widths[max(foldable, key=widths.__getitem__)] -= 1
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-        for column in self.columns:
-            table.add_column(column, justify="right" if column in self.right else "left")
+        for column, width in zip(self.columns, widths, strict=True):
+            table.add_column(column, justify="right" if column in self.right else "left", width=width)
+        above: tuple[str, ...] = ()
         for row in self.rows:
-            table.add_row(*row)
+            same = next((i for i in range(self.once) if row[i] != above[i]), self.once) if above else 0
+            table.add_row(*("",) * same, *row[same:])
+            above = row
         return table
 
     def markdown(self) -> str:
@@ -100,13 +128,13 @@ def page_view(parts: Sequence[Part]) -> Group:
 
 
 def as_text(what: RenderableType, width: int = 100) -> str:
-    """What a console of `width` columns without colour would show."""
+    """What a console of `width` columns without colour would show, without blanks at the ends of lines."""
     from rich.console import Console
 
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(what)
-    return capture.get()
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def page_markdown(parts: Sequence[Part]) -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import Part
 from meshcomm.place import Placement, Ranking
+from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
 from meshcomm.topology import Machine
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
 Facts = dict[str, Any]
 
@@ -66,9 +66,6 @@ def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
 
 def place_view(facts: Facts) -> Group:
     """`place_facts` for a rich console: the ranking, then why the first one takes what it takes."""
-    from rich.console import Group
-    from rich.text import Text
-
     left = f", {facts['too_large']:,} of them too large for memory" if facts["too_large"] else ""
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: {facts['sizes']:,} legal sizes{left}\n"
@@ -76,36 +73,28 @@ def place_view(facts: Facts) -> Group:
         f"{facts['tflops']:g} TFLOP/s and {facts['memory_gbytes']:g} GB a rank; nothing overlaps; times are predicted"
     )
     first = facts["placements"][0]
-    return Group(Text(head), _ranking(facts["placements"]), Text(f"why: {_dims(first)}"), _reasons(first))
+    return page_view([Line(head), _ranking(facts["placements"]), *_reasons(first)])
 
 
-def _ranking(placements: list[Facts]) -> Table:
-    table = _table(
-        [
-            "",
-            "dims, outermost first",
-            "step",
-            "compute",
-            "bubble",
-            "calls",
-            "GB",
-            "slow links, most time first",
-        ]
-    )
+def _ranking(placements: list[Facts]) -> Cells:
+    rows = []
     for number, each in enumerate(placements, 1):
-        calls = sum(call["seconds"] for call in each["calls"])
-        also = f" (+{each['also']} orders)" if each["also"] else ""
-        table.add_row(
-            str(number),
-            _dims(each) + also,
-            seconds_text(each["step_s"]),
-            seconds_text(each["compute_s"]),
-            seconds_text(each["bubble_s"]),
-            seconds_text(calls),
-            f"{sum(each['memory_bytes'].values()) / 1e9:.3g}",
-            _crossing(each["calls"]),
+        also = f" (+{each['also']} order{'s' * (each['also'] > 1)})" if each["also"] else ""
+        rows.append(
+            (
+                str(number),
+                _dims(each) + also,
+                seconds_text(each["step_s"]),
+                seconds_text(each["compute_s"]),
+                seconds_text(each["bubble_s"]),
+                seconds_text(sum(call["seconds"] for call in each["calls"])),
+                f"{sum(each['memory_bytes'].values()) / 1e9:.3g}",
+                _crossing(each["calls"]),
+            )
         )
-    return table
+    right = ("step", "compute", "bubble", "calls", "GB")
+    columns = ("", "dims, outermost first", *right, "slow links, most time first")
+    return Cells(columns, tuple(rows), frozenset((*right, "")))
 
 
 def _crossing(calls: list[Facts]) -> str:
@@ -118,27 +107,18 @@ def _crossing(calls: list[Facts]) -> str:
     return ", ".join(f"{dim} {seconds_text(time)}" for dim, time in ranked) or "none"
 
 
-def _reasons(placement: Facts) -> Table:
-    table = _table(["dim", "ranks", "link", "operation", "what", "calls", "bytes", "time", "by"])
-    table.add_row(
-        "",
-        "",
-        "",
-        "compute",
-        f"micro-batches: {placement['microbatches']:,}",
-        "",
-        "",
-        seconds_text(placement["compute_s"]),
-        "",
-    )
-    table.add_row(
-        "", "", "", "bubble", "waiting for other stages", "", "", seconds_text(placement["bubble_s"]), ""
-    )
-    for call in placement["calls"]:
-        table.add_row(
-            call["dim"],
-            f"{call['ranks']:,}",
-            call["link"],
+def _reasons(placement: Facts) -> list[Line | Cells]:
+    number = placement["microbatches"]
+    parts: list[Line | Cells] = [
+        Line(f"why: {_dims(placement)}", heading=True),
+        Line(
+            f"compute {seconds_text(placement['compute_s'])} in {number:,} micro-batch{'es' * (number > 1)}, "
+            f"bubble {seconds_text(placement['bubble_s'])} waiting for other stages"
+        ),
+    ]
+    rows = [
+        (
+            f"{call['dim']} {call['ranks']:,} {call['link']}",
             call["operation"],
             call["what"],
             f"{call['calls']:,}",
@@ -146,9 +126,14 @@ def _reasons(placement: Facts) -> Table:
             seconds_text(call["seconds"]),
             call["algorithm"],
         )
-    for name, size in placement["memory_bytes"].items():
-        table.add_row("", "", "", "memory", name, "", bytes_text(size), "", "")
-    return table
+        for call in placement["calls"]
+    ]
+    right = ("calls", "bytes", "time")
+    if rows:
+        parts.append(Cells(("dim", "operation", "what", *right, "by"), tuple(rows), frozenset(right), once=1))
+    sizes = placement["memory_bytes"]
+    held = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+    return [*parts, Line(f"memory {bytes_text(sum(sizes.values()))} a rank: {held}")]
 
 
 def _dims(placement: Facts) -> str:
@@ -157,14 +142,3 @@ def _dims(placement: Facts) -> str:
         return text
     (name, size), (_, inside) = placement["expert"].items()
     return f"{text} {name}={size}{'' if inside or size == 1 else ' outside its copies'}"
-
-
-def _table(columns: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    right = {"", "step", "compute", "bubble", "calls", "GB", "ranks", "bytes", "time"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
-    return table

@@ -29,6 +29,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
 
     With ranks_per_node each dim has nodes (fewest and most that one of its groups lies on), crosses
     (link class -> number of groups whose slowest link it is) and link, the slowest of all.
+    `meshcomm plan` adds footprint, that of meshcomm.topology.communicators, where all is known to run on NCCL.
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.
     """
@@ -106,8 +107,8 @@ def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> 
             "index": layout.group_index(rank, name),
             "ranks": list(groups[name].ranks) if name in groups else [rank],
             "shares": family.shares,
-            "prev": layout.peer(rank, name, -1) if family.size > 1 else None,
-            "next": layout.peer(rank, name, +1) if family.size > 1 else None,
+            "prev": layout.peer_rank(rank, name, -1) if family.size > 1 else None,
+            "next": layout.peer_rank(rank, name, +1) if family.size > 1 else None,
             "first": coord == 0,
             "last": coord == family.size - 1,
         }
@@ -136,6 +137,8 @@ def facts_view(facts: Facts) -> Group:
 def plan_page(facts: Facts) -> list[Part]:
     """`plan_facts` as lines and tables."""
     parts: list[Part] = [Line(headline(facts), heading=True), dims_table(facts)]
+    if "footprint" in facts:
+        parts.append(Line(_footprint(facts["footprint"])))
     if "rank" in facts:
         parts += [Line(rank_line(facts), heading=True), rank_table(facts)]
     return parts
@@ -147,6 +150,12 @@ def headline(facts: Facts) -> str:
         f"mesh of {_count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{_count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
+
+
+def _footprint(cost: Facts) -> str:
+    """What a rank's communicators take, and how anybody knows."""
+    count, size = _count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
+    return f"a rank has up to {count}: about {size:.1f} GB, an estimate from NVIDIA/nccl#964"
 
 
 def rank_line(facts: Facts) -> str:

@@ -19,6 +19,8 @@ Facts = dict[str, Any]
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 # Bands of a long schedule that are drawn, half of them from its beginning and half from its end.
 _BANDS: Final = 6
+# Passes of a step that are worked out one by one.
+_PASSES: Final = 1_000_000
 
 
 def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
@@ -44,6 +46,13 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
         raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
     ranks, each = sizes[parallel.pipeline], parallel.stages_per_rank
     microbatches = train.global_batch // (parallel.copies(sizes) * train.microbatch)
+    if max(microbatches * ranks * each, model.layers) > _PASSES:
+        raise ConfigError(
+            f"{config.source}: a schedule of so many passes is not drawn",
+            given=f"{microbatches} micro-batches through {ranks * each} stages, layers = {model.layers}",
+            expected=f"at most {_PASSES:,} passes, and as many layers",
+            hint="a smaller train.global_batch, with which the drawing looks the same",
+        )
     times = timeline(orders(parallel.schedule, ranks, each, microbatches), Costs())
     parts = model_stages(model, data.sequence, ranks * each)
     costs = part_costs(model, data.sequence).of_stages(parts)

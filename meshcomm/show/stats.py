@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from meshcomm.show.page import Cells, Line, Part
 from meshcomm.show.units import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Facts = Mapping[str, Any]
 
 
-def stats_table(facts: Facts, steps: int | None = None) -> Table:
+def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
     """A line for each call of each dim of one rank, from `Stats.facts`.
 
     steps: show calls, bytes and seconds of one of so many steps.
@@ -21,17 +19,15 @@ def stats_table(facts: Facts, steps: int | None = None) -> Table:
     each = steps or 1
     rows = facts["rows"]
     predicted = any(row["predicted_s"] is not None for row in rows)
-    title = f"communication of {facts['rank']} " + (
-        "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
-    )
-    table = _table(title)
+    spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
     names = ("calls", "bytes", "inside", "share", "algbw", "busbw")
-    for name in (*names, "predicted", "ratio") if predicted else names:
-        table.add_column(name, justify="right", no_wrap=True)
+    right = (*names, "predicted", "ratio") if predicted else names
     whole = facts["seconds"] or 1.0
-    last = ""
+    listed = []
     for row in rows:
         cells = [
+            row["dim"],
+            _call(row),
             _number(row["calls"] / each),
             bytes_text(row["nbytes"] / each) if row["nbytes"] else "-",
             seconds_text(row["seconds"] / each),
@@ -42,51 +38,45 @@ def stats_table(facts: Facts, steps: int | None = None) -> Table:
         if predicted:
             cells.append("-" if row["predicted_s"] is None else seconds_text(row["predicted_s"] / each))
             cells.append(_ratio(row["ratio"]))
-        _add(table, row, last, cells)
-        last = row["dim"]
+        listed.append(tuple(cells))
     notes = ["torch's own calls (FSDP, pipelining, DTensor) are not counted"]
     if any(row["async_op"] for row in rows):
         notes.append("async: inside is what the program spent on starting and waiting")
-    table.caption = "\n".join(notes)
-    table.caption_justify = "left"
-    return table
+    return [
+        Line(f"communication of {facts['rank']} {spent}", heading=True),
+        _table(right, listed),
+        Line("\n".join(notes)),
+    ]
 
 
-def spread_table(facts: Facts) -> Table:
+def spread_page(facts: Facts) -> list[Part]:
     """A line for each call of each dim over all ranks, from `StatsOfAll.facts`."""
-    table = _table(f"communication of all ranks in {seconds_text(facts['seconds'])}")
-    for name in ("ranks", "calls", "bytes", "mean inside", "fastest", "slowest"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for row in facts["rows"]:
-        cells = [
+    right = ("ranks", "calls", "bytes", "mean inside", "fastest", "slowest")
+    listed = [
+        (
+            row["dim"],
+            _call(row),
             str(row["ranks"]),
             _number(row["calls"]),
             bytes_text(row["nbytes"]) if row["nbytes"] else "-",
             seconds_text(row["mean_s"]),
             f"{seconds_text(row['fastest_s'])}, rank {row['fastest']}",
             f"{seconds_text(row['slowest_s'])}, rank {row['slowest']}",
-        ]
-        _add(table, row, last, cells)
-        last = row["dim"]
-    return table
+        )
+        for row in facts["rows"]
+    ]
+    title = f"communication of all ranks in {seconds_text(facts['seconds'])}"
+    return [Line(title, heading=True), _table(right, listed)]
 
 
-def _table(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("dim", overflow="fold")
-    table.add_column("call", no_wrap=True)
-    return table
+def _table(right: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Part:
+    if not rows:
+        return Line("no call along a dim of two ranks or more")
+    return Cells(("dim", "call", *right), tuple(rows), frozenset(right), once=1)
 
 
-def _add(table: Table, row: Facts, last: str, cells: list[str]) -> None:
-    if row["dim"] != last and last:
-        table.add_section()
-    dim = row["dim"] if row["dim"] != last else ""
-    table.add_row(dim, row["call"] + (", async" if row["async_op"] else ""), *cells)
+def _call(row: Facts) -> str:
+    return f"{row['call']}, async" if row["async_op"] else str(row["call"])
 
 
 def _number(number: float) -> str:

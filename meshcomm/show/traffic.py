@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from meshcomm.show.page import Cells, Line, Part, page_view
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 def traffic_view(facts: Mapping[str, Any]) -> Group:
@@ -18,40 +18,19 @@ def traffic_view(facts: Mapping[str, Any]) -> Group:
     """
     schedules = facts["schedules"]
     tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
-    title = f"{facts['world']} ranks simulated, no deadlock{tried}"
-    headline = Text(title)
-    calls = _table("", ("dim", "operation"), ("calls", "bytes", "largest rank", "its bytes"))
-    for row in facts["dims"]:
-        calls.add_row(
-            row["dim"],
-            row["operation"],
-            f"{row['calls']:,}",
-            f"{row['bytes']:,}",
-            str(row["largest_rank"]),
-            f"{row['largest_bytes']:,}",
-        )
-    if facts["links"] is None:
-        return Group(headline, calls)
-    links = _table(
-        "on links, collectives as rings in coord order",
-        ("dim", "link"),
-        ("bytes", "largest rank", "its bytes"),
-    )
-    for row in facts["links"]:
-        links.add_row(
-            row["dim"],
-            row["link"],
-            f"{row['bytes']:,}",
-            str(row["largest_rank"]),
-            f"{row['largest_bytes']:,}",
-        )
-    return Group(headline, calls, links)
+    parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
+    if not facts["dims"]:
+        return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
+    calls = tuple((row["dim"], row["operation"], f"{row['calls']:,}", *_bytes(row)) for row in facts["dims"])
+    numbers = ("bytes", "largest rank", "its bytes")
+    right = frozenset(("calls", *numbers))
+    parts.append(Cells(("dim", "operation", "calls", *numbers), calls, right, once=1))
+    if facts["links"] is not None:
+        rows = tuple((row["dim"], row["link"], *_bytes(row)) for row in facts["links"])
+        parts.append(Line("on links, collectives as rings in coord order", heading=True))
+        parts.append(Cells(("dim", "link", *numbers), rows, right, once=1))
+    return page_view(parts)
 
 
-def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right")
-    return table
+def _bytes(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{row['bytes']:,}", str(row["largest_rank"]), f"{row['largest_bytes']:,}"

@@ -105,12 +105,15 @@ def _tensor(case: _Case) -> Iterator[Finding]:
         return
     dim, spans = found
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
+    # Those that cross lie on two nodes at least, also where others do not cross.
+    fewest = max(spans.fewest, 2)
+    number = f"{fewest}" if fewest == spans.most else f"{fewest} to {spans.most}"
     yield Finding(
         "tensor-across-nodes",
         f"{dim} crosses nodes: its all_reduces (or gathers and scatters), four or more in each layer and "
         "micro-batch, wait for the network instead of the node's links",
         f"{dim} = {spans.size}, {case.machine.ranks_per_node} ranks on a node: {crossing} of "
-        f"{sum(spans.crosses.values())} groups lie on {_range(spans)} nodes",
+        f"{sum(spans.crosses.values())} groups lie on {number} nodes",
         f"{dim} innermost in mesh.dims, its size a divisor of {case.machine.ranks_per_node}",
         _moved(case, dim, "tensor"),
     )

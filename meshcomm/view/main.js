@@ -67,6 +67,8 @@ function start(facts, kept) {
     picture.show(arrangement, family);
     picture.hold(held);
     light();
+    // Numbers that are there need no choice, and those that were chosen must not go by it.
+    byId("choose-cells").hidden = picture.numbered && !picture.legible;
     const options = family.backend ? [family.backend === "auto" ? "" : `backend ${family.backend}`, `timeout ${family.timeout_s} s`, family.lane ? `lane ${family.lane}` : ""] : ["no group of its own is declared"];
     const across = family.nodes && family.size > 1 ? `each on ${count(family.nodes.most, "node")}${family.nodes.fewest < family.nodes.most ? " or fewer" : ""}` : "";
     byId("caption").textContent = [
@@ -92,7 +94,11 @@ function start(facts, kept) {
     chosen.by = by;
     show();
   }));
-  byId("find").max = mesh.order ? mesh.order.reduce((a, b) => Math.max(a, b)) : mesh.world - 1;
+  byId("cells").replaceWith(choice("cells", "cells", [["fit", "small"], ["numbers", "with numbers"]], "fit", (size) => {
+    picture.enlarge(size === "numbers");
+    light();
+  }));
+  byId("find").max = mesh.largest;
   byId("find").addEventListener("input", (event) => {
     const position = event.target.value === "" ? undefined : mesh.position(Number(event.target.value));
     event.target.setCustomValidity(event.target.value !== "" && position === undefined ? "the mesh does not have this rank" : "");
@@ -103,7 +109,7 @@ function start(facts, kept) {
     if (event.key === "Escape") { pointed = undefined; byId("find").value = ""; hold(undefined); }
   });
   show();
-  new ResizeObserver(() => picture.width !== picture.host.clientWidth && picture.fit()).observe(picture.host);
+  new ResizeObserver(() => picture.width !== picture.host.clientWidth && show()).observe(picture.host);
 
   const trains = facts.trains !== null;
   byId("traffic").hidden = facts.traffic === null;

@@ -23,6 +23,7 @@ class Mesh {
     this.perNode = facts.ranks_per_node;
     this.order = facts.rank_order;
     this.places = this.order && new Map(this.order.map((rank, position) => [rank, position]));
+    this.largest = this.order ? this.order.reduce((a, b) => Math.max(a, b)) : this.world - 1;
     this.homes = new Map([["", facts.base], ...facts.views]);
     this.families = facts.dims.map((dim) => ({ ...dim }));
     this.families.forEach((family, index) => {

@@ -13,6 +13,7 @@ _SCRIPTS: Final = (
     "dom.js",
     "mesh.js",
     "turn.js",
+    "lens.js",
     "picture.js",
     "panel.js",
     "traffic.js",

@@ -19,6 +19,8 @@ class Picture {
     this.borders = draw("path", { class: "borders" });
     this.labels = draw("g", { class: "labels" });
     this.svg = draw("svg", { role: "group" }, this.plates, this.body, this.borders, this.labels);
+    this.lens = new Lens(this.svg);
+    this.legible = false;
     host.append(this.svg);
     const at = (event) => {
       const cell = event.target.closest?.(".cell");
@@ -51,18 +53,33 @@ class Picture {
     this.fit();
   }
 
+  // Whether cells are to be large enough for their numbers, however tall the picture becomes.
+  enlarge(legible) {
+    this.legible = legible;
+    this.fit();
+  }
+
   // The largest cells with which the picture is not too tall, at the width that there is.
   fit() {
     const width = this.host.clientWidth;
     if (!width || !this.arrangement) return;
     this.width = width;
     let plan;
-    for (const side of SIDES.filter((side) => side >= FOLDED_SIDE || this.arrangement.drawn === this.mesh.world)) {
+    const sides = SIDES.filter((side) => side >= FOLDED_SIDE || this.arrangement.drawn === this.mesh.world);
+    for (const side of this.legible ? sides.filter((side) => this.numberSize(side) >= READABLE) : sides) {
       plan = this.laid(side, width);
       if (plan.height <= TALL && plan.fits) break;
     }
     this.drawCells(plan);
   }
+
+  // In pixels: four digits need 22 of a cell's side.
+  numberSize(side) {
+    return Math.min(16, side * 0.4, (side - 4) / (0.62 * String(this.mesh.largest).length));
+  }
+
+  // Whether cells of the present size have their numbers in them.
+  get numbered() { return !this.plan || this.numberSize(this.plan.side) >= READABLE; }
 
   laid(side, width) {
     const { blocks, wrap } = this.arrangement;
@@ -136,7 +153,7 @@ class Picture {
         class: kind, x, y, text, "text-anchor": kind.endsWith("end") ? "end" : kind.endsWith("middle") ? "middle" : null,
       })),
       ...plan.gaps.map(({ x, y }) => draw("text", { class: "label", x: x + side / 2, y: y + side / 2 + 3, text: "·", "text-anchor": "middle" })));
-    const numberSize = Math.min(16, side * 0.4, (side - 4) / (0.62 * String(Math.max(...plan.cells.map((c) => mesh.rank(c.position)))).length));
+    const numberSize = this.numberSize(side);
     const left = new Map(this.cells);
     for (const { x, y, position } of plan.cells) {
       const cell = left.get(position) ?? this.made(position);
@@ -190,6 +207,8 @@ class Picture {
   // The groups of a rank light up: each cell in the colour of the first family that it shares with it.
   light(position, families) {
     this.svg.classList.toggle("lit", position !== undefined);
+    const at = position === undefined || this.numbered ? undefined : this.plan.cells.find((cell) => cell.position === position);
+    this.lens.show(at && `rank ${this.mesh.rank(position)}: ${coordsText(this.mesh.coords(position, this.family.home))}`, at, this.plan.side, this.width);
     for (const [other, cell] of this.cells) {
       const shared = position === undefined || other === position ? undefined
         : families.find((family) => family.size > 1 && this.mesh.sameGroup(other, position, family));

@@ -1,0 +1,144 @@
+"""Which configuration does `meshcomm.init` make its mesh from: its arguments, or that of `meshcomm run`?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from os import PathLike
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.config import Config, DimOptions, MeshConfig, load
+from meshcomm.errors import LaunchError, LayoutError
+
+CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
+OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
+
+Source = str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]
+
+# What a mesh is made from; the other sections are training's.
+_SECTIONS: Final = ("mesh", "process", "network", "topology")
+# Whether this rank has made a mesh from the job's configuration: then another one may be the program's own.
+_TAKEN: ContextVar[bool] = ContextVar("meshcomm_config_taken", default=False)
+
+
+def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration that `init` was given or that the job has.
+
+    given: keys of `[mesh]` that were given as keyword arguments. Raises ConfigError, LayoutError, and
+    LaunchError where there is none, or where something that was given would have no effect.
+    """
+    if config is None and not given:
+        return _of_the_job(overrides)
+    settings = _own(config, given, overrides)
+    if not _TAKEN.get() and (path := os.environ.get(CONFIG_VARIABLE)) is not None:
+        _refuse_unused(path, settings)
+    return settings
+
+
+def beside_the_job() -> None:
+    """From here on this context's meshes are not the job's, as those of a simulation inside a program."""
+    _TAKEN.set(True)
+
+
+def _of_the_job(overrides: Sequence[str]) -> Config:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if path is None:
+        raise LaunchError(
+            "init was not told which mesh to make",
+            given="no config, no dims, and no config from meshcomm run",
+            expected="a config file, or dims",
+            hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
+            "or meshcomm run CONFIG script.py",
+        )
+    settings = load(path, [*_overrides(), *overrides])
+    _TAKEN.set(True)
+    return settings
+
+
+def _overrides() -> list[str]:
+    return os.environ.get(OVERRIDES_VARIABLE, "").splitlines()
+
+
+def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
+    if config is not None and given:
+        raise LaunchError(
+            "init got a config and keyword arguments that say the same things",
+            given=f"a config, and {', '.join(given)}",
+            expected="one of the two",
+            hint='overrides=["mesh.dims.tp=4"] changes a config',
+        )
+    if isinstance(config, (Config, str, PathLike)) or (
+        isinstance(config, Mapping) and not isinstance(config, DeviceMesh)
+    ):
+        return load(config, overrides)
+    if overrides:
+        what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
+        raise LaunchError(
+            "overrides have no effect on what init was given",
+            given=f"{what} and overrides {list(overrides)}",
+            expected="overrides with a config file or a Config",
+            hint="change the object itself" if config is not None else "change the arguments themselves",
+        )
+    if isinstance(config, MeshConfig):
+        return Config(mesh=config)
+    if isinstance(config, DeviceMesh):
+        return Config(mesh=_mesh_config(config))
+    if "options" in given:
+        options = given["options"]
+        if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
+            options = {
+                name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()
+            }
+        given = {**given, "options": options}
+    return Config(mesh=MeshConfig(**given))
+
+
+def _refuse_unused(path: str, own: Config) -> None:
+    """Raise LaunchError where the job's configuration says what the mesh of `own` would not have."""
+    asked = load(path, _overrides())
+    lost = [f"{name}.{key}" for name in _SECTIONS for key in _lost(getattr(asked, name), getattr(own, name))]
+    if not lost:
+        return
+    sets = "".join(f" --set {override}" for override in _overrides())
+    raise LaunchError(
+        f"the script says its own mesh, and settings of {path} would have no effect",
+        given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) says otherwise, or nothing",
+        expected="one of the two; or first the config's mesh, then beside it the script's own",
+        hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world N script.py",
+    )
+
+
+def _lost(asked: Any, own: Any) -> Iterator[str]:
+    """The keys that `asked` was given and that have another value in `own`."""
+    for key in type(asked).model_fields:
+        if key in asked.model_fields_set and not _same(getattr(asked, key), getattr(own, key)):
+            yield key
+
+
+def _same(asked: Any, own: Any) -> bool:
+    """Names in the same order with the same values; a size that one leaves open is the other's."""
+    if isinstance(asked, Mapping) and isinstance(own, Mapping):
+        return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
+    return bool(asked == own) or -1 in (asked, own)
+
+
+def _mesh_config(device_mesh: DeviceMesh) -> MeshConfig:
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise LayoutError(
+            "the DeviceMesh has no names for its dims",
+            given=f"a DeviceMesh of shape {tuple(device_mesh.shape)}",
+            expected="mesh_dim_names",
+            hint='init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    order = tuple(device_mesh.mesh.flatten().tolist())
+    return MeshConfig(
+        dims=dict(zip(names, device_mesh.shape, strict=True)),
+        rank_order=order,
+        ranks=tuple(sorted(order)) if len(order) != dist.get_world_size() else None,
+        device=device_mesh.device_type,
+    )
