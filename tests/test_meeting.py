@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
-from meshcomm.errors import LaunchError, MeshMismatchError
+from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh.launcher import Launch
 from meshcomm.mesh.owner import blame, claim, is_running, process_name
 from meshcomm.mesh.process import meet
 from meshcomm.mesh.rank import _speaks_first
 from meshcomm.mesh.reach import find_tcp_store, what_is_at
 from meshcomm.testing import Pool
+from tests.ports import free_port
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -95,13 +96,6 @@ def test_a_restarted_job_takes_another_file(pool: Pool, tmp_path: Path) -> None:
 def by_tcp(port: int) -> list[int]:
     rank = without_launcher()
     return total(mesh_of(ProcessConfig(init="tcp", address=f"127.0.0.1:{port}", rank=rank, world_size=4)))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def test_tcp(pool: Pool) -> None:
@@ -349,3 +343,19 @@ def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pyte
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("meshcomm.mesh.rank._ASK_S", 0.0)
         assert _speaks_first(Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", port), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backend": "glo"}, 'this torch has no backend glo.*did you mean "gloo"'),
+        ({"world_size": "2"}, "world_size is no number of ranks: '2'"),
+        ({"rank": True}, "rank is no number of ranks: True"),
+        ({"store": 5}, "no store to meet at: 5"),
+        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides are texts"),
+    ],
+)
+def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MeshcommError, match=f"(?s){said}"):
+        meshcomm.init(**given if "config" in given else {"dims": {"dp": 1}, "device": "cpu", **given})
+    assert not dist.is_initialized()

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.store_wait import kind_of
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
+from meshcomm.mesh.store import SUPPORT, MeshStore
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
@@ -137,11 +138,14 @@ def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: Me
         "multi_get": lambda: store.multi_get(["here", "gone"], 0.05),
     }
     for name, act in calls.items():
-        started = time.monotonic()
-        with pytest.raises(StoreTimeout) as caught:
-            act()
-        # torch's FileStore would take whole seconds.
-        assert 0.04 < time.monotonic() - started < (0.9 if store.kind == "FileStore" else 5)
+        took: list[float] = []
+        # torch's FileStore would take whole seconds, each time; a busy machine only now and then.
+        while not took or (took[-1] > 0.9 and len(took) < 10):
+            started = time.monotonic()
+            with pytest.raises(StoreTimeout) as caught:
+                act()
+            took.append(time.monotonic() - started)
+        assert 0.04 < took[-1] < (0.9 if store.kind == "FileStore" else 5), took
         of = 1 if name == "get" else 2
         assert str(caught.value) == (
             f'store.{name} on rank 3 (dp=1 tp=1): "gone" not set within 0.05 s\n'

@@ -14,7 +14,7 @@ from meshcomm import __version__
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.layout import Plan
 from meshcomm.layout.names import did_you_mean
-from meshcomm.mesh.groups import backend_on
+from meshcomm.mesh.backends import usable_backends, wanted_backends
 
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
 _AVAILABLE: Final = {
@@ -55,17 +55,12 @@ def backends() -> Facts:
 
 def backend_findings(plan: Plan, device: torch.device) -> Iterator[Finding]:
     """Whether this torch has every backend that the plan's groups want."""
-    wanted: dict[str, list[str]] = {}
-    for family in plan.families:
-        if family.creates:
-            wanted.setdefault(backend_on(family.options.backend, device), []).append(family.name)
-    known = backends()["registered"]
-    for backend, names in wanted.items():
+    for backend, names in wanted_backends(plan, device).items():
         along = ", ".join(names)
         if dist.is_backend_available(backend):
             yield Finding("ok", f"{backend} serves {along} on {device.type}")
             continue
-        usable = [name for name in known if dist.is_backend_available(name)]
+        usable = usable_backends()
         yield Finding(
             "error",
             f"this torch has no backend {backend}",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from meshcomm.comm.roll_call import roll_call
+from meshcomm.comm.store_wait import kind_of
 from meshcomm.errors import BarrierTimeout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.reach import within
-from meshcomm.mesh.store import GRACE_S, kind_of
+from meshcomm.mesh.store import GRACE_S
 
 
 def meet_at_store(store: dist.Store, coord: int, ranks: list[int], timeout_s: float, where: str) -> None:

@@ -86,9 +86,10 @@ class Mesh(Whereabouts, AlongDims):
         self._breakpoints: dict[tuple[str, int], int] = {}
         # Steps that are over, and what the program called the last one.
         self._steps = self._numbered = 0
-        # Seconds that this rank spent on "agree", waiting for the others included, on "create", and where
-        # the configuration asks for it on "warm_up tp", a name each.
+        # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
+        # What `warm_up` returned last; empty where nobody has called it.
+        self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
         self._add = add
         self._on_close = on_close
@@ -202,16 +203,18 @@ class Mesh(Whereabouts, AlongDims):
 
         Called by: every rank of the mesh. On NCCL this also satisfies the rule that the first call
         on a group involves all of its ranks.
-        Returns: seconds by name, of this rank.
+        Returns: seconds by name, of this rank; `warm_up_s` keeps them. `warm_up = true` in `[mesh]`
+        lets `meshcomm.init` call it.
         """
         self._usable()
-        seconds = {}
+        seconds: dict[str, float] = {}
         for family in self.plan.families:
             if family.creates:
                 start = time.perf_counter()
                 self._at[family.name].barrier()
                 seconds[family.name] = time.perf_counter() - start
-        return seconds
+        self.warm_up_s = seconds
+        return dict(seconds)
 
     def lateness(self) -> Lateness:
         """Who comes late to the calls that the ranks make together: stragglers, by dim.

@@ -53,6 +53,21 @@ def meet(
     """
     rank = _given(rank, process.rank, launch.rank)
     world_size = _given(world_size, process.world_size, launch.world_size)
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise LaunchError(
+                f"{name} is no number of ranks: {value!r}",
+                given=f"{name}={value!r}, a {type(value).__name__}",
+                expected="a whole number",
+                hint="leave it out where a launcher says it",
+            )
+    if store is not None and not isinstance(store, dist.Store):
+        raise LaunchError(
+            f"no store to meet at: {store!r}",
+            given=f"store={store!r}, a {type(store).__name__}",
+            expected="a torch.distributed.Store",
+            hint="torch.distributed.TCPStore(...), or no store, and the launcher's is used",
+        )
     if not 0 <= rank < world_size:
         raise LaunchError(
             f"rank {rank} is not in a world of {world_size}",

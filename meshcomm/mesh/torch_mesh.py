@@ -86,7 +86,7 @@ class TorchMeshes:
         return DeviceMesh.from_group(
             [self.group(name) for name in names] if len(names) > 1 else self.group(names[0]),
             self._device.type,
-            mesh=torch.tensor(grid) if len(names) > 1 else None,
+            mesh=torch.tensor(grid, device="cpu") if len(names) > 1 else None,
             mesh_dim_names=names,
         )
 
