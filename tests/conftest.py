@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,25 @@ from tests.parity_page import write_page
 # must not cost each test five seconds; read when the first name is looked up, so set before that.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# What a terminal, a scheduler or a job around the tests says to the programs in it. What is tested here is to
+# see what its test says, and nothing of these.
+_OF_TERMINALS = (
+    "COLUMNS",
+    "LINES",
+    "TERMINAL_WIDTH",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "CLICOLOR_FORCE",
+    "PY_COLORS",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "GITHUB_ACTIONS",
+)
+_OF_JOBS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+"
+)
+
 _FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 _ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
 
@@ -26,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="with -m parity: write docs/guide/combinations.md from what the meshes gave",
     )
+
+
+def pytest_sessionstart() -> None:
+    """Forget what is around the tests; pytest has read by now what it needs of it."""
+    for name in list(os.environ):
+        if name in _OF_TERMINALS or _OF_JOBS.fullmatch(name):
+            del os.environ[name]
 
 
 @pytest.fixture(scope="session")

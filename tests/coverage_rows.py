@@ -214,7 +214,7 @@ ROWS: Final[dict[int, Row]] = {
             "test_logs.py::test_only_the_ranks_that_are_asked_for_write",
             "test_logs.py::test_every_line_has_the_prefix",
         ),
-        (f"{PAGE}#20-debugging", "docs/guide/hangs.md", "docs/guide/doctor.md#whose-log-line-is-this"),
+        (f"{PAGE}#20-debugging", "docs/guide/hangs.md", "docs/guide/logs.md"),
     ),
     21: Row(
         "parameters without a gradient, and what is sent in which bucket",

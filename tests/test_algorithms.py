@@ -287,11 +287,11 @@ def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
     for dims, name in cases(along):
         comm = mesh._at[dims]
         inner = mesh.size("dp") if name == "two_level" else 1
-        begun = comm.recorder.messages.begun
-        before = dict(begun)
+        before = comm.recorder.messages.begun
         x = torch.full((length,), float(mesh.rank))
         scheduled.all_reduce(comm, x, "sum", None, name, inner, chunks)  # type: ignore[arg-type]
         assert x.tolist() == [sum(mesh.layout.group_of(mesh.rank, dims).tolist())] * length
+        begun = comm.recorder.messages.begun
         sent = sum(begun[key] - before.get(key, 0) for key in begun if key[0] == "send")
         schedule = scheduled.schedule_of(name, comm.size, inner, chunks)  # type: ignore[arg-type]
         assert sent == interpret(schedule, 4 * length, 4).messages[comm.coord], (dims, name)

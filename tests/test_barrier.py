@@ -24,7 +24,7 @@ def missing_one() -> tuple[str, tuple[int, ...], float]:
         text, missing = "", ()
         if mesh.rank != 4:
             try:
-                mesh.barrier("dp", timeout_s=1.0)
+                mesh.barrier("dp", timeout_s=2.0 if mesh.coord("tp") == 0 else 20.0)
             except BarrierTimeout as error:
                 text, missing = str(error), error.missing
         waited = time.monotonic() - began
@@ -43,9 +43,9 @@ def test_who_did_not_come(pool: Pool) -> None:
     for rank in (7, 2, 6):
         text, missing, waited = found[rank]
         assert missing == (4,)
-        assert "1 of 4 ranks did not come within 1 s" in text
+        assert "1 of 4 ranks did not come within 2 s" in text
         assert "missing: rank 4; came: rank 7 2 6" in text
-        assert waited < 5
+        assert waited < 25
     for rank in (0, 1, 3, 5):
         assert found[rank][0] == ""
     assert "all have come by now, but some gave up before" in found[4][0]

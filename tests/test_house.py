@@ -104,7 +104,20 @@ assert "torch" not in sys.modules and "pydantic" not in sys.modules
 meshcomm.plan({"mesh": {"dims": {"dp": -1}}}, 8)
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_mesh_sets_no_logging_up_and_loads_no_tensors_of_torchs_own() -> None:
+    # With torch.distributed.tensor comes a library of symbols: half a second for each rank of every job.
+    program = """
+import logging, sys
+before = logging.getLogger().handlers[:]
+import meshcomm.mesh.logs, meshcomm.comm.functional, meshcomm.simulator
+assert logging.getLogger().handlers == before == [] and logging.getLogger().level == logging.WARNING
+assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

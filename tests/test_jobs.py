@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
+
+from meshcomm.cli import app
 
 CONFIG = """
 [mesh]
@@ -37,7 +41,7 @@ def start(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
 
 def finish(job: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)
         raise
@@ -60,20 +64,83 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-def test_run_gives_a_script_its_mesh_and_its_arguments(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("answer = 42\n")
-    script = """
+LISTENERS = """
+from pathlib import Path
+
+def listening(pid):
+    mine = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            mine.add(target[8:-1])
+    found = []
+    for table in Path("/proc/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in mine:
+                found.append(words[1].split(":")[0])
+    return sorted(set(found))
+"""
+
+
+# A job that ends well, looked at from several sides. Rank 0 leaves a process behind, in a session of its own.
+WELL = """
+import subprocess
 import beside
 with meshcomm.init() as mesh:
     total = mesh.all_reduce("tp", torch.tensor([mesh.rank]))
+    mesh.all_reduce("dp", torch.ones(1))
     sys.stdout.write(f"{mesh.rank} {mesh.coords} {total.item()} {sys.argv[1:]} {beside.answer}\\n")
+    if sys.platform.startswith("linux"):
+        sys.stdout.write(f"rank {mesh.rank} listens: {listening(os.getpid())}\\n")
+        if mesh.rank == 0:
+            sys.stdout.write(f"launcher listens: {listening(os.getppid())}\\n")
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    mesh.barrier("dp")
+    mesh.barrier("tp")
 """
-    code, out, err = finish(start(tmp_path, script, "--steps", "3"))
-    assert (code, err) == (0, "")
-    assert sorted(out.splitlines()) == [
+
+
+class Ended(NamedTuple):
+    """A job that has ended. left: processes of it that were still there."""
+
+    code: int
+    lines: list[str]
+    err: str
+    left: list[int]
+
+
+@pytest.fixture(scope="module")
+def well(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("well")
+    (folder / "beside.py").write_text("answer = 42\n")
+    code, out, err = finish(start(folder, LISTENERS + WELL, "--steps", "3"))
+    return Ended(code, sorted(out.splitlines()), err, alive(folder))
+
+
+def test_run_gives_a_script_its_mesh_and_its_arguments(well: Ended) -> None:
+    assert (well.code, well.err) == (0, "")
+    assert [line for line in well.lines if "listens" not in line] == [
         f"{rank} {{'dp': {rank // 2}, 'tp': {rank % 2}}} {1 if rank < 2 else 5} ['--steps', '3'] 42"
         for rank in range(4)
     ]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_job_of_one_host_listens_on_the_loopback_alone(well: Ended) -> None:
+    # 127.0.0.1, as the kernel writes it.
+    assert [line for line in well.lines if "listens" in line] == [
+        "launcher listens: ['0100007F']",
+        *(f"rank {rank} listens: ['0100007F']" for rank in range(4)),
+    ]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_a_rank_has_left_running_does_not_outlive_a_job_that_ended_well(well: Ended) -> None:
+    assert well.code == 0 and well.left == []
 
 
 def test_an_error_is_told_once_with_its_coords_and_the_users_frame(tmp_path: Path) -> None:
@@ -101,9 +168,11 @@ for _ in range(1000):
 
 
 def test_a_mesh_that_differs_is_told_once_without_a_traceback(tmp_path: Path) -> None:
-    script = (
-        'meshcomm.init(dims={"dp": 4} if os.environ["RANK"] == "2" else {"dp": 2, "tp": 2}, device="cpu")'
-    )
+    script = """
+if os.environ["RANK"] == "2":
+    os.environ["MESHCOMM_SET"] = "mesh.dims={ dp = 4 }"
+meshcomm.init()
+"""
     code, out, err = finish(start(tmp_path, script))
     assert (code, out) == (2, "")
     lines = err.splitlines()
@@ -113,7 +182,7 @@ def test_a_mesh_that_differs_is_told_once_without_a_traceback(tmp_path: Path) ->
     assert lines[0].startswith("rank 2 (dp=1 tp=0): ")
     assert lines[-2 - ("the same" in err and "followed" in err) :][0] == (
         "meshcomm: rank 2 (dp=1 tp=0) failed: MeshMismatchError: the mesh differs between ranks: "
-        "rank 2 of 4 is odd, at script.py:2 in <module>"
+        "rank 2 of 4 is odd, at script.py:5 in <module>"
     )
     assert lines[-1].startswith("meshcomm: rank") and lines[-1].endswith((": the same", "by the launcher"))
     assert "Traceback" not in err
@@ -182,32 +251,40 @@ while True:
         (["run", "--world", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
     ],
 )
-def test_a_wrong_call_ends_before_any_process_starts(tmp_path: Path, words: list[str], message: str) -> None:
+def test_a_wrong_call_ends_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
     (tmp_path / "mesh.toml").write_text(CONFIG)
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
-    done = subprocess.run(
-        [sys.executable, "-m", "meshcomm", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("meshcomm.mesh.agent.Agent.run", lambda _: pytest.fail("processes were started"))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2, done.exception
     assert message in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr
 
 
-def test_a_script_that_says_its_own_mesh_needs_no_config(tmp_path: Path) -> None:
+def test_a_wrong_call_of_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshcomm", "run", "nothing.toml", "nothing.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("there is no script nothing.py\n") and "Traceback" not in done.stderr
+
+
+def test_a_script_that_says_its_own_mesh_needs_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own.py").write_text(
         "import sys, torch, meshcomm\n"
         "with meshcomm.init(dims={'dp': -1}, device='cpu', timeout_s=60) as mesh:\n"
         "    total = mesh.all_reduce('dp', torch.tensor([mesh.rank + 1]))\n"
-        "    print(mesh.label, total.item(), sys.argv[1:])\n"
+        "    sys.stdout.write(f'{mesh.label} {total.item()} {sys.argv[1:]}\\n')\n"
     )
-    for command in ("run", "simulate"):
-        words = [command, "--world", "2", "own.py", "./a//b", "--lr", "3"]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshcomm", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    monkeypatch.chdir(tmp_path)
+    words = ["--world", "2", "own.py", "./a//b", "--lr", "3"]
+    command = [sys.executable, "-m", "meshcomm", "run", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    simulated = CliRunner().invoke(app, ["simulate", *words])
+    for printed, err in ((ran.stdout, ran.stderr), (simulated.stdout, simulated.stderr)):
+        lines = sorted(line for line in printed.splitlines() if line.startswith("rank"))
         arguments = ["./a//b", "--lr", "3"]
-        assert lines == [f"rank {rank} (dp={rank}) 3 {arguments}" for rank in (0, 1)], done.stderr
+        assert lines == [f"rank {rank} (dp={rank}) 3 {arguments}" for rank in (0, 1)], err

@@ -27,12 +27,18 @@ def test_arrivals_by_hand() -> None:
     assert arrivals([[0], [0]], [[0], [0]], ranks=[0, 1]).calls == 0
 
 
+CALLS = 6
+
+
 def slow_rank() -> Lateness:
     with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
         x = torch.ones(2)
-        for _ in range(10):
+        for number in range(CALLS):
+            if mesh.rank == 4:
+                mesh.store.set(f"here/{number}", b"")
             if mesh.rank == 5:
-                time.sleep(0.05)
+                mesh.store.wait([f"here/{number}"])  # however busy the machine is, it comes behind rank 4
+                time.sleep(0.15)
             mesh.all_reduce("tp", x, op="avg")
             mesh.all_reduce("dp", x, op="avg")
         return mesh.lateness()
@@ -44,17 +50,17 @@ def test_the_slow_rank_is_found_along_its_dim(pool: Pool) -> None:
         assert found.hosts == 1
         assert found.stragglers["tp"] == everyone[0].stragglers["tp"]
         assert found.stragglers["tp"].rank == 5
-        assert 0.025 < found.stragglers["tp"].mean_s < 5
+        assert 0.075 < found.stragglers["tp"].mean_s < 20
         assert set(found.groups) == {"pp", "dp", "tp"}
         assert found.groups["pp"].calls == 0
         own = found.groups["tp"]
         assert own.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert own.calls == 10
+        assert own.calls == CALLS
     late = everyone[4].groups["tp"]
     assert late.last[1] > 0.8
-    assert late.mean_s[1] > 0.025
+    assert late.mean_s[1] > 0.075
     # Rank 4 was held up by rank 5, and so comes late along dp, with nobody late before it along tp.
     text = str(everyone[4])
-    assert "tp, 10 calls" in text
+    assert f"tp, {CALLS} calls" in text
     assert "latest of the whole mesh along" in text
     assert "tp: rank 5, " in text

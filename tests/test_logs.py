@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import subprocess
 import sys
 
 import pytest
@@ -155,12 +154,3 @@ def test_only_the_ranks_that_are_asked_for_write(pool: Pool) -> None:
 def test_a_bad_condition_fails_on_every_rank(pool: Pool) -> None:
     errors = pool.run(speak, "tpp==0", allow=True)
     assert all(re.match("the mesh has no dim tpp\n", str(error)) for error in errors)
-
-
-def test_an_import_sets_nothing_up() -> None:
-    program = (
-        "import logging; before = logging.getLogger().handlers[:]; import meshcomm.mesh.logs\n"
-        "assert logging.getLogger().handlers == before == [] and logging.getLogger().level == logging.WARNING"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

@@ -82,7 +82,7 @@ def rank_is_coord(orders: list[list[int]]) -> None:
                 assert dist.get_rank(mesh.group(dim)) == mesh.coord(dim)
                 ranks = mesh.all_gather(dim, torch.tensor([mesh.rank]))
                 assert ranks.tolist() == mesh.ranks(dim)
-                assert mesh.coords_of(mesh.peer(dim, 1))[dim] == (mesh.coord(dim) + 1) % 2
+                assert mesh.coords_of(mesh.peer_rank(dim, 1))[dim] == (mesh.coord(dim) + 1) % 2
 
 
 def test_group_rank_is_coord_under_every_rank_order(pool: Pool) -> None:
@@ -210,6 +210,35 @@ def test_create_declares_a_merged_dim_on_a_live_mesh(pool: Pool) -> None:
         assert 'mesh.create("pp_tp", ("pp", "tp"))' in refusal
 
 
+def warmed() -> tuple[list[str], list[str], list[str], list[str], bool]:
+    """What was used while `init` ran, in order, and on which ranks it was kept."""
+    config = {
+        "mesh": {
+            "dims": {"pp": 2, "tp": 2, "one": 1},
+            "merge": {"grad": ["pp", "tp"]},
+            "views": {"other": {"flat": 4}},
+            "device": "cpu",
+            "timeout_s": 30.0,
+            "warm_up": True,
+        }
+    }
+    with meshcomm.init(config) as mesh:
+        used = [row.dim for row in mesh.stats().rows if row.calls == 1 and row.call == "barrier"]
+        made = [group.label for group in mesh.plan.for_rank(mesh.rank).groups if group.shares is None]
+        timed = all(seconds > 0 for seconds in mesh.warm_up_s.values())
+        return list(mesh.warm_up_s), used, [f.name for f in mesh.plan.families if f.creates], made, timed
+
+
+def test_groups_are_warmed_up_in_plan_order_where_the_configuration_says_so(pool: Pool) -> None:
+    simulated = meshcomm.simulate(warmed, dims={"all": 4})
+    for kept, used, planned, made, timed in [*pool.run(warmed, ranks=4), *simulated]:
+        # flat has the ranks of grad, so that its group is the same one.
+        assert kept == planned == ["pp", "tp", "grad"]
+        assert used == kept and len(made) == 3 and timed
+    cold = meshcomm.simulate(lambda mesh: (dict(mesh.warm_up_s), mesh.stats().rows), dims={"dp": 2})
+    assert cold == [({}, ()), ({}, ())]
+
+
 def odd_one_out(case: str) -> str:
     import os
 
@@ -228,6 +257,8 @@ def odd_one_out(case: str) -> str:
         more["timeout_s"] = 31.0
     if odd and case == "options":
         more["options"] = {"pp": {"timeout_s": -1.0}}
+    if odd and case == "warm up":
+        more["warm_up"] = True
     if odd and case == "environment":
         os.environ["NCCL_ALGO"] = "Ring"
     if odd and case == "config":
@@ -245,6 +276,7 @@ EXPECTED = {
     "merge": 'rank 5: merge.grad = none; the others: ["pp", "dp"]',
     "ranks": "rank 5: rank_order = [1, 0, 2, 3, 4, 5, 6, 7]; the others: none",
     "timeout": "rank 5: options.pp.timeout_s = 31.0; the others: 30.0",
+    "warm up": "rank 5: warm_up = true; the others: false",
     "environment": "rank 5: environment.NCCL_ALGO = Ring; the others: none",
     "config": "rank 5: problem = ",
     "options": "rank 5: problem = ",

@@ -19,6 +19,14 @@ CASES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
 }
 
 
+def wait_for_the_other_end(mesh: meshcomm.Mesh, number: int) -> None:
+    """Until it has said what it is about to do with message `number` of tag 0 from rank 0 to rank 1."""
+    check = mesh._at["pp"].recorder.messages._check
+    assert check is not None
+    while not check._store.check([check._key(0, 1, 0, number)]):
+        time.sleep(0.02)
+
+
 def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int, ...]]:
     """Rank 0 sends to rank 1; coord `late` comes second."""
     x, out = CASES[case]
@@ -35,10 +43,7 @@ def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int
             mesh.shift("pp", torch.ones(2))  # tag 0, and equal at both ends
         mesh.barrier()
         if mesh.coord("pp") == late:
-            mesh.store.wait(["first"])
-            time.sleep(0.3)  # the first is blocked in its call
-        else:
-            mesh.store.set("first", b"")
+            wait_for_the_other_end(mesh, 6 if validate == "always" else 2)
         try:
             if mesh.coord("pp") == 0:
                 mesh.send("pp", x, dst=1)
@@ -48,7 +53,9 @@ def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int
             found = type(error).__name__, str(error), getattr(error, "odd_ranks", ())
         else:
             found = "none", "", ()
-        time.sleep(2 if mesh.coord("pp") == late else 0)  # stay while the other asks
+        mesh.store.set(f"over/{mesh.rank}", b"")
+        while not mesh.store.check(["over/0", "over/1"]):  # stay while the other asks
+            time.sleep(0.02)
         return found
 
 
@@ -62,7 +69,7 @@ def test_the_second_to_come_names_both_ends(pool: Pool, case: str, late: int, va
     x, out = CASES[case]
     number = 6 if validate == "always" else 2
     assert (
-        f"message {number} with tag 0 from rank 0 to rank 1 on pp[] means two things; nothing was sent"
+        f"message {number} with tag 0 from rank 0 to rank 1 on pp means two things; nothing was sent"
         in text
     )
     assert f"rank 0 sends float32 ({x.numel()}) at {__file__}:" in text

@@ -1,10 +1,9 @@
-"""No process outlives its job, and a job of one host cannot be reached from elsewhere; real launchers."""
+"""No process outlives its job, however it ends; real launchers."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshcomm.mesh import guard
+from tests.ports import free_port
 from tests.test_jobs import CONFIG, alive, finish, start
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -57,7 +57,7 @@ time.sleep(1000)
     assert len(alive(tmp_path)) >= 9
     job.kill()
     assert gone(tmp_path, 30)
-    job.communicate(timeout=30)
+    job.communicate(timeout=100)
 
 
 def test_nothing_outlives_a_job_that_fails(tmp_path: Path) -> None:
@@ -87,62 +87,6 @@ time.sleep(1000)
     assert alive(tmp_path) == []
 
 
-LISTENERS = """
-from pathlib import Path
-
-def listening(pid):
-    mine = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            mine.add(target[8:-1])
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in mine:
-                found.append(words[1].split(":")[0])
-    return found
-"""
-
-
-def test_a_job_of_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None:
-    script = (
-        LISTENERS
-        + """
-import subprocess
-with meshcomm.init() as mesh:
-    mesh.all_reduce("dp", torch.ones(1))
-    mesh.all_reduce("tp", torch.ones(1))
-    sys.stdout.write(f"{mesh.rank} {sorted(set(listening(os.getpid())))}\\n")
-    if mesh.rank == 0:
-        sys.stdout.write(f"launcher {sorted(set(listening(os.getppid())))}\\n")
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    mesh.barrier("dp")
-    mesh.barrier("tp")
-"""
-    )
-    code, out, err = finish(start(tmp_path, script))
-    assert (code, err) == (0, "")
-    # 127.0.0.1, as the kernel writes it.
-    assert sorted(out.splitlines()) == [
-        *(f"{rank} ['0100007F']" for rank in range(4)),
-        "launcher ['0100007F']",
-    ]
-    # Nor does what a rank has left running outlive a job that ended well.
-    assert alive(tmp_path) == []
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once(tmp_path: Path) -> None:
     # torchrun's default keeps its store over restarts: of the ranks of the first attempt one has
     # opened a mesh, and one has told an error.
@@ -170,7 +114,7 @@ with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process"
     command += ["--master-port", str(free_port()), "-m", "meshcomm", "run", "mesh.toml", "script.py"]
     env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert done.stdout == "3\n", done.stderr
@@ -199,7 +143,7 @@ def test_a_process_ends_with_its_parent(how: str) -> None:
     assert parent.stdout.readline() == "up\n"
     parent.kill()
     # The child holds the other end of the pipe for as long as it lives.
-    assert parent.communicate(timeout=30)[0] == ""
+    assert parent.communicate(timeout=100)[0] == ""
 
 
 def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
@@ -210,5 +154,5 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
         "guard = u.module_from_spec(spec); spec.loader.exec_module(guard)\n"
         "guard.end_with_parent(1 << 22)\nprint('alive')"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", child], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-S", "-c", child], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")

@@ -373,7 +373,7 @@ def command(folder: Path, *words: str, **env: str) -> subprocess.CompletedProces
         env={**os.environ, "TMPDIR": str(folder / "tmp"), "RES_OPTIONS": "timeout:1 attempts:1", **env},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
     )
 
 

@@ -303,7 +303,7 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=pytester.path,
         env={
             **os.environ,

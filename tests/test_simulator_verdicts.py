@@ -280,4 +280,4 @@ def test_a_receive_from_anyone_that_nobody_serves() -> None:
 
     error = verdict_of(program)
     assert isinstance(error, UnmatchedMessage)
-    assert "rank 2 (dp=1 tp=0) waits in recv_any (receive from any rank, on all[])" in str(error)
+    assert "rank 2 (dp=1 tp=0) waits in recv_any (receive from any rank, on all)" in str(error)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from meshcomm.bench.startup import slowest, startup
 from meshcomm.testing import Pool
 
+# For figures to be shown to others: 5, on an idle machine.
+ROUNDS = 2
 
-@pytest.mark.timeout(180)
+
 def test_64_ranks_create_three_groups_each(figures: Callable[[str], None]) -> None:
     ranks = Pool()
     try:
-        found = slowest(ranks.run(startup, {"pp": 4, "dp": 4, "tp": 4}, 5, ranks=64, timeout_s=150))
+        found = slowest(ranks.run(startup, {"pp": 4, "dp": 4, "tp": 4}, ROUNDS, ranks=64, timeout_s=250))
     finally:
         ranks.close()
     ours, theirs = found["meshcomm"], found["init_device_mesh"]
-    figures("(4,4,4) on 64 forked Gloo processes, slowest rank, median of 5 rounds in one run:")
+    figures(f"(4,4,4) on 64 forked Gloo processes, slowest rank, median of {ROUNDS} rounds in one run:")
     for name, each in found.items():
         figures(
             f"  {name:<25} {each.groups} groups per rank, created in {each.alone_s * 1e3:.0f} ms, "

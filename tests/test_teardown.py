@@ -101,7 +101,7 @@ def test_a_forgotten_close_is_clean_and_silent(tmp_path: Path) -> None:
         [sys.executable, "-W", "always", "-m", "meshcomm", "run", str(config), str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -147,7 +147,7 @@ def work(index, config):
     with meshcomm.init(config | ({"process": config["process"] | {"rank": index}} if "process" in config else {})) as mesh:
         x = mesh.all_gather("dp", torch.tensor([mesh.rank]))
         # One write: both ranks have one pipe, and print may write its newline apart.
-        sys.stdout.write(f"{mesh.label}: {x.tolist()}\n")
+        sys.stdout.write(f"{mesh.label}: {x.tolist()}\\n")
         sys.stdout.flush()
 
 
@@ -179,9 +179,14 @@ def test_torchs_own_launchers(tmp_path: Path) -> None:
         )
         for words in ([str(script), "spawn"], [*launch, str(script), "launch"])
     ]
+    try:
+        ended = [(*job.communicate(timeout=200), job.returncode) for job in jobs]
+    finally:
+        for job in jobs:
+            with job:
+                job.kill()
     printed = []
-    for job in jobs:
-        out, err = job.communicate(timeout=180)
-        assert job.returncode == 0, err
+    for out, err, code in ended:
+        assert code == 0, err
         printed.append(sorted(out.splitlines()))
     assert printed == [["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"], ["rank 0 (dp=0): [0]"]]

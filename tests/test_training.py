@@ -533,6 +533,13 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
     assert lines[2] == "step 3/30  loss 5.2000  40 tokens/s  1 min 8 s left"
 
 
+def test_the_first_lines_say_what_warming_up_took() -> None:
+    warm = dataclasses.replace(START, warm_up_s={"dp": 0.0123, "tp": 0.5})
+    assert shown(False, lambda reporter: reporter.start(warm)).splitlines()[1:] == [
+        "groups warmed up: dp 12.3 ms, tp 500.0 ms"
+    ]
+
+
 def test_without_a_terminal_slow_steps_are_not_kept_quiet() -> None:
     def tell(reporter: TrainingReporter) -> None:
         reporter.start(dataclasses.replace(START, steps=1000))

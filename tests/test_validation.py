@@ -105,7 +105,7 @@ def test_a_difference_is_named_on_every_rank_of_the_group(pool: Pool, name: str)
         assert given.startswith(f"  given:    rank 5: {odd} at ") and f"{__file__}:" in given
         assert expected.startswith(f"  expected: as ranks 1 3 7: {usual} at ") and f"{__file__}:" in expected
         assert ranks == (5,)
-        assert took < 5
+        assert took < 25  # long before the timeout
         assert again == 4.0
 
 

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     build = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), "."]
     done = subprocess.run(
-        [sys.executable, "-m", *build], cwd=source, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", *build], cwd=source, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = out.glob("*.whl")
@@ -44,7 +44,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
     install = ["pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "bin"
 
@@ -58,7 +58,7 @@ def call(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess
         env=environment | {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 

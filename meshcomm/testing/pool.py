@@ -14,10 +14,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final, overload
 
 from meshcomm.testing.stacks import dump
 from meshcomm.testing.worker import READY, Answer, Call, Files, serve
+
+T = TypeVar("T")
 
 # Loading torch takes seconds, on a busy machine many.
 _START_S = 120.0
@@ -90,9 +92,29 @@ class Pool:
         """A folder that all ranks see and that goes with the pool."""
         return Path(self._folder.name)
 
+    @overload
     def run(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., T],
+        *args: Any,
+        ranks: int = ...,
+        timeout_s: float = ...,
+        env: Mapping[str, str] | None = ...,
+        allow: Literal[False] = ...,
+    ) -> list[T]: ...
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        ranks: int = ...,
+        timeout_s: float = ...,
+        env: Mapping[str, str] | None = ...,
+        allow: bool,
+    ) -> list[Any]: ...
+    def run(
+        self,
+        function: Callable[..., T],
         *args: Any,
         ranks: int = 8,
         timeout_s: float = 60.0,

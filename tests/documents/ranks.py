@@ -13,7 +13,7 @@ from typing import Any
 
 import meshcomm
 from meshcomm.errors import MeshcommError
-from meshcomm.mesh.opening import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
 
 def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:

@@ -75,21 +75,22 @@ def job(
     folder: Path,
     link: Link,
     ranks_per_node: int,
-    config: str,
+    config: str | None,
     program: str,
     *arguments: str,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Job]:
     """Start `meshcomm run CONFIG PROGRAM ARGUMENTS` under torchrun on two new hosts.
 
-    config: the text of a TOML file. program: a file in `programs`. files: name -> text of others. At the end of the block both hosts are
+    config: the text of a TOML file, or None for a program that says its own meshes. program: a file in `programs`. files: name -> text of others. At the end of the block both hosts are
     gone, with whatever ran on them.
     """
     (folder / "said").mkdir()
-    for name, text in {**files, "mesh.toml": config}.items():
+    named = {} if config is None else {"mesh.toml": config}
+    for name, text in {**files, **named}.items():
         (folder / name).write_text(text)
     with two_hosts(folder, link) as hosts:
-        line = line_of(ranks_per_node, str(PROGRAMS / f"{program}.py"), arguments)
+        line = line_of(ranks_per_node, [*named, str(PROGRAMS / f"{program}.py"), *arguments])
         processes = [host.start(line, folder, folder / host.name, environment(folder)) for host in hosts]
         started = Job(hosts, folder, processes)
         try:
@@ -101,11 +102,11 @@ def job(
                 process.wait()
 
 
-def line_of(ranks_per_node: int, script: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The line, equal on both hosts."""
+def line_of(ranks_per_node: int, words: Sequence[str]) -> list[str]:
+    """The line, equal on both hosts. words: CONFIG where there is one, SCRIPT, and its arguments."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29400"]
     size = ["--nnodes", str(len(NAMES)), "--nproc-per-node", str(ranks_per_node)]
-    command = ["-m", "meshcomm", "run", "mesh.toml", script, *arguments]
+    command = ["-m", "meshcomm", "run", *words]
     return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *command]
 
 

@@ -110,8 +110,7 @@ def test_orders_rank_as_predicted(tmp_path: Path, measured: dict[str, list[objec
     wanted = {name: traffic(name) for name in TRAININGS}
     steps = {name: found.calls() for name, found in wanted.items()}
     asked = json.dumps({"sizes": SIZES, "orders": ORDERS, "steps": steps})
-    config = "[mesh]\ndims = { dp = 8 }\n"
-    with job(tmp_path, LINK, RANKS_PER_NODE, config, "step", "5", files={"step.json": asked}) as started:
+    with job(tmp_path, LINK, RANKS_PER_NODE, None, "step", "5", files={"step.json": asked}) as started:
         assert started.finish(250) == [0, 0], started.log()
         said = started.said()
     assert len(said) == 8
