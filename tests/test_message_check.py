@@ -69,8 +69,7 @@ def test_the_second_to_come_names_both_ends(pool: Pool, case: str, late: int, va
     x, out = CASES[case]
     number = 6 if validate == "always" else 2
     assert (
-        f"message {number} with tag 0 from rank 0 to rank 1 on pp means two things; nothing was sent"
-        in text
+        f"message {number} with tag 0 from rank 0 to rank 1 on pp means two things; nothing was sent" in text
     )
     assert f"rank 0 sends float32 ({x.numel()}) at {__file__}:" in text
     assert (
