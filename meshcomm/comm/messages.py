@@ -30,6 +30,7 @@ from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import name_of
+from meshcomm.transport.torch_private import written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 Parcel: TypeAlias = tuple[Tensor, int, int]
@@ -119,6 +120,7 @@ class Messages:
             and not (at_once or header)
             and (ready := self._straight.find(("recv", src, tag), out)) is not None
         ):
+            written([out])
             return straight_messages.later(self, ready, out, out, src)
         check_peer(src, self._coord, self._size, "src", lambda: self.where("recv"))
         self._door(out, "recv")
@@ -138,6 +140,7 @@ class Messages:
             and out is not None
             and (ready := self._straight.find(("recv", src, tag), out)) is not None
         ):
+            written([out])
             straight_messages.at_once(self, ready, out)
             return out
         if out is not None:
@@ -196,8 +199,10 @@ class Messages:
         header: it counts with the call that follows.
         """
         if not header and (ends := self._ready(sends, recvs)) is not None:
+            came = [x for _, x in ends[1]]
+            written(came)
             straight_messages.all_at_once(self, self._recorder, self._name, call, *ends)
-            return [x for _, x in ends[1]]
+            return came
         going, coming, message = self._prepared(sends, recvs, call, header)
         if message is not None:
             self._now(message, lambda: self._transport.exchange(going, coming), call)
@@ -208,8 +213,10 @@ class Messages:
     ) -> Handle[list[Tensor]]:
         """`exchange`, started only."""
         if (ends := self._ready(sends, recvs)) is not None:
+            came = [x for _, x in ends[1]]
+            written(came)
             works = straight_messages.all_later(self, self._recorder, self._name, "exchange", *ends)
-            return Handle(works, self, "exchange", result=[x for _, x in ends[1]], held=ends)
+            return Handle(works, self, "exchange", result=came, held=ends)
         going, coming, message = self._prepared(sends, recvs, "exchange", False)
         works = []
         if message is not None:

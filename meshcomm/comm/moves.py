@@ -15,6 +15,7 @@ from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import buffer_for, filled, into, join, materialised, without
 from meshcomm.comm.straight import along_first, fits, share_memory
 from meshcomm.errors import MeshcommError, ShapeError
+from meshcomm.transport.torch_private import written
 
 
 class Moves(Calls):
@@ -29,7 +30,9 @@ class Moves(Calls):
             and type(src) is int
             and (ready := self._straight.find(("broadcast", src), x)) is not None
         ):
-            self._straight.go(self, ready, x.nbytes, x, [x])
+            given = [x]
+            written(given)
+            self._straight.go(self, ready, x.nbytes, x, given)
             return x
         check_coord(src, self.size, "src", lambda: self.where("broadcast"))
         self._door(x, "broadcast", "broadcast")
@@ -64,6 +67,8 @@ class Moves(Calls):
             whole = along_first(sizes, sizes[0] * self.size)
             gathered = x.new_empty(whole) if out is None else out
             if out is None or fits(out, whole, x, ready):
+                if out is not None:
+                    written([out])
                 self._straight.go(self, ready, x.nbytes * self.size, x, gathered, x)
                 return gathered
         self._door(x, "all_gather", "all_gather")
@@ -212,6 +217,8 @@ class Moves(Calls):
             came = torch.empty_like(x) if out is None else out
             # What comes in must not overwrite what is still to leave.
             if out is None or (fits(out, sizes, x, ready) and not share_memory(out, x)):
+                if out is not None:
+                    written([out])
                 self._straight.go(self, ready, x.nbytes, x, came, x, [], [])
                 return came
         self._door(x, "all_to_all", "all_to_all")

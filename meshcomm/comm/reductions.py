@@ -17,6 +17,7 @@ from meshcomm.comm.straight import STRIDED, along_first, fits
 from meshcomm.errors import ShapeError
 from meshcomm.transport.profile import profiling
 from meshcomm.transport.support import WIDENED, check_reduce
+from meshcomm.transport.torch_private import written
 
 
 class Reductions(Calls):
@@ -46,8 +47,10 @@ class Reductions(Calls):
             and not x.is_neg()
             and not profiling()
         ):
+            given = [x]
+            written(given)
             if async_op:
-                return self._straight.start(self, ready, x.nbytes, x, [x])
+                return self._straight.start(self, ready, x.nbytes, x, given)
             start, options, total, recorder, _ = ready
             frame = frame_at(2)  # over this and AlongDims.all_reduce
             recorder.started = number = recorder.started + 1
@@ -57,7 +60,7 @@ class Reductions(Calls):
             began = clock()
             recorder.ring[place] = (total, nbytes, frame.f_code, frame.f_lasti, began)
             try:
-                work = start([x], options)
+                work = start(given, options)
                 if work is not None:
                     work.wait()
             except RuntimeError as error:
@@ -147,6 +150,8 @@ class Reductions(Calls):
             part = along_first(sizes, sizes[0] // self.size)
             slice_ = x.new_empty(part) if out is None else out
             if out is None or fits(out, part, x, ready):
+                if out is not None:
+                    written([out])
                 self._straight.go(self, ready, x.nbytes, x, slice_, x)
                 return slice_
         self._door(x, "reduce_scatter", "reduce_scatter")

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from meshcomm.transport.torch_private import written
+
 
 def materialised(x: Tensor) -> Tensor:
     """`x` itself where its memory holds its values one after the other, else a copy that does."""
@@ -33,8 +35,10 @@ def buffer_for(out: Tensor) -> Tensor:
 
 
 def into(out: Tensor, buffer: Tensor) -> Tensor:
-    """`out` with the values of its buffer."""
-    if buffer is not out:
+    """`out` with the values of its buffer, which may be `out` itself."""
+    if buffer is out:
+        written([out])
+    else:
         with unwatched(out):
             out.copy_(buffer)
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -44,11 +44,16 @@ __all__ = [
     "single_names",
     "source_rank",
     "split_color",
+    "written",
 ]
 
 
 # The type of a group's name, where torch has one of its own.
 _NAME: Any = getattr(c10d, "GroupName", str)
+
+# Backends write to memory without autograd's knowledge. After this, backward of what has saved one of these
+# tensors raises, as after any operation in place. torch.autograd.graph.increment_version, without its questions.
+written: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
 
 # What the options of a backend are called differs between versions of torch.
 _OPTIONS_KEY = next(
