@@ -270,6 +270,27 @@ def test_a_wrong_call_of_a_process(tmp_path: Path) -> None:
     assert done.stderr.startswith("there is no script nothing.py\n") and "Traceback" not in done.stderr
 
 
+def test_a_wrong_config_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = """
+import sys
+from meshcomm.cli import app
+from typer.testing import CliRunner
+for words in (["train", "mesh.toml"], ["parity", "mesh.toml"], ["run", "mesh.toml", "script.py"]):
+    command, *rest = words
+    done = [CliRunner().invoke(app, [command, *more, *rest]) for more in (["--set", "mesh.dimz=1"], ["--world", "6"])]
+    print(*(each.exit_code for each in done), "did you mean" in done[0].stderr, "is 6" in done[1].stderr)
+print("torch" in sys.modules)
+"""
+    (tmp_path / "mesh.toml").write_text(CONFIG)
+    (tmp_path / "script.py").touch()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    # train says first that this config has no training.
+    assert done.stdout.splitlines() == ["2 2 True False", "2 2 True True", "2 2 True True", "False"], (
+        done.stderr
+    )
+
+
 def test_a_script_that_says_its_own_mesh_needs_no_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
-from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError
+from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh.launcher import Launch
 from meshcomm.mesh.owner import blame, claim, is_running, process_name
 from meshcomm.mesh.process import meet
@@ -358,4 +358,14 @@ def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pyte
 def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
     with pytest.raises(MeshcommError, match=f"(?s){said}"):
         meshcomm.init(**given if "config" in given else {"dims": {"dp": 1}, "device": "cpu", **given})
+    assert not dist.is_initialized()
+
+
+def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(prefix: str) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr("meshcomm.mesh.creating.say_prefix", lost)
+    with pytest.raises(CommunicationError, match=r"(?s)could not start torch's default group.*reset by peer"):
+        meshcomm.init(dims={"dp": 1}, device="cpu")
     assert not dist.is_initialized()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -230,13 +232,27 @@ def warmed() -> tuple[list[str], list[str], list[str], list[str], bool]:
 
 
 def test_groups_are_warmed_up_in_plan_order_where_the_configuration_says_so(pool: Pool) -> None:
-    simulated = meshcomm.simulate(warmed, dims={"all": 4})
+    simulated = meshcomm.simulate(lambda mesh: warmed(), dims={"all": 4})
     for kept, used, planned, made, timed in [*pool.run(warmed, ranks=4), *simulated]:
         # flat has the ranks of grad, so that its group is the same one.
         assert kept == planned == ["pp", "tp", "grad"]
         assert used == kept and len(made) == 3 and timed
     cold = meshcomm.simulate(lambda mesh: (dict(mesh.warm_up_s), mesh.stats().rows), dims={"dp": 2})
     assert cold == [({}, ()), ({}, ())]
+
+
+def broken_warm_up() -> tuple[int, bool]:
+    before = live_groups()
+    with (
+        mock.patch.object(Mesh, "warm_up", side_effect=RuntimeError("no connection")),
+        pytest.raises(RuntimeError, match="no connection"),
+    ):
+        meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, warm_up=True)
+    return live_groups() - before, dist.is_initialized()
+
+
+def test_a_warm_up_that_fails_gives_the_groups_back(pool: Pool) -> None:
+    assert pool.run(broken_warm_up, ranks=2) == [(0, False)] * 2
 
 
 def odd_one_out(case: str) -> str:

@@ -9,15 +9,19 @@ from typing import Any
 
 from meshcomm.config import Config, load
 from meshcomm.errors import LaunchError
-from meshcomm.jobs.starting import label_of, world_of
-from meshcomm.mesh.launch import launch
-from meshcomm.mesh.launcher import find_launch
 
 
 def parity(
     config: Path, overrides: Sequence[str], world: int | None, steps: int | None, tolerance: float
 ) -> dict[str, Any]:
     """Compare the training of `config` on its mesh with one process; returns `Parity.facts`."""
+    settings = load(config, overrides)
+    if world is not None:
+        settings.resolved(world)
+    # What is wrong has been said by now: torch takes seconds to load.
+    from meshcomm.jobs.starting import label_of, world_of
+    from meshcomm.mesh.launch import launch
+    from meshcomm.mesh.launcher import find_launch
     from meshcomm.train.parity_job import prove
 
     here = find_launch(os.environ)
@@ -28,7 +32,6 @@ def parity(
             expected="one process: it starts one per rank itself, once for each mesh that it compares",
             hint="meshcomm parity CONFIG, without the launcher",
         )
-    settings = load(config, overrides)
     size = world_of(settings, world)
 
     def start(part: Config, words: Sequence[str]) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshcomm.config import load
-from meshcomm.jobs.starting import start_job
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
 
 def run(
@@ -21,6 +19,11 @@ def run(
     Without `config`: `world` ranks of a script that says its own mesh.
     """
     settings = None if config is None else load(config, overrides)
+    if settings is not None and world is not None:
+        settings.resolved(world)
+    # What is wrong has been said by now: torch takes seconds to load.
+    from meshcomm.jobs.starting import start_job
+    from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
     def body() -> None:
         if config is not None:

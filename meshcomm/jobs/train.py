@@ -8,8 +8,6 @@ from pathlib import Path
 
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
-from meshcomm.jobs.starting import start_job
-from meshcomm.mesh.opening import init
 
 
 def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
@@ -25,6 +23,11 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
             expected="all four sections",
             hint="configs/quickstart.toml has them all",
         )
+    if world is not None:
+        settings.resolved(world)
+    # What is wrong has been said by now: torch takes seconds to load.
+    from meshcomm.jobs.starting import start_job
+
     return start_job(
         settings, world, ["train", str(config)], overrides, lambda: _train(settings), max_restarts
     )
@@ -33,6 +36,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
 def _train(settings: Config) -> None:
     from rich.console import Console
 
+    from meshcomm.mesh.opening import init
     from meshcomm.train import Silent, find_attempt
     from meshcomm.train import run as run_training
     from meshcomm.train.exchange import is_first

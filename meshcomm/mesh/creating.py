@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.verdict import name_of_rank
 from meshcomm.config import Config, TopologyConfig
+from meshcomm.errors import CommunicationError
 from meshcomm.layout import Group, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults
@@ -103,16 +104,27 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
             return open_group(group, rank, groups_store, prefix, device, split)
 
     with _applied(connecting):
-        owned = start_default_group(
-            joined,
-            dist.PrefixStore("world", store),
-            plan.defaults.backend,
-            device,
-            settings.mesh.timeout_s,
-            bind,
-        )
-        if owned:
-            say_prefix(prefix)
+        owned = not dist.is_initialized()
+        try:
+            if owned:
+                start_default_group(
+                    joined,
+                    dist.PrefixStore("world", store),
+                    plan.defaults.backend,
+                    device,
+                    settings.mesh.timeout_s,
+                    bind,
+                )
+                say_prefix(prefix)
+        except RuntimeError as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise CommunicationError(
+                f"rank {rank} could not start torch's default group",
+                given=str(error).splitlines()[0],
+                expected=f"backend {plan.defaults.backend} to start, and a store that answers",
+                hint="look for the first error of the process that holds the store",
+            ) from error
         whole_world = plan.layout.world_size == joined.world_size
         transports: dict[str, Transport] = {}
         if agreed.is_member:

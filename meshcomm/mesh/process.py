@@ -231,10 +231,8 @@ def check_devices(settings: Config, device: torch.device, backend: str, launch: 
 
 def start_default_group(
     meeting: Meeting, store: dist.Store, backend: str, device: torch.device, timeout_s: float, bind: bool
-) -> bool:
-    """Give torch.distributed its default group unless it has one; returns whether it was made here."""
-    if dist.is_initialized():
-        return False
+) -> None:
+    """Give torch.distributed its default group, which it must not have yet."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -245,7 +243,6 @@ def start_default_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if bind and device.type != "cpu" else None,
     )
-    return True
 
 
 def say_prefix(prefix: str) -> None:

@@ -164,6 +164,7 @@ def _steps(
         text_files=len(corpus.files),
         threads=torch.get_num_threads(),
         resumed=resumed,
+        warm_up_s=mesh.warm_up_s,
     )
     out = Path(train.out)
     seconds = before_s

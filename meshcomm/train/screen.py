@@ -45,6 +45,9 @@ class TrainingReporter:
             highlight=False,
             soft_wrap=True,
         )
+        if start.warm_up_s:
+            took = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in start.warm_up_s.items())
+            self._console.print(f"groups warmed up: {took}", highlight=False, soft_wrap=True)
         done = 0
         if start.resumed is not None:
             done = start.resumed.step

@@ -92,6 +92,21 @@ def _shifts(me: Rank, mesh: Mesh) -> None:
     mesh.shift("pp", _x(me.number), 1)
 
 
+def _shifts_first(me: Rank, mesh: Mesh) -> None:
+    _shifts(me, mesh)
+    me.say("rank 0 has shifted")
+
+
+def _ends_after_the_first(how: End) -> Act:
+    """Rank 0's neighbours need rank 2, rank 0 does not: it must not come after they have failed."""
+
+    def act(me: Rank, mesh: Mesh) -> None:
+        me.wait_for("rank 0 has shifted")
+        me.end(how)
+
+    return act
+
+
 def _exchanges(me: Rank, mesh: Mesh) -> None:
     me.strike()
     mesh.exchange("pp", [(_x(1), 2)], [(_x(0), 2)])
@@ -129,7 +144,7 @@ ROWS = [
                 f"{how.lower()}-shift",
                 how,
                 "in shift",
-                _all_but_2(_shifts, _ends(how)),
+                {**_all_but_2(_shifts, _ends_after_the_first(how)), 0: _shifts_first},
                 {1: _LOST, 3: _LOST},
                 (2,),
                 gone=(2,),
