@@ -317,6 +317,43 @@ def test_messages_of_unknown_shape_and_source(pool: Pool) -> None:
     pool.run(each_mesh, post)
 
 
+def next_to_nothing(mesh: Mesh) -> None:
+    size, coord = mesh.size("dp"), mesh.coord("dp")
+    for shape, dtype in (
+        ((0,), torch.float32),
+        ((0, 3), torch.complex64),
+        ((), torch.bool),
+        ((), torch.float32),
+    ):
+        x = torch.ones(shape, dtype=dtype)
+        assert mesh.shift("dp", x).shape == shape
+        # Whoever comes first, and what is sent to it afterwards, with the same tag too.
+        if coord == 0:
+            sources = set()
+            for _ in range(size - 1):
+                came, source = mesh.recv_any("dp", torch.zeros(shape, dtype=dtype), tag=6)
+                assert torch.equal(came, x)
+                sources.add(source)
+            assert sources == set(range(1, size))
+            for dst in sources:
+                mesh.send("dp", torch.ones(2), dst=dst)
+                assert mesh.recv("dp", torch.zeros(2), src=dst, tag=6).sum() == 2
+        else:
+            mesh.send("dp", x, dst=0, tag=6)
+            assert mesh.recv("dp", torch.zeros(2), src=0).sum() == 2
+            mesh.send("dp", torch.ones(2), dst=0, tag=6)
+
+
+def run_next_to_nothing() -> None:
+    with meshcomm.init(dims={"dp": 3}, device="cpu", timeout_s=30) as mesh:
+        next_to_nothing(mesh)
+
+
+def test_empty_messages_from_whoever_comes_first(pool: Pool) -> None:
+    pool.run(run_next_to_nothing, ranks=3)
+    meshcomm.simulate(next_to_nothing, dims={"dp": 3}, explore=3)
+
+
 def handles(mesh: Mesh) -> None:
     x = torch.ones(3)
     handle = mesh.all_reduce("dp", x, async_op=True)

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.verdict import verdict
+from meshcomm.comm.verdict import unmatched, verdict
 from meshcomm.errors import CollectiveTimeout, PeerLost
 from meshcomm.jobs.report import report
+from meshcomm.mesh.asking import Asking
 from meshcomm.mesh.overdue import BREAK_GRACE_S, FIRST_GRACE_S, GRACE_S, Late, Overdue
 from meshcomm.testing import Pool
 
@@ -179,6 +180,74 @@ def test_the_circle_itself() -> None:
     assert verdict({0: {**statuses[0], "groups": []}}) == [
         "no rank was found waiting for another: the reports hold no verdict"
     ]
+
+
+def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
+    def status(rank: int, *begun: tuple[str, int, int, int]) -> dict[str, Any]:
+        group = {"label": "pp[0]", "ranks": [0, 1, 2, 3], "last": None, "messages": {"begun": begun}}
+        return {"rank": rank, "main": f"train.py:{rank} in step", "groups": [group]}
+
+    def said(tag: int) -> list[tuple[int, str | None]]:
+        waiting = {"call": "recv_any", "parts": [("recv", None, tag, 0)]}
+        return [tuple(each) for each in unmatched(0, "pp[0]", waiting, statuses)]
+
+    statuses = {
+        0: status(0, ("recv", 1, 7, 2), ("recv", 2, 7, 1)),
+        1: status(1, ("send", 0, 7, 2)),
+        2: status(2, ("send", 0, 7, 1), ("send", 0, 9, 1), ("send", 3, 5, 1)),
+    }
+    assert said(7) == [
+        (1, "has sent 2 with tag 7, all received; it is at train.py:1 in step"),
+        (2, "has sent 1 with tag 7, all received, and 1 with tag 9; it is at train.py:2 in step"),
+        (3, None),
+    ]
+    assert said(5) == [
+        (1, "has sent none with tag 5, and 2 with tag 7; it is at train.py:1 in step"),
+        (2, "has sent none with tag 5, and 1 with tag 7, 1 with tag 9; it is at train.py:2 in step"),
+        (3, None),
+    ]
+    # Somebody has sent: nobody who answers is missing.
+    assert said(9) == [(3, None)]
+
+
+class _BusyStore:
+    """A store whose calls take `call_s`; rank 1's answer is there from the look number `answers` on, rank 2's never."""
+
+    def __init__(self, call_s: float, answers: int) -> None:
+        self.looks = 0
+        self._call_s = call_s
+        self._answers = answers
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self._call_s)
+        self.looks += keys == ["answer/1/1"]
+        return keys == ["answer/1/1"] and self.looks >= self._answers
+
+    def get(self, key: str) -> bytes:
+        return b'{"rank": 1}'
+
+
+def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshcomm.mesh.asking._ANSWER_S", 0.3)
+    monkeypatch.setattr("meshcomm.mesh.asking._LONGER", 40)
+    # Its eighth look is after 0.4 s at least, and would be after less than 0.3 s on an idle machine.
+    busy = _BusyStore(0.02, 8)
+    assert Asking(busy, 0, 0.01).ask([1]) == {1: {"rank": 1}}
+    # Who never answers is given up all the same, and on an idle machine in time.
+    idle = _BusyStore(0.0, 1)
+    began = time.monotonic()
+    assert Asking(idle, 0, 0.01).ask([1, 2]) == {1: {"rank": 1}}
+    assert time.monotonic() - began >= 0.3
+    # As does a store that stops to answer half way.
+    asking = Asking(_BusyStore(3.0, 1), 0, 0.01)
+    assert asking.ask([1]) == {}
+    assert not asking.mute
 
 
 def killed(mesh: Any) -> None:

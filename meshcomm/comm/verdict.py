@@ -39,23 +39,47 @@ def unmatched(
     """The ranks that have not done their half of the messages that `rank` waits for."""
     found = []
     for direction, peer, tag, number in waiting["parts"]:
-        for other in _others(rank, label, statuses) if peer is None else [peer]:
-            status = statuses.get(other)
-            if status is None:
-                found.append(Absent(other, None))
-                continue
-            half = "recv" if direction == "send" else "send"
-            done = _messages_begun(status, label, half, rank)
-            count = sum(done.values()) if peer is None else done.get(tag, 0)
-            if peer is not None and count >= number:
-                continue
-            has = "received" if half == "recv" else "sent"
-            short = f"has {has} {count} of {number} with tag {tag}" if peer is not None else f"has {has} none"
-            elsewhere = {t: n for t, n in done.items() if t != tag}
-            if elsewhere and peer is not None:
-                short += ", and " + ", ".join(f"{n} with tag {t}" for t, n in sorted(elsewhere.items()))
-            found.append(Absent(other, f"{short}; it {doing(status, label)}"))
+        if peer is None:
+            found += _no_sender(rank, label, tag, statuses)
+            continue
+        status = statuses.get(peer)
+        if status is None:
+            found.append(Absent(peer, None))
+            continue
+        half = "recv" if direction == "send" else "send"
+        done = _messages_begun(status, label, half, rank)
+        count = done.get(tag, 0)
+        if count >= number:
+            continue
+        has = "received" if half == "recv" else "sent"
+        short = f"has {has} {count} of {number} with tag {tag}{_elsewhere(done, tag)}"
+        found.append(Absent(peer, f"{short}; it {doing(status, label)}"))
     return found
+
+
+def _no_sender(rank: int, label: str, tag: int, statuses: Mapping[int, Status]) -> list[Absent]:
+    """Who has sent nothing to a receive of `rank` from any rank, or has sent only what it has received before."""
+    found = []
+    on_its_way = False
+    for other in _others(rank, label, statuses):
+        status = statuses.get(other)
+        if status is None:
+            found.append(Absent(other, None))
+            continue
+        sent = _messages_begun(status, label, "send", rank)
+        came = _messages_begun(statuses[rank], label, "recv", other).get(tag, 0)
+        count = sent.get(tag, 0)
+        on_its_way = on_its_way or count > came
+        short = f"has sent {count} with tag {tag}, all received" if count else f"has sent none with tag {tag}"
+        found.append(Absent(other, f"{short}{_elsewhere(sent, tag)}; it {doing(status, label)}"))
+    # One message is enough; a rank that does not answer may still be why it did not come through.
+    return [each for each in found if each.doing is None] if on_its_way else found
+
+
+def _elsewhere(done: Mapping[int, int], tag: int) -> str:
+    """How many messages had other tags; "" for none."""
+    others = [f"{count} with tag {other}" for other, count in sorted(done.items()) if other != tag]
+    return ", and " + ", ".join(others) if others else ""
 
 
 def described(waiting: Mapping[str, Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, final
 
 from meshcomm.config import NetworkConfig
@@ -46,6 +47,26 @@ def shared_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in SHARED if name in os.environ}
 
 
+def put(variables: Mapping[str, str | None]) -> None:
+    """Set `variables`; those that are None are taken away."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside of the block `variables` are set, whatever they were; after it they are that again."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        put(before)
+
+
 @final
 class Environment:
     """Sets variables, remembers what they were, puts that back. Never overrides what a user set."""
@@ -74,11 +95,7 @@ class Environment:
 
     def restore(self) -> None:
         """Everything as it was before."""
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        put(self._before)
         self._before.clear()
 
 

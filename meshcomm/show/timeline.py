@@ -36,9 +36,9 @@ def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
     there; a dot for none. Behind each row is the share of the time that its bars cover.
 
     >>> print(*timeline([Row(0, "0", [Bar("tp", 0, 1)]), Row(1, "1", [Bar("tp", 3, 4)])], 25), sep="\\n")
-    rank 0            4 s
-       0 tttt............ 25%
-       1 ............tttt 25%
+    rank 0           4 s
+       0 tttt...........  25%
+       1 ...........tttt  25%
     t: tp
     """
     bars = [bar for row in rows for bar in row.bars]
@@ -47,7 +47,7 @@ def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
     first, last = min(bar.began for bar in bars), max(bar.over for bar in bars)
     letters = _letters(bars)
     margin = max(4, *(len(row.name) for row in rows))
-    columns = max(10, width - margin - 5)
+    columns = max(10, width - margin - 6)
     scale = max(last - first, 1e-9) / columns
     lines = [
         f"{'rank':<{margin}} {'0':<{columns - len(seconds_text(last - first))}}{seconds_text(last - first)}"
@@ -56,7 +56,7 @@ def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
         cells = _cells(row.bars, first, scale, columns)
         text = "".join(letters[kind] if kind else _IDLE for kind in cells)
         share = _covered(row.bars) / max(last - first, 1e-9)
-        lines.append(f"{row.name:>{margin}} {text}{share:>4.0%}")
+        lines.append(f"{row.name:>{margin}} {text} {share:>4.0%}")
     lines.append("; ".join(f"{letter}: {kind}" for kind, letter in letters.items()))
     return lines
 

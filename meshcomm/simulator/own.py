@@ -10,6 +10,8 @@ from typing import Any, final
 
 import torch
 
+from meshcomm.mesh.environment import put
+
 # What a launcher tells each process of itself. Everything else in the environment is the process's.
 _TOLD = ("RANK", "LOCAL_RANK")
 
@@ -72,11 +74,7 @@ class Own:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        for name, value in (self._told or {}).items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        put(self._told or {})
         if self._main is not None:
             sys.modules["__main__"] = self._main
         if self._argv is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -14,6 +13,7 @@ import torch
 from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.config import Config, DimOptions, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import beside_the_job
 from meshcomm.mesh.worlds import WORLD
@@ -120,23 +120,20 @@ def run_ranks(
         return body(actor)
 
     threads = torch.get_num_threads()
-    before = {name: os.environ.get(name) for name in _LAUNCHER}
     # One rank runs at a time, and each new thread would start a pool of torch's own.
     torch.set_num_threads(1)
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     try:
-        with warnings.catch_warnings():
+        # RANK and LOCAL_RANK are each rank's own.
+        with (
+            with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
+            warnings.catch_warnings(),
+        ):
             # It ends in an error here.
             warnings.simplefilter("ignore", UnwaitedHandle)
             scheduler.run(live)
             verdict = scheduler.verdict or judge.at_the_end()
     finally:
         torch.set_num_threads(threads)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
     if verdict is not None:
         if isinstance(verdict, MeshcommError):
             verdict.hint = f"{verdict.hint}; schedule seed {seed} repeats it"

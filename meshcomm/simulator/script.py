@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from meshcomm.config import load
 from meshcomm.errors import LaunchError
+from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.launcher import how_many_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.simulator.own import Own
@@ -63,26 +63,20 @@ def simulate_script(
     variables: dict[str, str] = {}
     if config is not None:
         variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
-    before = {name: os.environ.get(name) for name in variables}
     paths = list(sys.path)
-    os.environ |= variables
     # As `python SCRIPT` does: imports are looked for beside the script first.
     sys.path.insert(0, str(script.resolve().parent))
     found: dict[str, Any] = {}
     try:
-        for each in range(seed, seed + explore):
-            _, ledger = run_ranks(body, size, each, settings.mesh.timeout_s, own)
-            if each == seed:
-                found = {
-                    "world": size,
-                    "schedules": explore,
-                    **ledger.facts(settings.topology.ranks_per_node),
-                }
+        with with_variables(variables):
+            for each in range(seed, seed + explore):
+                _, ledger = run_ranks(body, size, each, settings.mesh.timeout_s, own)
+                if each == seed:
+                    found = {
+                        "world": size,
+                        "schedules": explore,
+                        **ledger.facts(settings.topology.ranks_per_node),
+                    }
     finally:
         sys.path[:] = paths
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
     return found

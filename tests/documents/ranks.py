@@ -13,6 +13,7 @@ from typing import Any
 
 import meshcomm
 from meshcomm.errors import MeshcommError
+from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
 
@@ -52,17 +53,11 @@ def function_of(source: str, filename: str, name: str, arguments: tuple[Any, ...
 @contextlib.contextmanager
 def _inside(folder: str, variables: Mapping[str, str]) -> Iterator[None]:
     here, path, arguments = Path.cwd(), list(sys.path), list(sys.argv)
-    before = {name: os.environ.get(name) for name in variables}
     os.chdir(folder)
-    os.environ.update(variables)
     try:
-        yield
+        with with_variables(variables):
+            yield
     finally:
         os.chdir(here)
         sys.path[:] = path
         sys.argv = arguments
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
