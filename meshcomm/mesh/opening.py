@@ -165,8 +165,8 @@ def _open(
                     environment.set(network_variables(settings.network))
                     device = choose_device(settings.mesh.device, joined.launch)
                     plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
-                    check_backends(plan, device)
                     check_devices(settings, device, plan.defaults.backend, joined.launch)
+                    check_backends(plan, device)
             except MeshcommError as error:
                 failure = error
         facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
