@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, final, overload
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm import Communicator, Directory, Functional, Handle
+from meshcomm.comm import Communicator, Directory, Functional
 from meshcomm.comm.along import AlongDims
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.lateness import Lateness, measure
-from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
-from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.site import users_frame
-from meshcomm.comm.spans import Spans
 from meshcomm.comm.validation import CallCheck
 from meshcomm.config import TopologyConfig
-from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
+from meshcomm.errors import LayoutError, MeshClosed, UnknownDim
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
-from meshcomm.mesh.barrier import meet_at_store
-from meshcomm.mesh.debugger import stop_at
-from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
+from meshcomm.mesh.accounts import Accounts
+from meshcomm.mesh.meetings import Meetings
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
-from meshcomm.mesh.tracing import Trace
-from meshcomm.mesh.whereabouts import Whereabouts
 from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.pattern.apply import GatherRules, Rearranger
 from meshcomm.show.grid.view import RankGrid
 from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_view
-from meshcomm.topology import machine
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -47,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Mesh(Whereabouts, AlongDims):
+class Mesh(Meetings, Accounts, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -74,6 +63,8 @@ class Mesh(Whereabouts, AlongDims):
         add: Callable[[Mesh, Plan, str], Transport],
         on_close: Callable[[], None],
     ) -> None:
+        Meetings.__init__(self)
+        Accounts.__init__(self)
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = rank
@@ -82,14 +73,8 @@ class Mesh(Whereabouts, AlongDims):
         self.topology = topology
         self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
-        self._barriers: dict[str, int] = {}
-        self._breakpoints: dict[tuple[str, int], int] = {}
-        # Steps that are over, and what the program called the last one.
-        self._steps = self._numbered = 0
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
-        # What `warm_up` returned last; empty where nobody has called it.
-        self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
         self._add = add
         self._on_close = on_close
@@ -97,11 +82,6 @@ class Mesh(Whereabouts, AlongDims):
         self._validate_calls = validate_calls
         # By group, not by name: names that share a group share the count of what is compared on it.
         self._calls: dict[int, CallCheck] = {}
-        self._recorders: dict[int, Recorder] = {}
-        self._opened = time.perf_counter()
-        # What takes every call, while a trace is taken.
-        self.spans: Spans | None = None
-        self._traces = 0
         self._watch = watch
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = Directory(self._explain)
@@ -138,215 +118,7 @@ class Mesh(Whereabouts, AlongDims):
             self.layout.digits(name)
         return self._torch.over(chosen)
 
-    # -- all ranks at once ---------------------------------------------------------------------
-
-    @overload
-    def barrier(
-        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: Literal[False] = ...
-    ) -> None: ...
-    @overload
-    def barrier(self, dims: Dims, *, timeout_s: None = ..., async_op: Literal[True]) -> Handle[None]: ...
-    @overload
-    def barrier(
-        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: bool
-    ) -> Handle[None] | None: ...
-    def barrier(
-        self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
-    ) -> Handle[None] | None:
-        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
-
-        timeout_s: meet at the store instead of at the backend; ranks that have not come in time
-                   are named by a BarrierTimeout on every rank that has. Works under NCCL too.
-        """
-        if timeout_s is not None:
-            self._roll_call(dims, timeout_s, async_op)
-            return None
-        if dims is not None:
-            return self._at.along(dims).barrier(async_op)
-        if async_op:
-            raise UnsupportedOp(
-                f"barrier of all ranks on {self.label}: async_op without dims",
-                given="dims=None, async_op=True",
-                expected="dims, as all ranks meet dim by dim, one after the other",
-                hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
-            )
-        for name in self.layout.dims:
-            self._at[name].barrier()
-        return None
-
-    def _roll_call(self, dims: Dims | None, timeout_s: float, async_op: bool) -> None:
-        self._usable()
-        if async_op:
-            raise UnsupportedOp(
-                f"barrier on {self.label}: async_op and timeout_s together",
-                given=f"timeout_s={timeout_s}, async_op=True",
-                expected="one of the two",
-                hint="mesh.barrier(dims, timeout_s=...) in a thread of its own",
-            )
-        timeout_s = seconds_of(timeout_s, lambda: f"barrier on {self.label}")
-        along = tuple(self.layout.dims) if dims is None else dims
-        digits = self.layout.digits(along)
-        # The group is told apart by its first rank; the calls on it are counted.
-        ranks = self.ranks(along)
-        key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
-        self._barriers[key] = number = self._barriers.get(key, 0) + 1
-        meet_at_store(
-            prefixed(f"barrier/{key}/{number}", self._store),
-            digits.coord(self.layout.position(self.rank)),
-            ranks,
-            timeout_s,
-            f"barrier along {along if isinstance(along, str) else ', '.join(along)} on {self.label}",
-        )
-
-    def warm_up(self) -> dict[str, float]:
-        """Use every group once, in plan order, so that no later call pays for connecting.
-
-        Called by: every rank of the mesh. On NCCL this also satisfies the rule that the first call
-        on a group involves all of its ranks.
-        Returns: seconds by name, of this rank; `warm_up_s` keeps them. `warm_up = true` in `[mesh]`
-        lets `meshcomm.init` call it.
-        """
-        self._usable()
-        seconds: dict[str, float] = {}
-        for family in self.plan.families:
-            if family.creates:
-                start = time.perf_counter()
-                self._at[family.name].barrier()
-                seconds[family.name] = time.perf_counter() - start
-        self.warm_up_s = seconds
-        return dict(seconds)
-
-    def lateness(self) -> Lateness:
-        """Who comes late to the calls that the ranks make together: stragglers, by dim.
-
-        Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
-        is when the host enqueued the call. Messages are not counted.
-
-        Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
-        the whole mesh; prints as a table.
-        """
-        self._usable()
-        named: dict[str, Communicator] = {}
-        for family in self.plan.families:
-            comm = self._at[family.name]
-            if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
-                named[family.name] = comm
-        return measure(named, [self._at[dim] for dim in self.layout.dims])
-
-    def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
-        """One step of the program is over: by now each rank of a group has begun the same collectives on it.
-
-        Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
-        step: a call that one of them left out among equal ones, or made once too often, shows nowhere else.
-        docs/guide/steps.md says what is compared and how soon.
-
-        Called by: every rank of the mesh, at the same point of the program.
-        number:    what the program calls the step, for errors; None: one more than the last, from 1.
-        apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
-        Returns:   the number.
-        Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one
-                   before, as soon as that is known; calls that fail meanwhile and `close` raise it too.
-        """
-        self._usable()
-        if number is None:
-            number = self._numbered + 1
-        elif isinstance(number, bool) or not isinstance(number, int):
-            raise LayoutError(
-                f"step {number!r} on {self.label}",
-                given=repr(number),
-                expected="a whole number",
-                hint="mesh.step() counts by itself",
-            )
-        left_out = {id(self._at[dims].recorder) for dims in apart}
-        self._steps += 1
-        self._numbered = number
-        for recorder in self._recorders.values():
-            recorder.note(self._steps, number, id(recorder) in left_out)
-        if self.spans is not None:
-            self.spans.step(number)
-        if self._watch is not None:
-            self._watch.noted(self._steps)
-        return number
-
-    def stats(self) -> Stats:
-        """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
-
-        Counted always: collectives, messages and objects along dims of size 2 or more that are made
-        through the mesh; not what torch does by itself on `group` or `device_mesh`, FSDP and pipelining
-        among it. Where [topology] says how fast the links are, with what the model predicts. Prints as a
-        table; `after.since(before)` is what came between two of them. Asks no other rank.
-        """
-        self._usable()
-        totals = [recorder.totals for recorder in self._recorders.values()]
-        seconds = time.perf_counter() - self._opened
-        return stats(self.label, seconds, counts(totals), self.plan, machine(self.topology))
-
-    def stats_of_all_ranks(self) -> StatsOfAll:
-        """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
-
-        Called by: every rank of the mesh, in the same program order.
-        """
-        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        names = [family.name for family in self.plan.families]
-        return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
-
-    def trace(self, path: str | PathLike[str]) -> Trace:
-        """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.
-
-        The file is for Perfetto or chrome://tracing: a lane for each rank and dim, arrows from senders to
-        receivers. After the block the first rank of the mesh has written it, and all ranks go on; 200,000
-        calls of a rank are kept at most. Where the block raises, each rank that left it so writes a file
-        of its own, trace.rank3.json. Calls cost some microseconds more inside.
-
-        Called by: every rank of the mesh, for the same part of the program.
-        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the
-                   block StoreError where the file cannot be written, StoreTimeout for ranks that do not come.
-        """
-        self._usable()
-        if self._watch is not None and not self._watch.timed:
-            raise UnsupportedOp(
-                f"no trace of simulated ranks, asked for on {self.label}",
-                given="mesh.trace in the simulator, whose ranks run one at a time",
-                expected="processes, whose times mean something",
-                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
-            )
-        self._traces += 1
-        store = prefixed(f"trace/{self._traces}", self._store)
-        return Trace(self, path, MeshStore(store, lambda: self.label, self.plan.defaults.timeout_s))
-
-    def trace_into(self, spans: Spans | None) -> None:
-        """For Trace: tell `spans` of every call from now on; None: nobody."""
-        self.spans = spans
-        for recorder in self._recorders.values():
-            recorder.trace(spans)
-
-    @property
-    def groups_by_label(self) -> dict[str, list[int]]:
-        """The global ranks of this rank's groups, by label as errors show it."""
-        return {recorder.label: recorder.ranks for recorder in self._recorders.values()}
-
-    def breakpoint(self, *, timeout_s: float = 3600.0, skip: int = 0, **coords: int) -> None:
-        """Stop one rank in Python's debugger, at the line of this call; the others wait for it.
-
-        `mesh.breakpoint(dp=0, tp=1)`. Dims that are not named: coord 0. The rank's own stdin is asked.
-
-        Called by:  every rank of the mesh. No group's timeout runs meanwhile: they meet at the store.
-        timeout_s:  how long the others wait; then they raise BarrierTimeout.
-        skip:       how many of the first calls from this line do nothing.
-        Raises:     UnknownDim, LayoutError on every rank; bdb.BdbQuit on the stopped rank after `q`.
-        """
-        self._usable()
-        at = {**dict.fromkeys(self.layout.dims, 0), **coords}
-        stopped = self.layout.rank_at(**at)
-        frame = users_frame()
-        line = (frame.f_code.co_filename, frame.f_lineno)
-        self._breakpoints[line] = number = self._breakpoints.get(line, 0) + 1
-        if number <= skip:
-            return
-        if self.rank == stopped:
-            stop_at(frame, self.label, lambda: self._roll_call(None, timeout_s, False))
-        else:
-            self._roll_call(None, timeout_s, False)
+    # -- patterns ---------------------------------------------------------------------------------
 
     def rearrange(
         self,

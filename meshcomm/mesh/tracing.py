@@ -20,7 +20,7 @@ from meshcomm.mesh.chrome import Part, TraceFile
 from meshcomm.mesh.store import MeshStore
 
 if TYPE_CHECKING:
-    from meshcomm.mesh.mesh import Mesh
+    from meshcomm.mesh.accounts import Accounts
 
 _PER_CHUNK: Final = 5000  # calls
 _PINGS: Final = 5
@@ -44,7 +44,7 @@ class Trace:
     path: of the file. dropped: calls of this rank that were too many to keep; known after the block.
     """
 
-    def __init__(self, mesh: Mesh, path: str | PathLike[str], store: MeshStore) -> None:
+    def __init__(self, mesh: Accounts, path: str | PathLike[str], store: MeshStore) -> None:
         self.path = Path(path)
         self.dropped = 0
         self._mesh = mesh

@@ -85,3 +85,7 @@ class Whereabouts:
                 hint="if mesh.is_member:",
             )
         return self.rank
+
+    def _usable(self) -> None:
+        """Raise where nothing can be called: on a rank that is not a member."""
+        self._member()

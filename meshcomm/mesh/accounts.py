@@ -1,0 +1,155 @@
+"""What have the calls of this rank been, and those of the others: by step, in sums, in a trace?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from os import PathLike
+
+import torch.distributed as dist
+
+from meshcomm.comm import Communicator, Directory
+from meshcomm.comm.lateness import Lateness, measure
+from meshcomm.comm.ledger import counts
+from meshcomm.comm.objects import Objects
+from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.spans import Spans
+from meshcomm.config import TopologyConfig
+from meshcomm.errors import LayoutError, UnsupportedOp
+from meshcomm.layout import Dims, Plan
+from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
+from meshcomm.mesh.store import MeshStore
+from meshcomm.mesh.tracing import Trace
+from meshcomm.mesh.whereabouts import Whereabouts
+from meshcomm.mesh.worlds import Watching, prefixed
+from meshcomm.topology import machine
+
+
+class Accounts(Whereabouts):
+    """Steps, lateness, sums and traces of a mesh's calls. `Mesh` has them."""
+
+    plan: Plan
+    topology: TopologyConfig
+    objects: Objects
+    _at: Directory
+    _store: dist.Store
+    _watch: Watching | None
+
+    def __init__(self) -> None:
+        # By the group's transport: names that share a group share its record.
+        self._recorders: dict[int, Recorder] = {}
+        self._opened = time.perf_counter()
+        # Steps that are over, and what the program called the last one.
+        self._steps = self._numbered = 0
+        # What takes every call, while a trace is taken.
+        self.spans: Spans | None = None
+        self._traces = 0
+
+    def lateness(self) -> Lateness:
+        """Who comes late to the calls that the ranks make together: stragglers, by dim.
+
+        Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
+        is when the host enqueued the call. Messages are not counted.
+
+        Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
+        the whole mesh; prints as a table.
+        """
+        self._usable()
+        named: dict[str, Communicator] = {}
+        for family in self.plan.families:
+            comm = self._at[family.name]
+            if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
+                named[family.name] = comm
+        return measure(named, [self._at[dim] for dim in self.layout.dims])
+
+    def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
+        """One step of the program is over: by now each rank of a group has begun the same collectives on it.
+
+        Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
+        step: a call that one of them left out among equal ones, or made once too often, shows nowhere else.
+        docs/guide/steps.md says what is compared and how soon.
+
+        Called by: every rank of the mesh, at the same point of the program.
+        number:    what the program calls the step, for errors; None: one more than the last, from 1.
+        apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
+        Returns:   the number.
+        Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one
+                   before, as soon as that is known; calls that fail meanwhile and `close` raise it too.
+        """
+        self._usable()
+        if number is None:
+            number = self._numbered + 1
+        elif isinstance(number, bool) or not isinstance(number, int):
+            raise LayoutError(
+                f"step {number!r} on {self.label}",
+                given=repr(number),
+                expected="a whole number",
+                hint="mesh.step() counts by itself",
+            )
+        left_out = {id(self._at[dims].recorder) for dims in apart}
+        self._steps += 1
+        self._numbered = number
+        for recorder in self._recorders.values():
+            recorder.note(self._steps, number, id(recorder) in left_out)
+        if self.spans is not None:
+            self.spans.step(number)
+        if self._watch is not None:
+            self._watch.noted(self._steps)
+        return number
+
+    def stats(self) -> Stats:
+        """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
+
+        Counted always: collectives, messages and objects along dims of size 2 or more that are made
+        through the mesh; not what torch does by itself on `group` or `device_mesh`, FSDP and pipelining
+        among it. Where [topology] says how fast the links are, with what the model predicts. Prints as a
+        table; `after.since(before)` is what came between two of them. Asks no other rank.
+        """
+        self._usable()
+        totals = [recorder.totals for recorder in self._recorders.values()]
+        seconds = time.perf_counter() - self._opened
+        return stats(self.label, seconds, counts(totals), self.plan, machine(self.topology))
+
+    def stats_of_all_ranks(self) -> StatsOfAll:
+        """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
+
+        Called by: every rank of the mesh, in the same program order.
+        """
+        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
+        names = [family.name for family in self.plan.families]
+        return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
+
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.
+
+        The file is for Perfetto or chrome://tracing: a lane for each rank and dim, arrows from senders to
+        receivers. After the block the first rank of the mesh has written it, and all ranks go on; 200,000
+        calls of a rank are kept at most. Where the block raises, each rank that left it so writes a file
+        of its own, trace.rank3.json. Calls cost some microseconds more inside.
+
+        Called by: every rank of the mesh, for the same part of the program.
+        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the
+                   block StoreError where the file cannot be written, StoreTimeout for ranks that do not come.
+        """
+        self._usable()
+        if self._watch is not None and not self._watch.timed:
+            raise UnsupportedOp(
+                f"no trace of simulated ranks, asked for on {self.label}",
+                given="mesh.trace in the simulator, whose ranks run one at a time",
+                expected="processes, whose times mean something",
+                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
+            )
+        self._traces += 1
+        store = prefixed(f"trace/{self._traces}", self._store)
+        return Trace(self, path, MeshStore(store, lambda: self.label, self.plan.defaults.timeout_s))
+
+    def trace_into(self, spans: Spans | None) -> None:
+        """For Trace: tell `spans` of every call from now on; None: nobody."""
+        self.spans = spans
+        for recorder in self._recorders.values():
+            recorder.trace(spans)
+
+    @property
+    def groups_by_label(self) -> dict[str, list[int]]:
+        """The global ranks of this rank's groups, by label as errors show it."""
+        return {recorder.label: recorder.ranks for recorder in self._recorders.values()}
