@@ -248,3 +248,12 @@ def test_a_plan_at_131072_ranks_enumerates_nothing() -> None:
     assert mine.coords == {"pp": 4, "dp": 1530, "tp": 1}
     assert [len(group.ranks) for group in mine.groups] == [8, 2048, 8]
     assert mine.groups[1].ranks[1530] == 77_777
+
+
+def test_the_family_that_covers_dims() -> None:
+    plan = Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("dp", "tp")}))
+    for dims, name in (("tp", "tp"), (("dp", "tp"), "model"), ("model", "model"), (("pp", "tp"), None)):
+        found = plan.covering(dims)
+        assert (found and found.name) == name
+    with pytest.raises(UnknownDim):
+        plan.covering("ep")

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshcomm.errors import LayoutError
 from meshcomm.layout.digits import Digits, Ranks
+from meshcomm.layout.dims import Dims
 from meshcomm.layout.layout import Layout
 from meshcomm.layout.names import did_you_mean
 
@@ -181,6 +182,15 @@ class Plan:
         """The family of one name. Raises UnknownDim."""
         self.layout.digits(name)
         return next(family for family in self.families if family.name == name)
+
+    def covering(self, dims: Dims) -> Family | None:
+        """The first family whose groups are those of `dims`, under whatever name; None where there is none.
+
+        Raises UnknownDim, LayoutError for what is no dims.
+        """
+        wanted = self.layout.digits(dims).canonical()
+        matching = (each for each in self.families if self.layout.digits(each.name).canonical() == wanted)
+        return next(matching, None)
 
     def groups(self) -> Iterator[Group]:
         """Every group of every name, in the order in which they are created."""

@@ -293,10 +293,9 @@ class Mesh(Meetings, Accounts, AlongDims):
 
     def _family_of(self, dims: Dims) -> str:
         """The name whose groups are those of `dims`. Raises UnknownDim where no group was declared."""
-        wanted = self.layout.digits(dims).canonical()
-        for family in self.plan.families:
-            if self.layout.digits(family.name).canonical() == wanted:
-                return family.name
+        family = self.plan.covering(dims)
+        if family is not None:
+            return family.name
         listed = ", ".join(f'"{name}"' for name in dims)
         joined = "_".join(dims)
         raise UnknownDim(

@@ -329,8 +329,7 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     used = tuple(dim for dim in dims if mesh.size(dim) > 1)
     if len(used) < 2:
         return used[0] if used else None
-    wanted = mesh.layout.digits(used).canonical()
-    if all(mesh.layout.digits(family.name).canonical() != wanted for family in mesh.plan.families):
+    if mesh.plan.covering(used) is None:
         name = "_".join(used)
         while name in mesh.layout.names or name in mesh.layout.views:
             name += "_all"
