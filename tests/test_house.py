@@ -121,6 +121,28 @@ assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_mesh_is_made_and_used_without_what_only_commands_need() -> None:
+    program = """
+import sys, torch.distributed
+before = set(sys.modules)
+import meshcomm, torch
+mesh = meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu")
+mesh.all_reduce("dp", torch.ones(1))
+mesh.barrier(), mesh.coords, repr(mesh)
+new = sorted(set(sys.modules) - before)
+unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "pdb", "xml", "meshcomm.show",
+    "meshcomm.cli", "meshcomm.jobs", "meshcomm.bench", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
+    "meshcomm.simulator", "meshcomm.testing", "meshcomm.place", "meshcomm.costs", "meshcomm.stages",
+    "meshcomm.topology", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
+    "meshcomm.mesh.launch", "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
+loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]
+assert not loaded, loaded
+assert str(mesh) and "rich" in sys.modules  # what prints loads it
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def test_public_names_exist_and_are_listed_once() -> None:
     assert sorted(meshcomm.__all__) == meshcomm.__all__ == sorted(meshcomm._PUBLIC)
     for name in meshcomm.__all__:

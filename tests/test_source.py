@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshcomm import Config, MeshConfig, load, simulate
+from meshcomm import MeshConfig, load, simulate
 from meshcomm.errors import LaunchError, RankFailed
-from meshcomm.mesh.source import settings_of
+from meshcomm.mesh.source import MeshOnly, Settings, settings_of
 from meshcomm.simulator.script import simulate_script
 
 CONFIG = (
@@ -28,7 +28,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def each(*calls: tuple[Any, dict[str, Any], list[str]]) -> list[Config]:
+def each(*calls: tuple[Any, dict[str, Any], list[str]]) -> list[Settings]:
     """settings_of for one init after the other of a rank."""
     return copy_context().run(lambda: [settings_of(*call) for call in calls])
 
@@ -54,7 +54,7 @@ def test_what_says_the_same_or_comes_beside_it_is_taken(job: Path, monkeypatch: 
     assert each((job, {}, ["mesh.validate_calls=7"]), (whole, {}, [])) == [whole, whole]
     # The config's own mesh first, then another one.
     beside = {"dims": {"all": -1}}
-    assert each((None, {}, []), (None, beside, [])) == [whole, Config(mesh=MeshConfig(dims={"all": -1}))]
+    assert each((None, {}, []), (None, beside, [])) == [whole, MeshOnly(MeshConfig(dims={"all": -1}))]
     # Sizes that were left open may have been filled in.
     monkeypatch.setenv("MESHCOMM_SET", "mesh.dims.dp=-1")
     filled = load(job, ["mesh.dims.dp=-1"]).resolved(4)

@@ -1,29 +1,48 @@
 """Configuration: files, overrides and models. Needs no hardware, reads no environment."""
 
-from meshcomm.config.architecture import ModelConfig
-from meshcomm.config.data import DataConfig
-from meshcomm.config.file import load
-from meshcomm.config.mesh import DimOptions, MeshConfig
-from meshcomm.config.parallel import ParallelConfig
-from meshcomm.config.planning import plan
-from meshcomm.config.process import NetworkConfig, ProcessConfig
-from meshcomm.config.root import Config
-from meshcomm.config.topology import Link, Links, TopologyConfig
-from meshcomm.config.train import TrainConfig
+from __future__ import annotations
 
-__all__ = [
-    "Config",
-    "DataConfig",
-    "DimOptions",
-    "Link",
-    "Links",
-    "MeshConfig",
-    "ModelConfig",
-    "NetworkConfig",
-    "ParallelConfig",
-    "ProcessConfig",
-    "TopologyConfig",
-    "TrainConfig",
-    "load",
-    "plan",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshcomm.config.architecture import ModelConfig as ModelConfig
+    from meshcomm.config.data import DataConfig as DataConfig
+    from meshcomm.config.file import load as load
+    from meshcomm.config.mesh import DimOptions as DimOptions
+    from meshcomm.config.mesh import MeshConfig as MeshConfig
+    from meshcomm.config.parallel import ParallelConfig as ParallelConfig
+    from meshcomm.config.planning import plan as plan
+    from meshcomm.config.process import NetworkConfig as NetworkConfig
+    from meshcomm.config.process import ProcessConfig as ProcessConfig
+    from meshcomm.config.root import Config as Config
+    from meshcomm.config.topology import Link as Link
+    from meshcomm.config.topology import Links as Links
+    from meshcomm.config.topology import TopologyConfig as TopologyConfig
+    from meshcomm.config.train import TrainConfig as TrainConfig
+
+# Loaded when first used: a mesh made from `dims=` needs no model of the training sections.
+_PUBLIC = {
+    "Config": "root",
+    "DataConfig": "data",
+    "DimOptions": "mesh",
+    "Link": "topology",
+    "Links": "topology",
+    "MeshConfig": "mesh",
+    "ModelConfig": "architecture",
+    "NetworkConfig": "process",
+    "ParallelConfig": "parallel",
+    "ProcessConfig": "process",
+    "TopologyConfig": "topology",
+    "TrainConfig": "train",
+    "load": "file",
+    "plan": "planning",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'meshcomm.config' has no attribute {name!r}")
+    return getattr(import_module(f"meshcomm.config.{_PUBLIC[name]}"), name)

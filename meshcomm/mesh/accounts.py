@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,22 +15,23 @@ from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.spans import Spans
-from meshcomm.config import TopologyConfig
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
-from meshcomm.mesh.stats import Stats, StatsOfAll, of_all, stats
 from meshcomm.mesh.store import MeshStore
-from meshcomm.mesh.tracing import Trace
 from meshcomm.mesh.whereabouts import Whereabouts
 from meshcomm.mesh.worlds import Watching, prefixed
-from meshcomm.topology import machine
+
+if TYPE_CHECKING:
+    from meshcomm.config import TopologyConfig
+    from meshcomm.mesh.stats import Stats, StatsOfAll
+    from meshcomm.mesh.tracing import Trace
 
 
 class Accounts(Whereabouts):
     """Steps, lateness, sums and traces of a mesh's calls. `Mesh` has them."""
 
     plan: Plan
-    topology: TopologyConfig
+    _topology: Callable[[], TopologyConfig]
     objects: Objects
     _at: Directory
     _store: dist.Store
@@ -106,15 +108,20 @@ class Accounts(Whereabouts):
         table; `after.since(before)` is what came between two of them. Asks no other rank.
         """
         self._usable()
+        from meshcomm.mesh.stats import stats
+        from meshcomm.topology import machine
+
         totals = [recorder.totals for recorder in self._recorders.values()]
         seconds = time.perf_counter() - self._opened
-        return stats(self.label, seconds, counts(totals), self.plan, machine(self.topology))
+        return stats(self.label, seconds, counts(totals), self.plan, machine(self._topology()))
 
     def stats_of_all_ranks(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
 
         Called by: every rank of the mesh, in the same program order.
         """
+        from meshcomm.mesh.stats import of_all
+
         dims = [dim for dim, size in self.layout.dims.items() if size > 1]
         names = [family.name for family in self.plan.families]
         return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
@@ -139,6 +146,8 @@ class Accounts(Whereabouts):
                 expected="processes, whose times mean something",
                 hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
             )
+        from meshcomm.mesh.tracing import Trace
+
         self._traces += 1
         store = prefixed(f"trace/{self._traces}", self._store)
         return Trace(self, path, MeshStore(store, lambda: self.label, self.plan.defaults.timeout_s))

@@ -6,25 +6,27 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.verdict import name_of_rank
-from meshcomm.config import Config, TopologyConfig
-from meshcomm.errors import CommunicationError
+from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.layout import Group, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults
 from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.process import Meeting, say_prefix, start_default_group
-from meshcomm.mesh.rank import end_rank
+from meshcomm.mesh.source import Settings
 from meshcomm.mesh.watch import Watch
 from meshcomm.mesh.worlds import Watching, World, prefixed
-from meshcomm.topology import discovered
 from meshcomm.transport import SoloTransport, Transport
+
+if TYPE_CHECKING:
+    from meshcomm.config import TopologyConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Agreed:
     agree_s: the seconds that agreeing took.
     """
 
-    settings: Config
+    settings: Settings
     joined: Meeting
     plan: Plan
     device: torch.device
@@ -79,7 +81,7 @@ def create_in_world(world: World, agreed: Agreed) -> Mesh:
         watch,
         create,
         transports.clear,
-        topology=agreed.settings.topology,
+        topology=lambda: agreed.settings.topology,
         # The world compares every call itself, and is told of each.
         validate_calls=None,
     )
@@ -155,7 +157,13 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
         watched = dist.PrefixStore("watch", dist.PrefixStore("mesh", store))
         coords = plan.layout.coords(rank)
         timeouts = {group.label: group.options.timeout_s for group in plan.for_rank(rank).groups}
-        launch = joined.launch
+
+        def end(error: MeshcommError) -> None:
+            from meshcomm.mesh.rank import end_rank
+
+            # A cause that is still silent, a grace after the timeout, will not speak.
+            end_rank(error, joined.launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
+
         watch = Watch(
             watched,
             rank,
@@ -164,10 +172,15 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
             settings.mesh.reports,
             None if settings.mesh.validate_calls == "always" else settings.mesh.validate_calls,
             timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
-            # A cause that is still silent, a grace after the timeout, will not speak.
-            end=lambda error: end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0),
+            end=end,
             alone=joined.pretended,
         )
+
+    def topology() -> TopologyConfig:
+        from meshcomm.topology import discovered
+
+        return discovered(settings.topology, os.environ)
+
     limit = settings.mesh.validate_calls
     return _mesh(
         agreed,
@@ -176,7 +189,7 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
         watch,
         create,
         on_close,
-        topology=discovered(settings.topology, os.environ),
+        topology=topology,
         validate_calls=None if limit == "always" else limit,
     )
 
@@ -189,7 +202,7 @@ def _mesh(
     create: Callable[[Group, bool], Transport],
     on_close: Callable[[], None],
     *,
-    topology: TopologyConfig,
+    topology: Callable[[], TopologyConfig],
     validate_calls: int | None,
 ) -> Mesh:
     def add(mesh: Mesh, wider: Plan, name: str) -> Transport:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, final
 
-from meshcomm.config import NetworkConfig
+from meshcomm.config.process import NetworkConfig
 from meshcomm.errors import LaunchError
 
 # What the backends of one group must read alike: else they choose different algorithms or protocols,

@@ -14,7 +14,6 @@ from meshcomm.comm.site import users_frame
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.mesh.barrier import meet_at_store
-from meshcomm.mesh.debugger import stop_at
 from meshcomm.mesh.whereabouts import Whereabouts
 from meshcomm.mesh.worlds import prefixed
 
@@ -127,6 +126,8 @@ class Meetings(Whereabouts):
         if number <= skip:
             return
         if self.rank == stopped:
+            from meshcomm.mesh.debugger import stop_at
+
             stop_at(frame, self.label, lambda: self._roll_call(None, timeout_s, False))
         else:
             self._roll_call(None, timeout_s, False)

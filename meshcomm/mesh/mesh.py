@@ -17,7 +17,6 @@ from meshcomm.comm.along import AlongDims
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.validation import CallCheck
-from meshcomm.config import TopologyConfig
 from meshcomm.errors import LayoutError, MeshClosed, UnknownDim
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.accounts import Accounts
@@ -25,14 +24,14 @@ from meshcomm.mesh.meetings import Meetings
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
 from meshcomm.mesh.worlds import Watching, prefixed
-from meshcomm.pattern.apply import GatherRules, Rearranger
-from meshcomm.show.grid.view import RankGrid
-from meshcomm.show.page import as_text
-from meshcomm.show.plan import plan_view
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from meshcomm.config import TopologyConfig
+    from meshcomm.pattern.apply import GatherRules, Rearranger
+    from meshcomm.show.grid.view import RankGrid
 
 
 @final
@@ -55,7 +54,7 @@ class Mesh(Meetings, Accounts, AlongDims):
         device: torch.device,
         store: dist.Store,
         prefix: str,
-        topology: TopologyConfig,
+        topology: Callable[[], TopologyConfig],
         transports: dict[str, Transport],
         startup_s: Mapping[str, float],
         validate_calls: int | None,
@@ -69,8 +68,7 @@ class Mesh(Meetings, Accounts, AlongDims):
         self.layout: Layout = plan.layout
         self.rank = rank
         self.device = device
-        # How ranks lie on machines, as the configuration or the launcher says it; for what is shown.
-        self.topology = topology
+        self._topology = topology
         self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
@@ -87,10 +85,15 @@ class Mesh(Meetings, Accounts, AlongDims):
         self._at = Directory(self._explain)
         self.functional = Functional(self._at)
         self.objects = Objects(self._at, device)
-        self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
+        self._rearranger: Rearranger | None = None
         if self.is_member:
             for family in plan.families:
                 self._at[family.name] = self._communicator(family.name, transports[family.name])
+
+    @property
+    def topology(self) -> TopologyConfig:
+        """How ranks lie on machines, as the configuration or the launcher says it; for what is shown."""
+        return self._topology()
 
     # -- torch's objects over the same groups ---------------------------------------------------
 
@@ -145,6 +148,10 @@ class Mesh(Meetings, Accounts, AlongDims):
                     `mesh.functional.all_gather`; everything else has one meaning.
         Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
         """
+        if self._rearranger is None:
+            from meshcomm.pattern.apply import Rearranger
+
+            self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
         return self._rearranger.run(x, pattern, partial, grad, sizes)
 
     # -- life -----------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ class Mesh(Meetings, Accounts, AlongDims):
         for family in plan.families:
             self._at[family.name] = self._communicator(family.name, self._transports[family.name])
         self._torch.relayout(layout)
-        self._rearranger = Rearranger(layout, self._at, self.functional, self.label)
+        self._rearranger = None
 
     def close(self) -> None:
         """Give every group back, last created first. Closing twice is harmless.
@@ -245,14 +252,20 @@ class Mesh(Meetings, Accounts, AlongDims):
         Returns: what prints as text, in colour by rich, as a picture in a notebook; `.save("topo.svg")`.
         Asks no other rank. Raises UnknownDim.
         """
+        from meshcomm.show.grid.view import RankGrid
+
         return RankGrid(self.plan, by, self.topology, self.rank if self.is_member else None)
 
     def __str__(self) -> str:
         """Dims, groups and neighbours as a table of 100 columns, without colour."""
+        from meshcomm.show.page import as_text
+
         return as_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
         """What rich prints: the same table at the console's width."""
+        from meshcomm.show.plan import plan_view
+
         return plan_view(self.plan, self.rank if self.is_member else None, self.topology)
 
     # -- inside ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm import __version__
-from meshcomm.config import Config, MeshConfig, ProcessConfig
+from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.backends import check_backends
@@ -30,7 +30,7 @@ from meshcomm.mesh.process import (
     of_this_attempt,
     outer_prefix,
 )
-from meshcomm.mesh.source import Source, settings_of
+from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
 from meshcomm.mesh.worlds import WORLD, World, prefixed
 from meshcomm.transport.torch_private import default_store
 
@@ -90,7 +90,7 @@ def init(
     world = WORLD.get()
     launch = find_launch(os.environ) if world is None else world.launch
     failure: MeshcommError | None = None
-    settings = Config(mesh=MeshConfig(dims={"all": -1}))
+    settings: Settings = MeshOnly(MeshConfig(dims={"all": -1}))
     try:
         settings = settings_of(config, given, overrides)
     except MeshcommError as error:
@@ -104,7 +104,7 @@ def init(
 
 
 def _meet(
-    settings: Config, launch: Launch, store: dist.Store | None, rank: int | None, world_size: int | None
+    settings: Settings, launch: Launch, store: dist.Store | None, rank: int | None, world_size: int | None
 ) -> Meeting:
     if dist.is_initialized():
         # Of torch's fake backend only this rank exists: there is no store, and nobody to agree with.
@@ -113,8 +113,9 @@ def _meet(
         return Meeting(
             of_this_attempt(found), dist.get_rank(), dist.get_world_size(), launch, pretended, True
         )
-    process: ProcessConfig = settings.process
-    return meet(process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size)
+    return meet(
+        settings.process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size
+    )
 
 
 def _met(world: World, store: dist.Store | None, rank: int | None, world_size: int | None) -> Meeting:
@@ -133,7 +134,7 @@ def _met(world: World, store: dist.Store | None, rank: int | None, world_size: i
 
 def _open(
     source: Source | None,
-    settings: Config,
+    settings: Settings,
     joined: Meeting,
     failure: MeshcommError | None,
     world: World | None,

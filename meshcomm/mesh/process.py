@@ -10,12 +10,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshcomm.config import Config, ProcessConfig
+from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.exposure import exposed_file, exposed_store, serve_on_loopback, warn
 from meshcomm.mesh.launcher import Launch, attempt_of, attempt_prefix
 from meshcomm.mesh.owner import came_twice, is_running, process_name
 from meshcomm.mesh.reach import find_tcp_store
+from meshcomm.mesh.source import Settings
 from meshcomm.transport.torch_private import default_store
 
 _PREFIX: Final = "meshcomm/prefix"
@@ -198,7 +199,7 @@ def choose_backend(device: torch.device) -> str:
     return str(dist.get_default_backend_for_device(device.type))
 
 
-def check_devices(settings: Config, device: torch.device, backend: str, launch: Launch) -> None:
+def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
     """Refuse what the device that was found cannot do. Raises LaunchError.
 
     A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL

@@ -5,19 +5,47 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.config import Config, DimOptions, MeshConfig, load
+from meshcomm.config.mesh import DimOptions, MeshConfig
+from meshcomm.config.problems import report
+from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.topology import TopologyConfig
 from meshcomm.errors import LaunchError, LayoutError
+from meshcomm.layout import Plan
+
+if TYPE_CHECKING:
+    from meshcomm.config import Config
 
 CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
 
-Source = str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]
+Source: TypeAlias = "str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]"
+
+
+@dataclass(frozen=True)
+class MeshOnly:
+    """The sections of a Config that a mesh is made from, without the models of the training sections."""
+
+    mesh: MeshConfig
+    process: ProcessConfig = ProcessConfig()
+    network: NetworkConfig = NetworkConfig()
+    topology: TopologyConfig = TopologyConfig()
+
+    def plan(self, world: int | None) -> Plan:
+        """See Config.plan."""
+        problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]
+        if problems:
+            raise report("Config", problems)
+        return self.mesh.plan(world)
+
+
+Settings: TypeAlias = "Config | MeshOnly"
 
 # What a mesh is made from; the other sections are training's.
 _SECTIONS: Final = ("mesh", "process", "network", "topology")
@@ -25,7 +53,7 @@ _SECTIONS: Final = ("mesh", "process", "network", "topology")
 _TAKEN: ContextVar[bool] = ContextVar("meshcomm_config_taken", default=False)
 
 
-def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
+def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
     """The configuration that `init` was given or that the job has.
 
     given: keys of `[mesh]` that were given as keyword arguments. Raises ConfigError, LayoutError, and
@@ -45,6 +73,8 @@ def beside_the_job() -> None:
 
 
 def _of_the_job(overrides: Sequence[str]) -> Config:
+    from meshcomm.config import load
+
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
         raise LaunchError(
@@ -63,7 +93,7 @@ def _overrides() -> list[str]:
     return os.environ.get(OVERRIDES_VARIABLE, "").splitlines()
 
 
-def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Config:
+def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
     if config is not None and given:
         raise LaunchError(
             "init got a config and keyword arguments that say the same things",
@@ -71,9 +101,9 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
             expected="one of the two",
             hint='overrides=["mesh.dims.tp=4"] changes a config',
         )
-    if isinstance(config, (Config, str, PathLike)) or (
-        isinstance(config, Mapping) and not isinstance(config, DeviceMesh)
-    ):
+    if config is not None and not isinstance(config, (MeshConfig, DeviceMesh)):
+        from meshcomm.config import load
+
         return load(config, overrides)
     if overrides:
         what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
@@ -84,9 +114,9 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
             hint="change the object itself" if config is not None else "change the arguments themselves",
         )
     if isinstance(config, MeshConfig):
-        return Config(mesh=config)
+        return MeshOnly(config)
     if isinstance(config, DeviceMesh):
-        return Config(mesh=_mesh_config(config))
+        return MeshOnly(_mesh_config(config))
     if "options" in given:
         options = given["options"]
         if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
@@ -94,11 +124,13 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
                 name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()
             }
         given = {**given, "options": options}
-    return Config(mesh=MeshConfig(**given))
+    return MeshOnly(MeshConfig(**given))
 
 
-def _refuse_unused(path: str, own: Config) -> None:
+def _refuse_unused(path: str, own: Settings) -> None:
     """Raise LaunchError where the job's configuration says what the mesh of `own` would not have."""
+    from meshcomm.config import load
+
     asked = load(path, _overrides())
     lost = [f"{name}.{key}" for name in _SECTIONS for key in _lost(getattr(asked, name), getattr(own, name))]
     if not lost:
