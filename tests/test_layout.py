@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from meshcomm.errors import LayoutError, UnknownDim
@@ -197,6 +199,7 @@ def test_the_fingerprint_sees_all_that_must_agree() -> None:
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a",)}}, "merge.m merges 1 dim(s)"),
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "a")}}, '("a", "a") name a dim twice'),
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "c")}}, "the mesh has no dim 'c'"),
+        ({"dims": {"a": 2}, "views": {"v": {"x": 0, "y": -1}}}, "views.v.x = 0 is not a size"),
         ({"dims": {"a": 2}, "views": {"v": {"x": 3}}}, "view v does not fit the world: 3, world is 2"),
     ],
 )
@@ -222,6 +225,55 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
         with pytest.raises(LayoutError) as caught:
             call()
         assert str(caught.value).splitlines()[0] == message
+
+
+@pytest.mark.parametrize(
+    ("dims", "hint"),
+    [
+        ("pt", 'did you mean "tp"?'),
+        ("TP", 'did you mean "tp"?'),
+        ("tq", 'did you mean "tp"?'),
+        ("mdl", 'did you mean "model"?'),
+        ("xp", "one of these, or a tuple of them"),  # as near to pp as to dp and tp
+        (("dp", "tpp"), 'did you mean "tp"?'),
+        (["dp", "tp"], "('dp', 'tp')"),
+        ((["dp"],), "one of these names"),
+        (None, "one of these names"),
+    ],
+)
+def test_a_mistyped_dim_is_told_which_was_meant(dims: Any, hint: str) -> None:
+    layout = Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")})
+    with pytest.raises(UnknownDim) as caught:
+        layout.digits(dims)
+    assert caught.value.hint == hint
+    assert 'pp (2), dp (2), tp (2); merged: model ("pp", "tp")' in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("x", [np.ones(3), [np.ones(3), np.ones(2)], (np.ones(3),)])
+def test_a_tensor_in_the_place_of_dims_says_that_dims_come_first(x: Any) -> None:
+    with pytest.raises(UnknownDim) as caught:
+        Layout({"dp": 2, "tp": 2}).size(x)
+    kind = type(x).__name__
+    assert str(caught.value) == (
+        f"a {kind} stands where dims are expected\n"
+        f"  given:    a {kind} as the first argument\n"
+        "  expected: the dims first, then the tensor: one of dp (2), tp (2)\n"
+        '  try:      swap the arguments, as in mesh.all_reduce("dp", x)'
+    )
+
+
+def test_an_unknown_view_is_refused_by_name() -> None:
+    layout = Layout({"dp": 2, "tp": 2}, views={"expert": {"ep": 4}})
+    with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
+        layout.coords(1, "exprt")
+    assert caught.value.hint == 'did you mean "expert"?'
+
+
+def test_the_order_that_was_given_stays_the_callers() -> None:
+    order = np.array([1, 0], dtype=np.int64)
+    layout = Layout({"dp": 2}, rank_order=order)
+    order[:] = 0
+    assert layout.ranks.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -361,6 +361,7 @@ def misuse(mesh: Mesh) -> list[str]:
         lambda: mesh.reduce_scatter("dp", x, axis=1),
         lambda: mesh.all_gather("dp", x, axis=2),
         lambda: mesh.all_reduce("dp", x, op="mean"),
+        lambda: mesh.all_reduce(x, "dp"),  # type: ignore[call-overload]
         lambda: mesh.all_reduce("dp", x.int(), op="avg"),
     ):
         try:
@@ -390,7 +391,8 @@ def test_each_mistake_has_its_text(pool: Pool) -> None:
         'LayoutError: send along "dp" on rank 3 (dp=1 tp=1): dst=1 is this rank itself',
         'ShapeError: reduce_scatter along "dp" on rank 3 (dp=1 tp=1) cannot split axis 1\n  given:    x of shape (3, 5)',
         'ShapeError: all_gather along "dp" on rank 3 (dp=1 tp=1) has no axis 2',
-        "UnsupportedOp: all_reduce along \"dp\" on rank 3 (dp=1 tp=1): no reduce op 'mean'",
+        "UnsupportedOp: all_reduce along \"dp\" on rank 3 (dp=1 tp=1): no reduce op 'mean'\n  given:    op='mean'\n  expected: one of sum, avg, product, min, max, band, bor, bxor, premul_sum\n  try:      op=\"avg\"",
+        "UnknownDim: a Tensor stands where dims are expected",
         'UnsupportedOp: all_reduce along "dp" on rank 3 (dp=1 tp=1): avg of int32 is not possible on gloo',
         "MeshClosed: the mesh {'dp': 2, 'tp': 2} is closed on rank 3 (dp=1 tp=1)",
     ]

@@ -316,7 +316,7 @@ BAD = [
           given:    "b s h -> b s (tq h)"
                     x of shape (2, 3, 4), mesh pp=2 dp=2 tp=4 ep=8 model=8
           expected: every tensor axis on both sides, or a mesh dim: pp, model, dp, ep, tp
-          try:      einops.repeat for a new axis "tq", or 1 for an axis of length 1
+          try:      did you mean "tp"?
         """,
         good="b s h -> b s (tp h)",
         good_shape=(2, 3, 4),

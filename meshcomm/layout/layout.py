@@ -1,16 +1,68 @@
-"""Where does every rank of a mesh sit, and with whom? By arithmetic alone."""
+"""Where does every rank of a mesh sit, and with whom? By arithmetic alone: mixed-radix coords of grid positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, overload
+from types import MappingProxyType
+from typing import Final, Literal, NoReturn, TypeAlias, TypeVar, overload
 
-from einops import rearrange
+import numpy as np
+from numpy.typing import NDArray
 
-from meshcomm.errors import LayoutError
-from meshcomm.layout.digits import Digits, Ranks
-from meshcomm.layout.dims import Dims, DimTable
-from meshcomm.layout.order import RankOrder
+from meshcomm.errors import LayoutError, UnknownDim
+from meshcomm.layout.names import check_name, did_you_mean
+from meshcomm.layout.sizes import check_sizes, fold, resolve, times, toml_dims
+
+Dims: TypeAlias = str | tuple[str, ...]
+Ranks: TypeAlias = NDArray[np.int64]
+Ints = TypeVar("Ints", int, Ranks)
+
+
+class Digits(tuple[tuple[int, int], ...]):
+    """How positions are read along some dims: (size, stride) pairs, outermost first.
+
+    A position is a rank's index in the row-major rank grid. Its coord is the mixed-radix number
+    whose digits are `position // stride % size`. Two dims have the same groups, in the same
+    order, exactly when their canonical digits are equal.
+    """
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        """Number of coords."""
+        return math.prod(size for size, _ in self)
+
+    def canonical(self) -> Digits:
+        """Without digits of size 1, and neighbours that step evenly written as one."""
+        joined: list[tuple[int, int]] = []
+        for size, stride in self:
+            if size == 1:
+                continue
+            if joined and joined[-1][1] == size * stride:
+                size *= joined.pop()[0]
+            joined.append((size, stride))
+        return Digits(joined)
+
+    def coord(self, position: Ints) -> Ints:
+        """The coord of a position, or of each position of an array."""
+        value = position * 0
+        for size, stride in self:
+            value = value * size + position // stride % size
+        return value
+
+    def offset(self, coord: Ints) -> Ints:
+        """How far the position with this coord lies from the one with coord 0; of each coord of an array."""
+        value = coord * 0
+        for size, stride in reversed(self):
+            value = value + coord % size * stride
+            coord = coord // size
+        return value
+
+    def offsets(self) -> Ranks:
+        """`offset` of every coord, shape (size,)."""
+        return self.offset(np.arange(self.size, dtype=np.int64))
 
 
 class Layout:
@@ -21,8 +73,8 @@ class Layout:
             last dim's neighbours are next to each other.
         rank_order: the rank at each position of the row-major grid; default 0, 1, 2, ... A
             layout on part of a world lists that part's ranks.
-        views: name -> another {dim: size} factorisation of the same positions. A dim that a
-            view shares with the base by name must mean the same groups.
+        views: name -> another {dim: size} factorisation of the same positions; one size may be -1.
+            A dim that a view shares with the base by name must mean the same groups.
         merge: name -> dims that together get one coord, row-major in the order written.
 
     Raises LayoutError, which says what does not fit.
@@ -36,7 +88,7 @@ class Layout:
     [2, 3, 6, 7]
     """
 
-    __slots__ = ("_order", "_table", "dims", "merge", "views", "world_size")
+    __slots__ = ("_digits", "_factorisations", "_order", "_positions", "dims", "merge", "views", "world_size")
 
     dims: Final[Mapping[str, int]]
     views: Final[Mapping[str, Mapping[str, int]]]
@@ -50,12 +102,67 @@ class Layout:
         views: Mapping[str, Mapping[str, int]] | None = None,
         merge: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self._table = DimTable(dims, views or {}, merge or {})
-        self._order = RankOrder(rank_order, self._table.dims)
-        self.dims = self._table.dims
-        self.views = self._table.views
-        self.merge = self._table.merge
-        self.world_size = self._table.world_size
+        check_sizes(dims, "dims")
+        self.dims = MappingProxyType(dict(dims))
+        self.world_size = math.prod(dims.values())
+        known_views: dict[str, Mapping[str, int]] = {}
+        known_merge: dict[str, tuple[str, ...]] = {}
+        self.views, self.merge = MappingProxyType(known_views), MappingProxyType(known_merge)
+        # The digits of every name, and of every tuple of names that was asked for.
+        self._digits: dict[Dims, Digits] = {}
+        # The base is "".
+        self._factorisations: dict[str, Mapping[str, int]] = {}
+        self._add_factorisation("", self.dims)
+        for view, sizes in (views or {}).items():
+            check_name(view, "view")
+            check_sizes(sizes, f"views.{view}", open_dim=True)
+            known_views[view] = MappingProxyType(resolve(sizes, self.world_size, f"view {view}"))
+            self._add_factorisation(view, known_views[view])
+        merged = {name: (tuple(parts), self._merged(name, parts)) for name, parts in (merge or {}).items()}
+        for name, (names, digits) in merged.items():
+            known_merge[name], self._digits[name] = names, digits
+        self._order = None if rank_order is None else _checked_order(rank_order, self.dims)
+        # Rank -> position.
+        self._positions: Mapping[int, int] | range = range(self.world_size)
+        if self._order is not None:
+            self._positions = {rank: position for position, rank in enumerate(self._order.tolist())}
+
+    def _add_factorisation(self, view: str, sizes: Mapping[str, int]) -> None:
+        stride = self.world_size
+        for name, size in sizes.items():
+            stride //= size
+            digits = Digits([(size, stride)])
+            known = self._digits.setdefault(name, digits)
+            if known.canonical() != digits.canonical():
+                other = self.home(name)
+                raise LayoutError(
+                    f"view {view} and {f'view {other}' if other else 'the base'} share the dim "
+                    f'"{name}", but it has other groups there',
+                    given=f"size {size}, stride {stride} in {view}; "
+                    f"size {known[0][0]}, stride {known[0][1]} in {other or 'dims'}",
+                    expected="a shared dim that means the same ranks in both",
+                    hint=f"rename it in views.{view}, or place and size it as in {other or 'dims'}",
+                )
+        self._factorisations[view] = sizes
+
+    def _merged(self, name: str, parts: Sequence[str]) -> Digits:
+        check_name(name, "merged dim")
+        given = f"merge.{name} = {list(parts)}"
+        if name in self._digits:
+            raise LayoutError(
+                f"merge.{name} has the name of a dim",
+                given=f"{given}, dims {toml_dims(self.dims)}",
+                expected="a name that no dim has",
+                hint=f"merge.{name}_{'_'.join(parts)}",
+            )
+        if len(parts) < 2:
+            raise LayoutError(
+                f"merge.{name} merges {len(parts)} dim(s)",
+                given=given,
+                expected="two or more dims",
+                hint=f"use the dim {parts[0]} itself" if parts else "remove the line",
+            )
+        return self._read(tuple(parts))
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -66,76 +173,163 @@ class Layout:
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        order = None if self._order.given is None else self._order.given.tobytes()
+        order = None if self._order is None else self._order.tobytes()
         views = tuple((name, tuple(sizes.items())) for name, sizes in self.views.items())
         return (tuple(self.dims.items()), order, views, tuple(self.merge.items()))
 
     def __repr__(self) -> str:
         parts = [f"dims={dict(self.dims)}"]
-        if self._order.given is not None:
-            parts.append(f"rank_order={self._order.given.tolist()}")
+        if self._order is not None:
+            parts.append(f"rank_order={self._order.tolist()}")
         if self.views:
             parts.append(f"views={ {name: dict(sizes) for name, sizes in self.views.items()} }")
         if self.merge:
             parts.append(f"merge={dict(self.merge)}")
         return f"Layout({', '.join(parts)})"
 
-    @property
-    def rank_order(self) -> tuple[int, ...] | None:
-        """The rank at each position, or None where rank and position are the same."""
-        return None if self._order.given is None else tuple(self._order.given.tolist())
-
-    @property
-    def ranks(self) -> Ranks:
-        """Every rank of the layout, in grid order."""
-        return self._order.ranks()
+    # -- dims -----------------------------------------------------------------------------------
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every single name that a call may use: base dims, view dims, merged dims."""
-        return self._table.names
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._order
-
-    # -- dims -----------------------------------------------------------------------------------
+        return tuple(name for name in self._digits if isinstance(name, str))
 
     def digits(self, dims: Dims) -> Digits:
         """How positions are read along `dims`. Raises UnknownDim."""
-        return self._table.digits(dims)
+        try:
+            return self._digits[dims]
+        except (KeyError, TypeError):
+            digits = self._digits[dims] = self._read(dims)
+            return digits
 
     def size(self, dims: Dims) -> int:
         """Number of ranks along `dims`."""
-        return self._table.digits(dims).size
+        return self.digits(dims).size
 
     def expand(self, dims: Dims) -> tuple[str, ...]:
         """`dims` with merged names replaced by the dims they merge."""
-        return self._table.expand(dims)
+        names = (dims,) if isinstance(dims, str) else dims
+        return tuple(part for name in names for part in self.merge.get(name, (name,)))
 
     def home(self, dims: Dims) -> str:
         """The view that `dims` belong to, "" for the base. Raises UnknownDim where they share none."""
-        return self._table.home(dims)
+        names = self.expand(dims)
+        for name in names:
+            if name not in self._digits:
+                self._unknown(name)
+        for view, sizes in self._factorisations.items():
+            if all(name in sizes for name in names):
+                return view
+        raise UnknownDim(
+            f"{_quoted(names)} do not belong to one factorisation of the mesh",
+            given=", ".join(f"{name} of {self.home(name) or 'the base'}" for name in names),
+            expected="dims of the base, or dims of one view",
+            hint="declare a view that has them all",
+        )
+
+    def rest(self, dims: Dims) -> tuple[str, ...]:
+        """The names of the factorisation of `dims` that `dims` are not."""
+        names = self.expand(dims)
+        return tuple(name for name in self._factorisations[self.home(names)] if name not in names)
 
     def others(self, dims: Dims) -> Digits:
         """How positions are read along all the dims that `dims` are not."""
-        rest = self._table.others(dims)
-        return self.digits(rest) if rest else Digits()
+        return Digits(digit for name in self.rest(dims) for digit in self._digits[name])
+
+    def _read(self, dims: Dims) -> Digits:
+        if isinstance(dims, str):
+            self._unknown(dims)
+        if not isinstance(dims, tuple) or not dims or not all(isinstance(name, str) for name in dims):
+            self._not_dims(dims)
+        names = self.expand(dims)
+        if len(set(names)) != len(names):
+            raise UnknownDim(
+                f"{_quoted(names)} name a dim twice",
+                given=_quoted(names),
+                expected="each dim once",
+                hint=_quoted(tuple(dict.fromkeys(names))),
+            )
+        self.home(names)
+        return Digits(digit for name in names for digit in self._digits[name])
+
+    def _unknown(self, name: object) -> NoReturn:
+        raise UnknownDim(
+            f"the mesh has no dim {name!r}",
+            given=repr(name),
+            expected=self._listed(),
+            hint=did_you_mean(str(name), self.names) or "one of these, or a tuple of them",
+        )
+
+    def _not_dims(self, given: object) -> NoReturn:
+        items = list(given) if isinstance(given, (list, tuple)) else [given]
+        if any(hasattr(item, "shape") for item in items):
+            raise UnknownDim(
+                f"a {type(given).__name__} stands where dims are expected",
+                given=f"a {type(given).__name__} as the first argument",
+                expected=f"the dims first, then the tensor: {self._listed()}",
+                hint=f'swap the arguments, as in mesh.all_reduce("{next(iter(self.dims))}", x)',
+            )
+        raise UnknownDim(
+            f"not a dim or a tuple of dims: {given!r}",
+            given=repr(given),
+            expected=f"a name, or a tuple of names: {self._listed()}",
+            hint=f"{tuple(given)!r}" if isinstance(given, list) and given else "one of these names",
+        )
+
+    def _listed(self) -> str:
+        text = "one of " + ", ".join(f"{name} ({size})" for name, size in self.dims.items())
+        for view, sizes in self.views.items():
+            text += f"; of view {view}: " + ", ".join(f"{n} ({s})" for n, s in sizes.items())
+        if self.merge:
+            text += "; merged: " + ", ".join(f"{n} {_quoted(parts)}" for n, parts in self.merge.items())
+        return text
 
     # -- ranks ----------------------------------------------------------------------------------
 
+    @property
+    def rank_order(self) -> tuple[int, ...] | None:
+        """The rank at each position, or None where rank and position are the same."""
+        return None if self._order is None else tuple(self._order.tolist())
+
+    @property
+    def ranks(self) -> Ranks:
+        """Every rank of the layout, in grid order; new memory."""
+        return np.arange(self.world_size, dtype=np.int64) if self._order is None else self._order.copy()
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and rank in self._positions
+
     def position(self, rank: int) -> int:
         """Index of `rank` in the row-major rank grid. Raises LayoutError where it has none."""
-        return self._order.position(rank)
+        if rank in self:
+            return self._positions[rank]
+        ranks = fold(sorted(self._positions))
+        raise LayoutError(
+            f"rank {rank} is not in the mesh",
+            given=f"rank {rank}",
+            expected=f"0 to {self.world_size - 1}" if self._order is None else f"one of {ranks}",
+            hint=f"the mesh has {times(self.dims)} ranks",
+        )
 
     def rank_of(self, position: int) -> int:
         """The rank at a position of the row-major rank grid."""
-        return self._order.rank(position)
+        return position if self._order is None else int(self._order[position])
+
+    def _ranks_of(self, positions: Ranks) -> Ranks:
+        return positions if self._order is None else self._order[positions]
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
         """Every coord of `rank`, by dim, in the base or in a view."""
-        sizes = self.dims if view is None else self.views[view]
+        sizes = self.dims if view is None else self.views.get(view)
+        if sizes is None:
+            raise UnknownDim(
+                f"the mesh has no view {view!r}",
+                given=f"view={view!r}",
+                expected=f"one of {', '.join(self.views)}" if self.views else "no view: the mesh has none",
+                hint=did_you_mean(str(view), self.views) or "leave out view=: coords of the base",
+            )
         position = self.position(rank)
-        return {name: self.digits(name).coord(position) for name in sizes}
+        return {name: self._digits[name].coord(position) for name in sizes}
 
     def coord(self, rank: int, dims: Dims) -> int:
         """The coord of `rank` along `dims`."""
@@ -143,13 +337,11 @@ class Layout:
 
     def rank_at(self, **coords: int) -> int:
         """The rank at these coords: every dim of the base, or every dim of one view, once."""
-        for sizes in (self.dims, *self.views.values()):
-            if set(sizes) == set(coords):
-                break
-        else:
+        sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
+        if sizes is None:
             for name in coords:
-                if name not in self._table.known:
-                    self._table.unknown(name)
+                if name not in self._digits:
+                    self._unknown(name)
             missing = [name for name in self.dims if name not in coords]
             raise LayoutError(
                 "coords that do not say one rank",
@@ -157,18 +349,15 @@ class Layout:
                 expected="one coord for each of " + ", ".join(self.dims),
                 hint=f"add {', '.join(missing)}" if missing else "leave out the others",
             )
-        position = 0
         for name, size in sizes.items():
-            coord = coords[name]
-            if not 0 <= coord < size:
+            if not 0 <= coords[name] < size:
                 raise LayoutError(
-                    f"{name}={coord} is outside the mesh",
-                    given=f"{name}={coord}",
+                    f"{name}={coords[name]} is outside the mesh",
+                    given=f"{name}={coords[name]}",
                     expected=f"0 to {size - 1}",
                     hint=f"{name} has size {size}; coords count from 0",
                 )
-            position += self.digits(name).offset(coord)
-        return self.rank_of(position)
+        return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in coords.items()))
 
     def groups(self, dims: Dims) -> Ranks:
         """Every group along `dims`, shape (number of groups, size), in coord order.
@@ -176,18 +365,12 @@ class Layout:
         Row i, column c: the rank with coord c in group i. Groups are in row-major order of the
         coords along the other dims.
         """
-        self.digits(dims)
-        names, rest = self.expand(dims), self._table.others(dims)
-        sizes = self._table.factorisation(self.home(dims))
-        grid = self.ranks.reshape(tuple(sizes.values()))
-        pattern = f"{' '.join(sizes)} -> ({' '.join(rest)}) ({' '.join(names)})"
-        return rearrange(grid, pattern)
+        return self._ranks_of(self.others(dims).offsets()[:, None] + self.digits(dims).offsets())
 
     def group_of(self, rank: int, dims: Dims) -> Ranks:
         """The ranks of `rank`'s group along `dims`, in coord order: element c has coord c."""
-        digits = self.digits(dims)
-        position = self.position(rank)
-        return self._order.at(position - digits.offset(digits.coord(position)) + digits.offsets())
+        digits, position = self.digits(dims), self.position(rank)
+        return self._ranks_of(position - digits.offset(digits.coord(position)) + digits.offsets())
 
     def group_index(self, rank: int, dims: Dims) -> int:
         """Which row of `groups(dims)` holds `rank`."""
@@ -199,12 +382,39 @@ class Layout:
     def peer_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def peer_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
         """The rank `offset` coords further along `dims`; None past the edge without `wrap`."""
-        digits = self.digits(dims)
-        position = self.position(rank)
+        digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
         target = coord + offset
-        if wrap:
-            target %= digits.size
-        elif not 0 <= target < digits.size:
+        if not (wrap or 0 <= target < digits.size):
             return None
-        return self.rank_of(position - digits.offset(coord) + digits.offset(target))
+        return self.rank_of(position - digits.offset(coord) + digits.offset(target % digits.size))
+
+
+def _checked_order(rank_order: Sequence[int], dims: Mapping[str, int]) -> Ranks | None:
+    """`rank_order` as an array that cannot be written to; None where it is 0, 1, 2, ..."""
+    order = np.array(rank_order, dtype=np.int64)
+    world = math.prod(dims.values())
+    if order.shape != (world,):
+        raise LayoutError(
+            f"rank_order lists {order.size} ranks for a mesh of {world}",
+            given=f"{order.size} ranks, {times(dims)}",
+            expected=f"{world} different ranks",
+            hint="one rank for each position of the row-major grid, or no rank_order",
+        )
+    values, counts = np.unique(order, return_counts=True)
+    wrong = values[(counts > 1) | (values < 0)]
+    if wrong.size:
+        raise LayoutError(
+            "rank_order is not a permutation",
+            given=f"rank {wrong[0]}{' twice' if wrong[0] >= 0 else ''}",
+            expected=f"{world} different ranks, none negative",
+            hint="list each rank once",
+        )
+    if (order == np.arange(world)).all():
+        return None
+    order.setflags(write=False)
+    return order
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return "(" + ", ".join(f'"{name}"' for name in names) + ")"

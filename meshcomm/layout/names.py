@@ -20,9 +20,18 @@ def check_name(name: object, what: str) -> None:
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """The known name most like `word`, or None where nothing is near."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return matches[0] if matches else None
+    """The known name most like `word`, or None where nothing is near, or several are equally near to a short word.
+
+    >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
+    ('tp', 'dp', None)
+    """
+    names = list(known)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
+    if not matches and len(word) <= 3:
+        # One letter of two is below the cutoff, as are letters in another order or case.
+        matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
+        matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
+    return matches[0] if len(matches) == 1 else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

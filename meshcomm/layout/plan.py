@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from meshcomm.errors import LayoutError
-from meshcomm.layout.digits import Digits, Ranks
-from meshcomm.layout.dims import Dims
-from meshcomm.layout.layout import Layout
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.layout import Digits, Dims, Layout, Ranks
 
 Scalar = str | int | float | bool
 
@@ -34,12 +31,7 @@ class GroupOptions:
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""
-        return {
-            "backend": self.backend,
-            "timeout_s": self.timeout_s,
-            "lane": self.lane,
-            "extra": dict(self.extra),
-        }
+        return {**asdict(self), "extra": dict(self.extra)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,50 +125,26 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in self.options:
-            if name not in self.layout.names:
-                raise LayoutError(
-                    f"options for a dim that the mesh does not have: {name}",
-                    given=f"options.{name}",
-                    expected="one of " + ", ".join(self.layout.names),
-                    hint=did_you_mean(name, self.layout.names) or f"remove options.{name}",
-                )
-        object.__setattr__(self, "_families", self._make_families())
+            self.layout.digits(name)
 
-    def _make_families(self) -> tuple[Family, ...]:
-        layout = self.layout
-        names: dict[str, tuple[str, tuple[str, ...]]] = {n: ("dim", (n,)) for n in layout.dims}
-        for name, parts in layout.merge.items():
-            names[name] = ("merged", parts)
-        for view, sizes in layout.views.items():
-            for name in sizes:
-                names.setdefault(name, (f"view {view}", (name,)))
-        owners: dict[tuple[Digits, GroupOptions], str] = {}
-        families: list[Family] = []
-        for name, (kind, dims) in names.items():
-            digits = layout.digits(name)
-            options = self.options.get(name, self.defaults)
-            shares = None
-            if digits.size > 1:
-                owner = owners.setdefault((digits.canonical(), options), name)
-                shares = None if owner == name else owner
-            families.append(
-                Family(
-                    name=name,
-                    dims=dims,
-                    kind=kind,
-                    size=digits.size,
-                    count=layout.world_size // digits.size,
-                    options=options,
-                    shares=shares,
-                )
-            )
-        return tuple(families)
-
-    @property
+    @cached_property
     def families(self) -> tuple[Family, ...]:
         """Every name with the facts that its groups have in common, in plan order."""
-        families: tuple[Family, ...] = self.__dict__["_families"]
-        return families
+        layout = self.layout
+        kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in layout.dims}
+        kinds.update((name, ("merged", parts)) for name, parts in layout.merge.items())
+        for view, sizes in layout.views.items():
+            for name in sizes:
+                kinds.setdefault(name, (f"view {view}", (name,)))
+        owners: dict[tuple[Digits, GroupOptions], str] = {}
+        families: list[Family] = []
+        for name, (kind, dims) in kinds.items():
+            digits, options = layout.digits(name), self.options.get(name, self.defaults)
+            owner = name if digits.size == 1 else owners.setdefault((digits.canonical(), options), name)
+            shares = None if owner == name else owner
+            count = layout.world_size // digits.size
+            families.append(Family(name, dims, kind, digits.size, count, options, shares))
+        return tuple(families)
 
     def family(self, name: str) -> Family:
         """The family of one name. Raises UnknownDim."""
@@ -211,19 +179,10 @@ class Plan:
 
     def _group(self, family: Family, index: int, ranks: Ranks) -> Group:
         layout = self.layout
-        home = layout.home(family.dims)
-        sizes = layout.views[home] if home else layout.dims
         first = layout.position(int(ranks[0]))
-        common = {n: layout.digits(n).coord(first) for n in sizes if n not in family.dims}
-        return Group(
-            name=family.name,
-            dims=family.dims,
-            index=index,
-            ranks=tuple(ranks.tolist()),
-            coords=common,
-            options=family.options,
-            shares=family.shares,
-        )
+        common = {name: layout.digits(name).coord(first) for name in layout.rest(family.dims)}
+        members = tuple(ranks.tolist())
+        return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
     def facts(self) -> dict[str, Any]:
         """Everything that must be equal on every rank, and nothing that is a rank's own."""

@@ -28,11 +28,8 @@ def toml_dims(sizes: Mapping[str, int]) -> str:
     """
     # Only ASCII letters may stand without quotes in TOML; a dim may have others.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
-    return (
-        "{ "
-        + ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
-        + " }"
-    )
+    listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
+    return f"{{ {listed} }}"
 
 
 def divisors(n: int) -> list[int]:
@@ -44,18 +41,15 @@ def divisors(n: int) -> list[int]:
 def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> None:
     """Raise LayoutError unless `dims` names at least one dim, and each size is a whole number of 1 or more.
 
-    where: what the message calls it. open_dim: -1 and other sizes below 1 are left to `resolve`.
+    where: what the message calls it. open_dim: -1 is left to `resolve`.
     """
     if not dims:
-        raise LayoutError(
-            f"{where} is empty",
-            given="no dim",
-            expected="at least one dim",
-            hint=f"{where} = {{ dp = 1 }}",
-        )
+        hint = f"{where} = {{ dp = 1 }}"
+        raise LayoutError(f"{where} is empty", given="no dim", expected="at least one dim", hint=hint)
     for name, size in dims.items():
         check_name(name, "dim")
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and not open_dim):
+        is_open = open_dim and size == -1
+        if isinstance(size, bool) or not isinstance(size, int) or not (size >= 1 or is_open):
             raise LayoutError(
                 f"{where}.{name} = {size!r} is not a size",
                 given=f"{name} = {size!r}",
@@ -103,48 +97,37 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
     `world` None: no world is known yet, so no size may be -1.
     Raises LayoutError with the arithmetic and the nearest sizes that fit.
     """
+    given = f"dims = {toml_dims(sizes)}"
     unknown = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
     if len(unknown) > 1:
         raise LayoutError(
             f"{what} has {len(unknown)} sizes of -1: {', '.join(unknown)}",
-            given=f"dims = {toml_dims(sizes)}",
+            given=given,
             expected="at most one size of -1; it takes what the other dims leave of the world",
             hint=f"dims = {toml_dims({**sizes, **dict.fromkeys(unknown[1:], 1)})}",
         )
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if world is None:
-        if unknown:
-            raise LayoutError(
-                f"{what} leaves {unknown[0]} = -1 open and the world's size is not known",
-                given=f"dims = {toml_dims(sizes)}",
-                expected="a number of processes, or a size for every dim",
-                hint=f"--world {known * 2}, or --set mesh.dims.{unknown[0]}=2",
-            )
+    if world is None and unknown:
+        raise LayoutError(
+            f"{what} leaves {unknown[0]} = -1 open and the world's size is not known",
+            given=given,
+            expected="a number of processes, or a size for every dim",
+            hint=f"--world {known * 2}, or --set mesh.dims.{unknown[0]}=2",
+        )
+    if world is None or (known == world and not unknown):
         return dict(sizes)
-    if unknown:
-        if world % known == 0:
-            return {name: world // known if size == -1 else size for name, size in sizes.items()}
-        raise LayoutError(
-            f"{what} does not divide the world: {times(sizes)}, world is {world}",
-            given=f"dims = {toml_dims(sizes)}, {world} processes",
-            expected=f"{world} divisible by the sizes that are given; {world} % {known} = {world % known}",
-            hint=_alternatives(sizes, world, max(known, world // known * known)),
-        )
-    if known != world:
-        raise LayoutError(
-            f"{what} does not fit the world: {times(sizes)}, world is {world}",
-            given=f"dims = {toml_dims(sizes)}, {world} processes",
-            expected=f"sizes that multiply to {world}",
-            hint=_alternatives(sizes, world, known),
-        )
-    return dict(sizes)
-
-
-def _alternatives(sizes: Mapping[str, int], world: int, processes: int) -> str:
-    lines = [f"dims = {toml_dims(fit)}" for fit in nearest_fits(sizes, world)]
-    if processes != world:
-        lines.append(f"{processes} processes")
-    return ", or\n".join(lines)
+    if unknown and world % known == 0:
+        return {name: world // known if size == -1 else size for name, size in sizes.items()}
+    fitting = [f"dims = {toml_dims(fit)}" for fit in nearest_fits(sizes, world)]
+    processes = max(known, world // known * known) if unknown else known
+    raise LayoutError(
+        f"{what} does not {'divide' if unknown else 'fit'} the world: {times(sizes)}, world is {world}",
+        given=f"{given}, {world} processes",
+        expected=f"{world} divisible by the sizes that are given; {world} % {known} = {world % known}"
+        if unknown
+        else f"sizes that multiply to {world}",
+        hint=", or\n".join([*fitting, *([f"{processes} processes"] if processes != world else [])]),
+    )
 
 
 def fold(numbers: Iterable[int], most: int = 8) -> str:

@@ -204,7 +204,7 @@ def _coords_of(layout: Layout, name: str, ranks: Ranks) -> Ranks:
     order = layout.ranks
     places = np.argsort(order)
     positions = places[np.searchsorted(order, ranks, sorter=places)]
-    return layout.digits(name).coords(positions)
+    return layout.digits(name).coord(positions)
 
 
 def diff_page(facts: Facts) -> list[Part]:

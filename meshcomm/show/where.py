@@ -62,7 +62,7 @@ def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
                 expected=f"0 to {digits.size - 1}",
                 hint=f"{name} has size {digits.size}; coords count from 0",
             )
-        positions = positions[digits.coords(positions) == coord]
+        positions = positions[digits.coord(positions) == coord]
     found: list[int] = layout.ranks[positions].tolist()
     return found
 

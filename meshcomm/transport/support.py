@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from meshcomm.errors import UnsupportedOp
+from meshcomm.layout.names import nearest_name
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"]
 
@@ -43,7 +44,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
             f"{where()}: no reduce op {op!r}",
             given=f"op={op!r}",
             expected="one of " + ", ".join(REDUCE_OPS),
-            hint='op="sum"',
+            hint=f'op="{"avg" if op == "mean" else nearest_name(str(op), REDUCE_OPS) or "sum"}"',
         )
     reason = reduce_refusal(backend, op, dtype)
     if reason is not None:

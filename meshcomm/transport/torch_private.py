@@ -137,7 +137,8 @@ def calls_under_way() -> list[dict[str, Any]]:
     where it is off, as by TORCH_FR_BUFFER_SIZE=0.
     """
     try:
-        dump: Any = bindings._dump_fr_trace_json  # type: ignore[attr-defined]
+        # Missing from the stubs of some versions of torch.
+        dump: Any = getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
         entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"]
     except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
         return []
@@ -229,6 +230,7 @@ def create_group(
     bound = default.bound_device_id
     if not split:
         default.bound_device_id = None
+    group: Any
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),

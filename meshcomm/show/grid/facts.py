@@ -51,7 +51,7 @@ def grid_facts(
         "ranks_per_node": per_node,
         "nodes": None if nodes is None else len(np.unique(nodes)),
         "ranks": ranks.tolist(),
-        "group": layout.others(chosen).coords(positions).tolist(),
+        "group": layout.others(chosen).coord(positions).tolist(),
         "node": None if nodes is None else nodes.tolist(),
         "rank": rank,
     }
