@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.object_call import ObjectCall, carrier_of
-from meshcomm.comm.plain import encode
-from meshcomm.errors import LayoutError, MeshClosed, ObjectError
+from meshcomm.comm import objects
+from meshcomm.comm.codec import encode
+from meshcomm.comm.communicator import Communicator
+from meshcomm.errors import LayoutError, MeshClosed, ObjectError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
@@ -117,8 +118,8 @@ PLAIN = (
 CALLBACK = f"""what coord 2 has cannot be sent
   given:    coord 2: obj["model"][1] is a function
   expected: {PLAIN}
-  try:      send what it holds as plain data, or pickle=True on every rank of the call"""
-TWO = """all_gather of an object along "model" on RANK: what coords 1 2 have cannot be sent
+  try:      plain data that holds the same, or pickle=True on every rank of the call"""
+TWO = """objects.all_gather along "model" on RANK: what coords 1 2 have cannot be sent
   given:    coord 1: obj is a function
             coord 2: TypeError: no size for you"""
 
@@ -149,12 +150,12 @@ def unsendable(mesh: Mesh) -> list[str]:
 def test_an_object_that_cannot_be_sent_raises_on_every_rank(pool: Pool) -> None:
     for got in pool.run(on_a_mesh, unsendable):
         everywhere, gather, broadcast, scatter, short, no_list = got
-        assert everywhere == f'all_gather of an object along "model" on RANK: {CALLBACK}'
-        assert gather == f'gather of an object along "model" on RANK: {CALLBACK}'
-        assert broadcast == f'broadcast of an object along "model" on RANK: {CALLBACK}'
+        assert everywhere == f'objects.all_gather along "model" on RANK: {CALLBACK}'
+        assert gather == f'objects.gather along "model" on RANK: {CALLBACK}'
+        assert broadcast == f'objects.broadcast along "model" on RANK: {CALLBACK}'
         assert "given:    coord 2: for coord 1: obj[0] is a function\n" in scatter
         assert short == (
-            'scatter of an object along "model" on RANK: what coord 3 has cannot be sent\n'
+            'objects.scatter along "model" on RANK: what coord 3 has cannot be sent\n'
             "  given:    coord 3: objs has 3 elements\n"
             "  expected: 4, one for each coord\n"
             "  try:      None for a coord that gets nothing"
@@ -193,7 +194,7 @@ def capped(mesh: Mesh) -> list[str]:
 
 
 def test_an_object_over_the_cap_raises_on_every_rank_before_its_bytes_move(pool: Pool) -> None:
-    size = encode(torch.zeros(5000, dtype=torch.uint8)).nbytes
+    size = encode(torch.zeros(5000, dtype=torch.uint8)).numel()
     behind = (
         "what coord 1 has is over the size cap\n"
         f"  given:    coord 1{{}}: {size:,} bytes\n"
@@ -203,8 +204,8 @@ def test_an_object_over_the_cap_raises_on_every_rank_before_its_bytes_move(pool:
     for texts in pool.run(on_a_mesh, capped):
         for call, text in zip(("all_gather", "gather", "broadcast", "scatter"), texts[:4], strict=True):
             more = ", for coord 3" if call == "scatter" else ""
-            assert text == f'{call} of an object along "model" on RANK: {behind.format(more)}'
-        assert 'of an object along "tp" on RANK: what coord 0 has is over the size cap' in texts[4]
+            assert text == f'objects.{call} along "model" on RANK: {behind.format(more)}'
+        assert ' along "tp" on RANK: what coord 0 has is over the size cap' in texts[4]
         assert "at most 4,000 bytes each, the max_bytes of coord 1\n" in texts[4]
 
 
@@ -232,7 +233,7 @@ def disagreements(mesh: Mesh) -> list[str]:
 def test_ranks_that_disagree_hear_of_it(pool: Pool) -> None:
     for pickles, roots, calls, message, unsent in pool.run(on_a_mesh, disagreements):
         assert pickles == (
-            'all_gather of an object along "model" on RANK: the ranks disagree on pickle\n'
+            'objects.all_gather along "model" on RANK: the ranks disagree on pickle\n'
             "  given:    coord 2: pickle=True; coords 0 1 3: pickle=False\n"
             "  expected: the same on every rank; a pickle can run any code on its receivers\n"
             "  try:      pickle=True on every rank where every sender is trusted, or on none"
@@ -250,7 +251,8 @@ def wrong_arguments(mesh: Mesh) -> None:
         (lambda: mesh.objects.broadcast("tp", 1, src=2), "src=2 is not a coord"),
         (lambda: mesh.objects.broadcast("tp", 1, src=-1), "src=-1 is not a coord"),
         (lambda: mesh.objects.gather("tp", 1, dst=True), "dst=True is not a coord"),
-        (lambda: mesh.objects.send("tp", 1, dst=own), "is this rank itself"),
+        (lambda: mesh.objects.send("tp", 1, dst=2), "dst=2 is not a coord"),
+        (lambda: mesh.objects.recv("tp", src=None), r"src=None is not a coord(.|\n)*recv_any\(dims\)"),
         (lambda: mesh.objects.recv("tp", src=7), "src=7 is not a coord"),
         (lambda: mesh.objects.recv("tp", src=1 - own, tag=-1), "tag=-1"),
         (lambda: mesh.objects.all_gather("tp", 1, max_bytes=0), "max_bytes=0"),
@@ -280,15 +282,12 @@ def attacked(mesh: Mesh, folder: str, lie: bool) -> str:
     mark = Path(folder, f"read by {mesh.rank}")
     if attacker and lie:
         # What an attacker would change in its own copy: a pickle, announced as plain data.
-        honest = ObjectCall.prepare
-        try:
-            ObjectCall.prepare = lambda self, make: [encode(obj, True) for obj in make()]
-            mesh.objects.broadcast("tp", "what the attacker gets back", src=0)
-        except ObjectError:
-            pass
-        finally:
-            ObjectCall.prepare = honest
-        return ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
+            try:
+                mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
+            except ObjectError as error:
+                return error.what
     try:
         mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=attacker)
     except ObjectError as error:
@@ -311,39 +310,33 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(pool: Pool, tm
 
 
 def one_large(mesh: Mesh) -> tuple[int, int]:
-    """How often bytes were broadcast, for sizes far apart and for sizes that are alike."""
-    counts = [0]
-    usual = ObjectCall.broadcast
+    """The most that this rank takes in, for sizes far apart and for sizes that are alike."""
+    taken: list[int] = []
+    usual = Communicator.all_gather
 
-    def counted(self: ObjectCall, x: torch.Tensor, src: int) -> torch.Tensor:
-        counts[-1] += 1
-        return usual(self, x, src)
+    def counted(self: Communicator, x: torch.Tensor, *args: Any, **keys: Any) -> Any:
+        found = usual(self, x, *args, **keys)
+        assert isinstance(found, torch.Tensor)
+        taken.append(found.nbytes)
+        return found
 
-    ObjectCall.broadcast = counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_gather", counted)
         x = torch.full((300_000,), 3.5) if mesh.coord("all") == 5 else mesh.coord("all")
         got = mesh.objects.all_gather("all", x)
-        assert [each if isinstance(each, int) else len(each) for each in got] == [
-            0,
-            1,
-            2,
-            3,
-            4,
-            300_000,
-            6,
-            7,
-        ]
-        assert (got[5] == 3.5).all()
-        counts.append(0)
+        large = max(taken)
+        taken.clear()
         alike = mesh.objects.all_gather("all", torch.full((20_000,), mesh.rank))
-        assert [int(each[-1]) for each in alike] == mesh.ranks("all")
-    finally:
-        ObjectCall.broadcast = usual
-    return counts[0], counts[1]
+    assert [each if isinstance(each, int) else len(each) for each in got] == [0, 1, 2, 3, 4, 300_000, 6, 7]
+    assert (got[5] == 3.5).all()
+    assert [int(each[-1]) for each in alike] == mesh.ranks("all")
+    return large, max(taken)
 
 
 def test_small_objects_are_not_padded_to_a_large_one(pool: Pool) -> None:
-    assert pool.run(on_a_mesh, one_large) == [(8, 0)] * 8
+    for large, alike in pool.run(on_a_mesh, one_large):
+        assert 1_200_000 < large < 1_210_000
+        assert 8 * 160_000 < alike < 8 * 161_000
 
 
 def alone(_: None = None) -> None:
@@ -364,8 +357,10 @@ def alone(_: None = None) -> None:
             mesh.objects.scatter("dp", [1, 2], src=0)
         with pytest.raises(ObjectError, match="is over the size cap"):
             mesh.objects.broadcast("dp", bytes(200), src=0, max_bytes=100)
-        with pytest.raises(LayoutError, match="is this rank itself"):
-            mesh.objects.send("dp", 1, dst=0)
+        mesh.objects.send("dp", x, dst=0)
+        assert torch.equal(mesh.objects.recv("dp", src=0)["w"], x["w"])
+        with pytest.raises(UnsupportedOp, match="there is nobody to receive from"):
+            mesh.objects.recv_any("dp")
     with pytest.raises(MeshClosed):
         mesh.objects.all_gather("dp", 1)
 
@@ -374,9 +369,92 @@ def test_a_dim_of_size_one(pool: Pool) -> None:
     pool.run(alone, ranks=1)
 
 
-def test_bytes_travel_in_host_memory_where_the_backend_can() -> None:
-    cuda = torch.device("cuda", 1)
-    for backend in ("gloo", "cpu:gloo,cuda:nccl", "solo", "mpi"):
-        assert carrier_of(backend, cuda) == torch.device("cpu")
-    for backend in ("nccl", "cuda:nccl"):
-        assert carrier_of(backend, cuda) == cuda
+def to_oneself(mesh: Mesh) -> None:
+    own = mesh.coord("tp")
+    x = [1]
+    mesh.objects.send("tp", x, dst=own)
+    x.append(2)
+    mesh.objects.send("tp", x, dst=own)
+    mesh.objects.send("tp", "tagged", dst=own, tag=7)
+    if own == 0:
+        mesh.objects.send("tp", "from the other", dst=1)
+    assert mesh.objects.recv("tp", src=own, tag=7) == "tagged"
+    assert mesh.objects.recv("tp", src=own) == [1]  # as it was, and in order
+    assert mesh.objects.recv_any("tp") == ([1, 2], own)
+    if own == 1:
+        assert mesh.objects.recv("tp", src=0) == "from the other"
+    with pytest.raises(ObjectError, match="this rank has sent nothing to itself"):
+        mesh.objects.recv("tp", src=own)
+    mesh.objects.send("dp", 1, dst=mesh.coord("dp"), tag=7)
+    with pytest.raises(ObjectError, match="this rank has sent nothing to itself"):
+        mesh.objects.recv("tp", src=own, tag=7)
+    with pytest.raises(ObjectError, match=r"coord . has cannot be sent(.|\n)*obj\[0\] is a function"):
+        mesh.objects.send("tp", [thing], dst=own)
+    with pytest.raises(ObjectError, match="is over the size cap"):
+        mesh.objects.send("tp", bytes(5000), dst=own, max_bytes=4000)
+    mesh.objects.send("tp", thing, dst=own, pickle=True)
+    with pytest.raises(ObjectError, match="what arrived is a pickle"):
+        mesh.objects.recv("tp", src=own)
+
+
+def test_objects_to_oneself_arrive_in_order(pool: Pool) -> None:
+    pool.run(on_a_mesh, to_oneself)
+
+
+def from_any(mesh: Mesh) -> Any:
+    """Coord 2 of model receives from the others, and each pair's objects in their order."""
+    coord, size = mesh.coord("model"), mesh.size("model")
+    if coord != 2:
+        for number in range(3):
+            mesh.objects.send("model", (coord, number, thing(mesh.rank)), dst=2)
+        return refused(mesh, lambda: mesh.objects.send("model", [thing], dst=2))
+    got = [mesh.objects.recv_any("model") for _ in range(3 * (size - 1))]
+    ranks = mesh.ranks("model")
+    for src in (0, 1, 3):
+        mine = [obj for obj, source in got if source == src]
+        assert [obj[:2] for obj in mine] == [(src, number) for number in range(3)]
+        assert all(same(obj[2], thing(ranks[src])) for obj in mine)
+    texts = []
+    for _ in range(size - 1):
+        with pytest.raises(ObjectError) as caught:
+            mesh.objects.recv_any("model")
+        texts.append(str(caught.value))
+    assert mesh.objects.all_gather("all", mesh.rank) == mesh.ranks("all")
+    return texts
+
+
+def test_an_object_of_any_source(pool: Pool) -> None:
+    for found in pool.run(on_a_mesh, from_any):
+        for text in found if isinstance(found, list) else [found]:
+            assert "cannot be sent\n  given:    coord " in text and ": obj[0] is a function\n" in text
+
+
+def both_send_first(mesh: Mesh) -> str:
+    return refused(mesh, lambda: mesh.objects.send("tp", 1, dst=1 - mesh.coord("tp")))
+
+
+def test_two_ranks_that_both_send_first_hear_of_it(pool: Pool) -> None:
+    for text in pool.run(on_a_mesh, both_send_first):
+        assert "the ranks made different calls" in text
+        assert "given:    coords 0 1: send\n" in text and "a recv for each send" in text
+
+
+def counted(mesh: Mesh) -> None:
+    """Each call counts as one under its own name, whatever it takes."""
+    for _ in range(3):
+        mesh.objects.broadcast("model", "x" * 100, src=0)
+        mesh.objects.scatter("model", [1, 2, 3, 4] if mesh.coord("model") == 1 else None, src=1)
+    with pytest.raises(ObjectError):
+        mesh.objects.all_gather("model", thing)
+    mesh.objects.gather("model", torch.ones(mesh.rank * 50_000), dst=1)
+    counts = {row.call: row.calls for row in mesh.stats().rows if row.dim == "model"}
+    assert counts == {
+        "objects.broadcast": 3,
+        "objects.scatter": 3,
+        "objects.all_gather": 1,
+        "objects.gather": 1,
+    }
+
+
+def test_a_call_counts_as_one_under_its_own_name(pool: Pool) -> None:
+    pool.run(on_a_mesh, counted)

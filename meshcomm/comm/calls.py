@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter as clock
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm.checks import check_divisible, check_in_place, check_tensor, check_written, normal_axis
 from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.ledger import total_of
 from meshcomm.comm.messages import Messages
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import split
@@ -168,3 +171,34 @@ class Calls:
             return Handle((work,), self, call, finish, later=self.recorder.later())
         self.recorder.end()
         return finish()
+
+    @contextmanager
+    def named(self, call: str, group: bool = True) -> Iterator[tuple[Self, Callable[[int], None]]]:
+        """Make one call of several: it is recorded and counted as `call`, its parts are not.
+
+        Yields what makes the parts, a communicator whose calls are not compared and may have the library's own
+        tags, and a function that is told how many bytes the call moves.
+        group: whether every rank of the group makes the call, so that it has a number among the group's calls.
+        """
+        recorder = self.recorder
+        total = total_of(recorder.totals, self.name, call)
+        where, began, moved = self.where(call), clock(), [0]
+        parts = Recorder(
+            recorder.label, recorder.ranks, lambda _, __, error: recorder.inquire(recorder, where, error)
+        )
+        parts.messages = recorder.messages
+        parts.under_way = True
+        if group:
+            recorder.start(self.name, call, None, 3)
+        try:
+            yield (
+                type(self)(self.name, self.transport, self.who, None, parts),
+                recorder.is_of if group else moved.append,
+            )
+        finally:
+            if group:
+                recorder.end()
+            else:
+                total.calls += 1
+                total.nbytes += moved[-1]
+                total.seconds += clock() - began

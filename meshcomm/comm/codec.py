@@ -1,0 +1,403 @@
+"""Python objects as bytes and back: JSON for the structure, raw bytes behind it; pickle only where it is asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshcomm.errors import ObjectError
+
+MAX_DEPTH: Final = 100
+EXPECTED: Final = (
+    "plain data and tensors: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, "
+    "frozenset, torch.Tensor, torch.Size, torch.dtype, NumPy arrays and scalars"
+)
+
+# What it is, checksum of the structure, bytes of the structure.
+_HEADER: Final = struct.Struct("<4sIQ")
+HEADER_BYTES: Final = _HEADER.size
+_PLAIN, _PICKLED = b"MCO2", b"MCP2"
+
+# Where a value lies: at which level, the path of what it lies in, and the step from there.
+_Path: TypeAlias = "tuple[int, _Path | None, str, object]"
+_ROOT: Final[_Path] = (0, None, "obj", None)
+
+
+def encode(x: object, pickle: bool = False) -> Tensor:
+    """`x` as uint8 of shape (n,) in host memory; with `pickle`, by pickle.
+
+    Raises ObjectError naming the path to what cannot cross.
+    """
+    writer = _Writer()
+    if pickle:
+        text = _pickled(x)
+    else:
+        tree = writer.value(x, _ROOT)
+        text = json.dumps(tree, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode()
+    head = _HEADER.pack(_PICKLED if pickle else _PLAIN, zlib.crc32(text), len(text))
+    return torch.cat([torch.frombuffer(bytearray(head + text), dtype=torch.uint8), *writer.blobs])
+
+
+def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
+    """The object that `encode` made `data` of, in new memory; its tensors on `device`.
+
+    data:   uint8 of shape (n,), on any device.
+    pickle: whether a message that was made by pickle may be unpickled, which runs code from it.
+    Raises: ObjectError for bytes that are no message, or a pickled message without `pickle`.
+    """
+    if data.numel() < HEADER_BYTES:
+        _broken(f"{data.numel()} bytes, less than a header's {HEADER_BYTES}")
+    kind, checksum, length = _HEADER.unpack(_bytes(data[:HEADER_BYTES]))
+    if kind not in (_PLAIN, _PICKLED):
+        _broken("it does not begin like one of this meshcomm version")
+    reader = _Reader(data[HEADER_BYTES:], device)
+    text = reader.take(length)
+    if zlib.crc32(text) != checksum:
+        _broken("its checksum differs")
+    if kind == _PICKLED:
+        if not pickle:
+            raise ObjectError(
+                "what arrived is a pickle, and nothing of it was run",
+                given="an object sent with pickle=True",
+                expected=f"{EXPECTED}; a pickle can run any code on this rank",
+                hint="pickle=True on this rank too, where every sender is trusted",
+            )
+        return _unpickled(text, device)
+    try:
+        found = reader.value(json.loads(text.decode()))
+    except ObjectError:
+        raise
+    except Exception as error:  # whatever Python, NumPy or torch make of what no writer wrote
+        _broken(f"{type(error).__name__}: {str(error)[:80]}")
+    if reader.left.numel():
+        _broken(f"{reader.left.numel()} bytes are left over behind it")
+    return found
+
+
+def _broken(why: str) -> NoReturn:
+    raise ObjectError(
+        f"what arrived is not a whole object: {why}",
+        expected="bytes as another rank of the same meshcomm version wrote them",
+        hint="look whether all ranks run the same meshcomm, and make the same calls in the same order",
+    )
+
+
+def _bytes(data: Tensor) -> bytes:
+    found: bytes = data.cpu().numpy().tobytes()
+    return found
+
+
+# -- to bytes ---------------------------------------------------------------------------------------
+
+
+@final
+class _Writer:
+    """Turns one value into what JSON can hold: a scalar, or a list of a tag and what belongs to it.
+
+    blobs: uint8 tensors, the bytes to be put behind the structure, in the order of their values.
+
+    An object that occurs twice is written once and referred to by number, so that it is one object again.
+    """
+
+    def __init__(self) -> None:
+        self.blobs: list[Tensor] = []
+        self._seen: dict[int, int] = {}
+        self._open: dict[int, _Path] = {}
+
+    def value(self, x: Any, path: _Path, key: bool = False) -> Any:
+        """`x`, which lies at `path`. Raises ObjectError.
+
+        key: what a dict or a set finds its elements by. It is compared by value, and never a reference.
+        """
+        tag = _TAGS.get(type(x))
+        if tag is None:
+            return self._leaf(x, path)
+        if key and tag not in "tz":
+            raise _refused(x, path, ", which cannot be a key or an element of a set")
+        if not key and id(x) in self._seen:
+            return ["r", self._seen[id(x)]]
+        if id(x) in self._open:
+            raise _refused(x, path, f", {_text(self._open[id(x)])} again: a cycle")
+        if path[0] > MAX_DEPTH:
+            raise _refused(x, path, f" deeper than {MAX_DEPTH} levels")
+        self._open[id(x)] = path
+        node: list[Any] = [tag]
+        depth = path[0] + 1
+        if tag == "d":
+            for place, (name, value) in enumerate(x.items()):
+                node.append(self.value(name, (depth, path, "list({})[{}]", place), True))
+                node.append(self.value(value, (depth, path, "{}[{}]", name)))
+        elif tag in "ltSz":
+            step, inner = ("{}[{}]", key) if tag in "lt" else ("list({})[{}]", True)
+            node += [self.value(each, (depth, path, step, place), inner) for place, each in enumerate(x)]
+        elif tag == "B":
+            node.append(self._blob(x))
+        else:
+            node += self._tensor(x, path) if tag == "x" else self._array(x, path)
+        del self._open[id(x)]
+        if not key:
+            self._seen[id(x)] = len(self._seen)
+        return node
+
+    def _leaf(self, x: Any, path: _Path) -> Any:
+        kind = type(x)
+        if x is None or kind is bool:
+            return x
+        if kind is int:
+            return x if -(1 << 63) <= x < 1 << 63 else ["i", hex(x)]
+        if kind is float:
+            return x if math.isfinite(x) else ["f", struct.pack("<d", x).hex()]
+        if kind is str:
+            try:
+                x.encode()
+            except UnicodeEncodeError:  # lone surrogates
+                return ["s", x.encode("utf-8", "surrogatepass").hex()]
+            return x
+        if kind is bytes:
+            return ["b", self._blob(x)]
+        if kind is complex:
+            return ["c", struct.pack("<dd", x.real, x.imag).hex()]
+        if kind is torch.dtype:
+            return ["D", _name(x)]
+        if kind is torch.Size:
+            return ["Z", *x]
+        if kind is np.str_:
+            return ["u", self._leaf("".join(x), path)]  # str(x) drops zeros at the end
+        if kind is np.bytes_:
+            return ["y", self._blob(b"".join([x]))]
+        if isinstance(x, np.generic):
+            return ["n", *self._array(np.asarray(x), path)]
+        raise _refused(x, path)
+
+    def _tensor(self, x: Tensor, path: _Path) -> list[Any]:
+        form = "quantized" if x.is_quantized else "nested" if x.is_nested else _name(x.layout)
+        form = "meta" if x.device.type == "meta" else form
+        if form != "strided":
+            raise _refused(x, path, f", and {form}", "a dense tensor with values, as from x.to_dense()")
+        if x.requires_grad and torch.is_grad_enabled():
+            why = " that needs gradients, and no gradient crosses with an object"
+            raise _refused(x, path, why, "x.detach(), or the call under torch.no_grad()")
+        values = x.detach().resolve_neg()
+        # As whole numbers, which can be copied for every dtype.
+        if x.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        bits = values.view(_BITS[values.itemsize]).cpu().contiguous()
+        self.blobs.append(bits.view(-1).view(torch.uint8))
+        return [_name(x.dtype), *x.shape]
+
+    def _array(self, x: np.ndarray[Any, Any], path: _Path) -> list[Any]:
+        # NumPy's own description of a dtype, and only where NumPy reads the same dtype out of it.
+        described: Any = x.dtype.str
+        if x.dtype.names is not None:
+            described = np.lib.format.dtype_to_descr(x.dtype)
+        if x.dtype.hasobject or np.lib.format.descr_to_dtype(described) != x.dtype:
+            raise _refused(x, path, f" of dtype {x.dtype}", "a dtype of numbers, text or times")
+        if x.dtype.names is not None:  # whose bytes between fields are what happened to be there
+            given, x = x, np.zeros(x.shape, x.dtype)
+            x[...] = given
+        self._blob(x.tobytes())
+        return [_Writer().value(described, _ROOT), *x.shape]
+
+    def _blob(self, data: bytes | bytearray) -> int:
+        if data:
+            self.blobs.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return len(data)
+
+
+# What is shared: it may occur twice, and is one object again.
+_TAGS: Final[dict[type, str]] = {
+    list: "l", tuple: "t", dict: "d", set: "S", frozenset: "z", bytearray: "B", Tensor: "x", np.ndarray: "a"
+}  # fmt: skip
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _refused(x: object, path: _Path, more: str = "", hint: str = "") -> ObjectError:
+    kind = type(x)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = "lambda" if getattr(x, "__name__", "") == "<lambda>" else name
+    return ObjectError(
+        f"{_text(path)} is {'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{more}",
+        expected=EXPECTED,
+        hint=hint or "plain data that holds the same, or pickle=True on every rank of the call",
+    )
+
+
+def _text(path: _Path) -> str:
+    steps = []
+    here: _Path | None = path
+    while here is not None:
+        steps.append(here)
+        here = here[1]
+    text = "obj"
+    for depth, _, step, name in reversed(steps[:-1]):
+        if 5 < depth < len(steps) - 5 and len(steps) > 12:
+            text += "..." if depth == 6 else ""
+            continue
+        quoted = isinstance(name, str) and name.isprintable() and '"' not in name
+        text = step.format(text, f'"{name}"'[:60] if quoted else repr(name)[:60])
+    return text
+
+
+def _name(x: object) -> str:
+    return str(x).removeprefix("torch.")
+
+
+# -- and back ---------------------------------------------------------------------------------------
+
+
+@final
+class _Reader:
+    """Makes the value of what a _Writer wrote.
+
+    left:   uint8 of shape (n,), what has not been read of the bytes behind the structure; on any device.
+    device: where tensors go.
+
+    Lengths are compared with what is left before memory is asked for. What no writer wrote ends in some
+    exception; none of it is run.
+    """
+
+    def __init__(self, left: Tensor, device: torch.device) -> None:
+        self.left = left
+        self._device = device
+        self._seen: list[Any] = []
+
+    def value(self, node: Any, depth: int = 0, key: bool = False) -> Any:
+        """The value; key: inside a key or an element of a set."""
+        if type(node) is not list:
+            if type(node) is dict:
+                _broken("a value without a tag")
+            return node
+        if depth > MAX_DEPTH + 1:
+            _broken(f"deeper than {MAX_DEPTH} levels")
+        tag, rest = node[0], node[1:]
+        if tag in _LEAVES:
+            return _LEAVES[tag](self, *rest)
+        if tag == "r":
+            if key:  # tuples of these, one inside the other, take for ever to hash
+                _broken("a reference in a key")
+            return self._seen[rest[0]]
+        found: Any
+        if tag == "d":
+            found = {}
+            for place in range(0, len(rest), 2):
+                name = self.value(rest[place], depth + 1, True)
+                found[name] = self.value(rest[place + 1], depth + 1)
+            if 2 * len(found) != len(rest):
+                _broken("a key that occurs twice")
+        elif tag in _CONTAINERS:
+            elements = [self.value(each, depth + 1, key or tag in "Sz") for each in rest]
+            found = _CONTAINERS[tag](elements)
+            if len(found) != len(elements):
+                _broken("an element that occurs twice")
+        else:
+            found = _BUFFERS[tag](self, *rest)
+        if not key:
+            self._seen.append(found)
+        return found
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes behind the structure."""
+        return _bytes(self._next(nbytes))
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """The next tensor."""
+        dtype = _dtype(name)
+        # Memory of its own, so that one tensor does not keep the whole message alive.
+        own = self._next(_numel(shape) * dtype.itemsize).to(self._device, copy=True)
+        return own.view(dtype).view(shape)
+
+    def array(self, described: Any, *shape: int) -> np.ndarray[Any, Any]:
+        """The next array."""
+        described = _Reader(self.left[:0], self._device).value(described)
+        if isinstance(described, str) and len(described) > 64:
+            _broken("a NumPy dtype of more than 64 letters")
+        dtype = np.lib.format.descr_to_dtype(described)
+        if dtype.hasobject or dtype.subdtype is not None:
+            _broken("a NumPy dtype that is not plain")
+        return np.ndarray(shape, dtype, bytearray(self.take(_numel(shape) * dtype.itemsize)))
+
+    def _next(self, nbytes: int) -> Tensor:
+        if not 0 <= nbytes <= self.left.numel():
+            _broken(f"{nbytes} bytes are to come where {self.left.numel()} are left")
+        found, self.left = self.left[:nbytes], self.left[nbytes:]
+        return found
+
+
+def _numel(shape: Sequence[int]) -> int:
+    if len(shape) > 64 or math.prod(shape) >> 62:
+        _broken("a shape of more than 64 axes, or 2^62 elements")
+    return math.prod(shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch)[name]
+    if not isinstance(found, torch.dtype):
+        _broken("a dtype that this torch does not have")
+    return found
+
+
+_CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {"l": list, "t": tuple, "S": set, "z": frozenset}
+_BUFFERS: Final[dict[str, Callable[..., Any]]] = {
+    "B": lambda reader, length: bytearray(reader.take(length)),
+    "x": _Reader.tensor,
+    "a": _Reader.array,
+}
+_LEAVES: Final[dict[str, Callable[..., Any]]] = {
+    "i": lambda reader, text: int(text, 16),
+    "f": lambda reader, text: struct.unpack("<d", bytes.fromhex(text))[0],
+    "c": lambda reader, text: complex(*struct.unpack("<dd", bytes.fromhex(text))),
+    "s": lambda reader, text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    "b": _Reader.take,
+    "D": lambda reader, name: _dtype(name),
+    "Z": lambda reader, *sizes: torch.Size(sizes),
+    "u": lambda reader, text: np.str_(reader.value(text, MAX_DEPTH)),
+    "y": lambda reader, length: np.bytes_(reader.take(length)),
+    "n": lambda reader, *described: reader.array(*described)[()],
+}
+
+
+# -- pickle -----------------------------------------------------------------------------------------
+
+
+def _pickled(x: object) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(x, file)
+    except Exception as error:  # an object's own code ran, and may raise anything
+        raise ObjectError(
+            f"obj cannot be pickled: {type(error).__name__}: {error}",
+            expected="an object that torch.save takes",
+            hint="look for a lambda, an open file or a process group inside it",
+        ) from error
+    return file.getvalue()
+
+
+def _unpickled(data: bytes, device: torch.device) -> Any:
+    """The object. This runs what the bytes say: the caller has checked that it was asked for.
+
+    Tensors that lay on an accelerator come to `device`: on the sender's they would cost every process a
+    context of every device.
+    """
+
+    def place(storage: Any, location: str) -> Any:
+        return torch.serialization.default_restore_location(
+            storage, "cpu" if location == "cpu" else str(device)
+        )
+
+    try:
+        return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
+    except Exception as error:
+        raise ObjectError(
+            f"what arrived cannot be unpickled: {type(error).__name__}: {error}",
+            expected="a pickle whose modules this rank can import",
+            hint="look whether all ranks run the same code",
+        ) from error
