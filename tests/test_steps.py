@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.desync import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.comm.recorder import KEPT, Recorder
-from meshcomm.comm.step_verdict import Difference, difference, error_of, finding
-from meshcomm.comm.steps import RUNS, SUMS
+from meshcomm.comm.site import place_of_call
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -26,9 +26,8 @@ from meshcomm.errors import (
     MeshcommError,
     NotMember,
 )
-from meshcomm.mesh import Mesh, step_watch
-from meshcomm.mesh.asking import Asking
-from meshcomm.mesh.step_watch import StepWatch
+from meshcomm.mesh import Mesh, desync
+from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.testing import Pool
 from tests import random_programs
 
@@ -57,28 +56,19 @@ def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> Recorder:
     recorder = recorder_of(ranks)
     for step, calls in enumerate(steps, 1):
         make(recorder, calls)
-        recorder.note(step, step + first - 1)
+        recorder.note(step, step + first - 1, False, place_of_call(0))
     return recorder
 
 
-def statuses_of(recorders: dict[int, Recorder]) -> dict[int, Any]:
-    """As other ranks get them: through JSON."""
-    told = {
-        rank: {"coords": {"dp": place}, "groups": [recorder.status()]}
-        for place, (rank, recorder) in enumerate(recorders.items())
-    }
-    return {rank: json.loads(json.dumps(status)) for rank, status in told.items()}
+def found_in(recorders: dict[int, Recorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
+    """What other ranks conclude, to whom it comes through JSON."""
+    histories = {rank: json.loads(json.dumps(each.steps.told())) for rank, each in recorders.items()}
+    return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
 
 
-def judged(programs: dict[int, Sequence[Calls]], first: int = 1) -> Difference | None:
+def judged(programs: dict[int, Sequence[Calls]], first: int = 1) -> dict[str, Any] | None:
     ranks = list(programs)
-    recorders = {rank: noted(steps, ranks, first) for rank, steps in programs.items()}
-    found = difference("dp[tp=0]", ranks, statuses_of(recorders))
-    # The sums of all calls say the same as the steps themselves.
-    last = min(recorder.steps.step for recorder in recorders.values())
-    alike = len({recorder.steps.sums[last] for recorder in recorders.values()}) == 1
-    assert alike == (found is None or found.step > last)
-    return found
+    return found_in({rank: noted(steps, ranks, first) for rank, steps in programs.items()})
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
@@ -118,53 +108,59 @@ def test_equal_programs_never_differ_and_a_planted_call_always_does(seed: int) -
             other[at].insert(place, (KINDS[KINDS.index(call) - 1], nbytes))
     found = judged({rank: other if rank == odd else steps for rank in ranks}, first=101)
     assert found is not None
-    assert (found.odd, found.step, found.number, found.earlier) == ((odd,), at + 1, at + 101, False)
-    assert found.made[odd].calls - found.made[found.usual[0]].calls == {"skip": -1, "extra": 1}.get(how, 0)
+    assert (found["mismatched"], found["step"]) == ([odd], at + 101)
+    assert {"skip": "fewer", "extra": "more"}.get(how, "other calls") in found["what"]
 
 
 def test_the_words_of_a_difference() -> None:
     ranks = [0, 2, 4, 6]
     programs: dict[int, Sequence[Calls]] = {rank: [ADD * 3] * 9 for rank in ranks}
     programs[4] = [ADD * 3] * 4 + [ADD * 2] + [ADD * 3] * 4
-    recorders = {rank: noted(steps, ranks, first=41) for rank, steps in programs.items()}
-    statuses = statuses_of(recorders)
-    found = difference("dp[tp=0]", ranks, statuses)
+    found = judged(programs, first=41)
     assert found is not None
-    error = error_of(json.loads(json.dumps(finding(found, statuses))))
+    error = error_of(json.loads(json.dumps(found)))
     assert (error.step, error.odd_ranks) == (45, (4,))
-    assert error.what == 'ranks differ in step 45 along "dp": rank 4 (dp=2) is odd, with 1 collective fewer'
+    assert error.what == 'ranks differ in step 45 along "dp": rank 4 (dp=2) made 1 collective fewer'
     here = f"{__file__}:"
-    assert error.given is not None
-    assert error.given.startswith(f"rank 4 on dp[tp=0]: 2 collectives: all_reduce 2 times at {here}")
-    assert error.expected is not None
-    assert error.expected.startswith(f"as ranks 0 2 6: 3 collectives: all_reduce 3 times at {here}")
+    given = str(error.given).splitlines()
+    assert given[0].startswith(f"rank 4 on dp[tp=0]: 2 collectives: all_reduce 2 times at {here}")
+    assert given[1].startswith(f"step 45 ended at {here}")
+    assert str(error.expected).startswith(f"as ranks 0 2 6: 3 collectives: all_reduce 3 times at {here}")
     assert error.hint is not None
-    assert "a branch that only some ranks take; results from step 45 on" in error.hint
+    assert "a branch that only some ranks take; results of step 45 and later mix calls" in error.hint
 
 
-def test_several_odd_ranks_and_other_bytes() -> None:
+def test_only_the_operations_that_differ_are_told() -> None:
+    same = [(kind, 8) for kind in KINDS[1:]]
+    found = judged({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})
+    assert found is not None
+    assert "all_reduce at" in found["given"] and "all_reduce 2 times" in found["expected"]
+    assert "broadcast" not in found["given"] + found["expected"]
+    # The same calls in another order: all of them.
+    swapped = judged({0: [same], 1: [same[::-1]], 2: [same]})
+    assert swapped is not None
+    assert "broadcast" in swapped["given"] and "broadcast" in swapped["expected"]
+
+
+def test_several_mismatched_ranks_and_other_bytes() -> None:
     usual: Sequence[Calls] = [ADD] * 3
     wide: Sequence[Calls] = [ADD, [("all_reduce", 800)], ADD]
-    programs = {0: wide, 1: usual, 2: wide, 3: usual, 4: usual}
-    recorders = {rank: noted(steps, list(programs)) for rank, steps in programs.items()}
-    statuses = statuses_of(recorders)
-    found = difference("dp[tp=0]", list(programs), statuses)
+    found = judged({0: wide, 1: usual, 2: wide, 3: usual, 4: usual})
     assert found is not None
-    error = error_of(finding(found, statuses))
-    assert error.what == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) are odd'
-    assert str(error.given).startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
-    assert str(error.expected).startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
-    # Of two ranks the lower one counts as usual.
+    assert found["what"] == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) made other calls'
+    assert found["given"].startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
+    assert found["expected"].startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
+    # Of two ranks the first one counts as usual.
     tie = judged({7: usual, 3: wide})
     assert tie is not None
-    assert (tie.usual, tie.odd) == ((7,), (3,))
+    assert tie["mismatched"] == [3]
 
 
 def test_two_mistakes_that_cancel_are_found_at_the_first() -> None:
     programs = {rank: [ADD] * 8 for rank in range(3)}
     found = judged({**programs, 1: [ADD, ADD, [], ADD * 2, *[ADD] * 4]})
     assert found is not None
-    assert (found.step, found.odd) == (3, (1,))
+    assert (found["step"], found["mismatched"]) == (3, [1])
 
 
 def test_more_calls_in_a_step_than_the_ring_holds() -> None:
@@ -172,7 +168,8 @@ def test_more_calls_in_a_step_than_the_ring_holds() -> None:
     assert judged(dict.fromkeys(range(3), long)) is None
     found = judged({0: long, 1: long, 2: [long[0], ADD * (2 * KEPT - 1)]})
     assert found is not None
-    assert (found.step, found.made[2].calls) == (2, 2 * KEPT - 1)
+    assert found["step"] == 2
+    assert f"rank 2 on dp[tp=0]: {2 * KEPT - 1} collectives" in found["given"]
 
 
 def test_bytes_are_not_compared_where_they_may_differ() -> None:
@@ -189,48 +186,55 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
     other[20] = []
     found = judged({0: steps, 1: other, 2: steps}, first=11)
     assert found is not None
-    assert (found.earlier, found.odd, found.number) == (True, (1,), 61)
-    recorders = {rank: noted(each, [0, 1, 2], 11) for rank, each in enumerate((steps, other, steps))}
-    error = error_of(finding(found, statuses_of(recorders)))
-    assert error.what == 'ranks differ in a step before 61 along "dp": rank 1 (dp=1) is odd'
+    assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
     # What is remembered is bounded, and steps that are all alike take no more room.
-    assert len(recorders[0].steps.told()["runs"]) == RUNS  # type: ignore[index]
-    alike = noted([ADD] * (SUMS + 100), [0, 1])
-    assert len(alike.steps.sums) == SUMS
-    assert len(alike.steps.told()["runs"]) == 1  # type: ignore[index]
+    alike = noted([ADD] * 3000, [0, 1])
+    told = alike.steps.told()
+    assert told is not None
+    assert (len(told["runs"]), len(alike.steps.sums)) == (1, 12)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 7, 100, 12345])
+def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
+    behind, ahead = StepHistory(), StepHistory()
+    place = place_of_call(0)
+    for step in range(1, 30_000):
+        behind.note(step, step, (None,), 0, (), False, place)
+    for step in range(1, 30_000 + lag):
+        ahead.note(step, step, (None,), 0, (), False, place)
+    assert last_common(behind.sums, ahead.sums) > 29_999 - max(1, 2 * lag)
+    assert len(ahead.sums) < 20
 
 
 def test_calls_that_were_refused_and_those_of_other_threads() -> None:
-    def one(call: str, apart: int) -> Recorder:
+    def one(call: str, excluded: int) -> Recorder:
         recorder = recorder_of([0, 1])
+        place = place_of_call(0)
         make(recorder, [(call, 8)])
         recorder.refuse()  # the ranks were about to make different calls, and none was made
         make(recorder, ADD)
-        recorder.note(1, 1)
-        make(recorder, ADD * apart)
-        recorder.note(2, 2, apart=True)
+        recorder.note(1, 1, False, place)
+        make(recorder, ADD * excluded)
+        recorder.note(2, 2, True, place)
         make(recorder, ADD)
-        recorder.note(3, 3)
+        recorder.note(3, 3, False, place)
         return recorder
 
-    recorders = {0: one("all_reduce", 3), 1: one("broadcast", 5)}
-    assert difference("dp[tp=0]", [0, 1], statuses_of(recorders)) is None
+    assert found_in({0: one("all_reduce", 3), 1: one("broadcast", 5)}) is None
 
 
 def test_ranks_that_do_not_answer_and_ranks_without_steps() -> None:
     recorders = {rank: noted([ADD, ADD if rank != 2 else []], [0, 1, 2, 3]) for rank in range(4)}
-    statuses = statuses_of(recorders)
     for gone in ((0,), (1, 3), (0, 1)):
-        known = {rank: status for rank, status in statuses.items() if rank not in gone}
-        found = difference("dp[tp=0]", [0, 1, 2, 3], known)
+        found = found_in({rank: each for rank, each in recorders.items() if rank not in gone})
         assert found is not None
-        assert found.step == 2
-    assert difference("dp[tp=0]", [0, 1, 2, 3], {2: statuses[2]}) is None
-    assert difference("tp[dp=0]", [0, 1, 2, 3], statuses) is None
-    assert difference("dp[tp=0]", [0, 1], statuses_of({0: recorder_of([0, 1]), 1: recorders[1]})) is None
+        assert found["step"] == 2
+    assert found_in({2: recorders[2]}) is None
+    assert found_in({}) is None
+    assert found_in({0: recorder_of([0, 1]), 1: recorders[1]}) is None
 
 
-# -- neighbours at a store; no processes, no time ------------------------------------------------------
+# -- ranks at a store; no processes, no time ----------------------------------------------------------
 
 
 class Counted:
@@ -248,83 +252,103 @@ class Counted:
         return ask
 
 
-def neighbours(programs: Sequence[Sequence[Calls]], store: Any) -> list[tuple[StepWatch, Recorder]]:
-    ranks = list(range(len(programs)))
-    found = []
-    for rank in ranks:
-        recorder = recorder_of(ranks)
-        asking = Asking(store, rank, 0.01)
-        found.append((StepWatch(store, rank, [(recorder, 9.0)], asking, dict, len(ranks)), recorder))
-    return found
+class Rank:
+    """One rank's monitor and recorder, without a process."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.recorder = recorder_of(list(range(size)))
+        self.monitor = DesyncMonitor(store, rank, {"dp": rank}, [(self.recorder, 9.0)], size)
+
+    def step(self, calls: Calls) -> None:
+        make(self.recorder, calls)
+        step = self.recorder.steps.step + 1
+        self.recorder.note(step, step, False, place_of_call(0))
+        self.monitor.noted(step)
 
 
-def test_a_neighbour_may_be_ahead_or_behind_and_silence_costs_nothing() -> None:
+def test_what_a_period_costs_the_store() -> None:
     store = Counted()
-    (low, one), (high, two) = neighbours([[], []], store)
-    low.look(0.0)
-    assert store.asked == []
+    ranks = [Rank(store, rank, 4) for rank in range(4)]
 
-    def go(watch: StepWatch, recorder: Recorder, calls: Calls) -> None:
-        make(recorder, calls)
-        step = recorder.steps.step + 1
-        recorder.note(step, step)
-        watch.noted(step)
+    def asked(now: float) -> list[str]:
+        store.asked.clear()
+        for rank in reversed(ranks):
+            rank.monitor.look(now)
+        return sorted(store.asked)
 
-    # Rank 0 is three steps ahead; rank 1 compares when it has come as far.
-    for _ in range(3):
-        go(low, one, ADD)
-    low.look(1.0)
-    go(high, two, ADD)
-    high.look(1.0)
-    low.look(2.5)
-    assert low._compared == {1: 1}
-    assert high._compared == {}
-    before = len(store.asked)
-    low.look(2.6)  # not due
-    assert len(store.asked) == before
-    go(high, two, ADD)
-    go(high, two, ADD)
-    high.look(2.5)
-    low.look(4.0)
-    assert (low._compared, high._compared) == ({1: 3}, {0: 3})
-    # All is compared: nobody asks again, however long the program does something else.
-    before = len(store.asked)
-    for now in range(5, 50):
-        low.look(float(now))
-        high.look(float(now))
-    assert len(store.asked) == before
-    assert (low.found, high.found, low._inquiry, high._inquiry) == (None, None, None, None)
-    # One key for each rank, whatever the number of steps.
-    assert store.num_keys() == 2
+    assert asked(0.0) == []  # before the first step nothing
+    for rank in ranks:
+        rank.step(ADD)
+    asked(1.0)
+    assert asked(1.5) == []  # not due
+    for _ in range(200):
+        for rank in ranks:
+            rank.step(ADD)
+    # However many steps there were: a word of each rank and a look, and one for the group.
+    assert asked(3.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 4
+    assert asked(5.0) == ["check"] * 4 + ["set"]  # the first says up to where it has compared
+    assert asked(7.0) == ["check"] * 4
+    for rank in ranks:
+        rank.step(ADD * 2)
+    assert asked(9.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 8  # other calls: told as well
+    assert store.num_keys() == 8  # two of each rank, whatever the number of steps
 
 
-def test_a_difference_starts_one_inquiry() -> None:
+def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
     store = dist.HashStore()
-    pairs = neighbours([[], []], store)
-    for number, (watch, recorder) in enumerate(pairs):
-        status = {"coords": {"dp": number}, "groups": [{}]}
-        watch._status = lambda status=status, recorder=recorder: {  # type: ignore[misc]
-            **status,
-            "groups": [recorder.status()],
-        }
-        make(recorder, ADD * (1 + number))
-        recorder.note(1, 1)
-        watch.noted(1)
-    for number, (_, recorder) in enumerate(pairs):
-        # What the others would say when they are asked.
-        told = {"coords": {"dp": number}, "groups": [recorder.status()]}
-        store.set(f"closed/{number}", json.dumps(told))
-    pairs[1][0].look(0.0)
-    pairs[0][0].look(0.0)
-    inquiry = pairs[0][0]._inquiry
-    assert inquiry is not None
-    inquiry.join(20)
-    assert pairs[0][0].found is not None
-    # The other was told where it looks for questions.
-    assert pairs[1][0].heard(store.get("ask/1/2"))
-    with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. is odd, with 1 collective more"):
-        pairs[1][0].noted(2)
-    assert not pairs[1][0].heard(b"0")
+    low, high = Rank(store, 0, 2), Rank(store, 1, 2)
+    for _ in range(300):
+        high.step(ADD)
+    high.monitor.look(0.0)
+    low.step([])
+    low.monitor.look(0.0)
+    assert low.monitor.found is None  # the other one no longer has the sum of step 1
+    for _ in range(2, 257):
+        low.step(ADD)
+    low.monitor.look(2.0)
+    assert low.monitor.found is not None
+    assert low.monitor.found["step"] == 1
+    high.monitor.look(2.0)
+    for rank in (low, high):
+        with pytest.raises(
+            CallMismatchError, match=r"step 1 along .dp.: rank 1 .dp=1. made 1 collective more"
+        ):
+            rank.step(ADD)
+
+
+def test_a_difference_is_published_to_all_ranks() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    outside = DesyncMonitor(store, 3, {"dp": 0}, [], 4)  # of no group with them
+    outside.noted(1)
+    for number, rank in enumerate(ranks):
+        rank.step(ADD * (2 if number == 1 else 1))
+    for rank in reversed(ranks):
+        rank.monitor.look(0.0)
+    for rank in ranks[1:]:
+        rank.monitor.look(2.0)
+    outside.look(2.0)
+    for monitor in (*(rank.monitor for rank in ranks), outside):
+        with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. made 1 collective more"):
+            monitor.noted(2)
+        assert monitor.linger_s > 0
+        assert monitor.before_leaving() is None  # it was raised
+    assert store.num_keys() == 2 * 4 + 1
+
+
+def test_the_last_rank_to_leave_deletes_the_keys() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.step(ADD)
+        rank.monitor.look(0.0)
+    assert store.num_keys() == 6
+    threads = [threading.Thread(target=rank.monitor.before_leaving) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert store.num_keys() == 0
 
 
 # -- the simulator: at once ----------------------------------------------------------------------------
@@ -425,7 +449,7 @@ def test_every_mesh_counts_for_itself_and_groups_may_come_later() -> None:
 
     meshcomm.simulate(program, dims=DIMS, args=(False,))
     with pytest.raises(
-        CallMismatchError, match=r'in step 3 along "both": rank 6 .dp=3 tp=0. is odd'
+        CallMismatchError, match=r'in step 3 along "both": rank 6 .dp=3 tp=0. made 1 collective fewer'
     ) as caught:
         meshcomm.simulate(program, dims=DIMS, args=(True,))
     assert caught.value.step == 3
@@ -440,7 +464,7 @@ def test_groups_that_other_threads_call_on_can_be_left_out() -> None:
             mesh.step(apart=apart)
 
     meshcomm.simulate(program, dims={"dp": 3}, args=(("dp",),))
-    with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. is odd, with 1 collective more"):
+    with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. made 1 collective more"):
         meshcomm.simulate(program, dims={"dp": 3}, args=((),))
 
 
@@ -516,10 +540,10 @@ def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> No
     for rank, (error, _, seconds) in enumerate(found):
         assert error is not None, rank
         assert (error.odd_ranks, error.step) == ((2,), 3)
-        assert (
-            error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) is odd, with 1 collective fewer'
-        )
+        assert error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) made 1 collective fewer'
         assert f"3 collectives: all_reduce 3 times at {__file__}:" in str(error)
+        # Also where it is raised by the `with` block, the error says where in the program the step ended.
+        assert f"step 3 ended at {__file__}:{watched.__code__.co_firstlineno + 6}" in str(error)
         # Before the timeout of the call that the others wait in.
         assert seconds < 60
     # The odd rank was through; the others waited in their last step for one call more.
@@ -539,7 +563,7 @@ def correct(steps: int) -> tuple[int, int, list[float]]:
         began = time.monotonic()
         mesh.close()
         took.append(time.monotonic() - began)
-    return mesh._steps, watch._steps._posted, took
+    return mesh._steps, watch._desync._step, took
 
 
 def test_closing_is_quick_and_silent_without_steps(pool: Pool) -> None:
@@ -551,7 +575,7 @@ def test_closing_is_quick_and_silent_without_steps(pool: Pool) -> None:
 
 def unlike_ends() -> tuple[float, float]:
     """Rank 0 made a step more than rank 1, whose word it waits for; but not where its program has failed."""
-    step_watch._LEAVES_S, usual = 0.5, step_watch._LEAVES_S
+    desync._LEAVES_S, usual = 0.5, desync._LEAVES_S
     took = []
     try:
         for fails in (False, True):
@@ -571,7 +595,7 @@ def unlike_ends() -> tuple[float, float]:
             took.append(time.monotonic() - began)
             assert mesh.closed
     finally:
-        step_watch._LEAVES_S = usual
+        desync._LEAVES_S = usual
     return took[0], took[1]
 
 
@@ -600,7 +624,7 @@ def test_ranks_that_lose_a_peer_by_it_get_the_same_error(pool: Pool) -> None:
     found = pool.run(elsewhere, ranks=4)
     for text, odd in found:
         assert text.startswith(
-            'CallMismatchError ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) is odd'
+            'CallMismatchError ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) made 1 collective fewer'
         )
         assert odd == (3,)
 

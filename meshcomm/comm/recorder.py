@@ -11,12 +11,12 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
+from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.ledger import Later, Total, Totals, moved, total_of
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import MessageLog
 from meshcomm.comm.site import is_ours, line_of
 from meshcomm.comm.spans import Spans
-from meshcomm.comm.steps import Steps
 from meshcomm.errors import MeshcommError
 
 KEPT: Final = 256
@@ -80,7 +80,7 @@ class Recorder:
         self.quick: list[dict[Any, Any]] = []
         self.spans: Spans | None = None
         self.refused: deque[int] = deque(maxlen=KEPT)
-        self.steps = Steps()
+        self.steps = StepHistory()
 
     @property
     def inside(self) -> bool:
@@ -143,9 +143,9 @@ class Recorder:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
 
-    def note(self, step: int, number: int, apart: bool = False) -> None:
-        """A step of the program is over; see Steps.note."""
-        self.steps.note(step, number, self.ring, self.started, self.refused, apart)
+    def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
+        """A step of the program is over; see StepHistory.note."""
+        self.steps.note(step, number, self.ring, self.started, self.refused, excluded, ended_at)
 
     def later(self) -> Later | None:
         """The call under way is only started: who is told of the wait for it."""

@@ -14,6 +14,7 @@ from meshcomm.comm.lateness import Lateness, measure
 from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.site import place_of_call
 from meshcomm.comm.spans import Spans
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
@@ -88,11 +89,12 @@ class Accounts(Whereabouts):
                 expected="a whole number",
                 hint="mesh.step() counts by itself",
             )
-        left_out = {id(self._at[dims].recorder) for dims in apart}
+        excluded = {id(self._at[dims].recorder) for dims in apart}
         self._steps += 1
         self._numbered = number
+        here = place_of_call(1)
         for recorder in self._recorders.values():
-            recorder.note(self._steps, number, id(recorder) in left_out)
+            recorder.note(self._steps, number, id(recorder) in excluded, here)
         if self.spans is not None:
             self.spans.step(number)
         if self._watch is not None:

@@ -66,14 +66,6 @@ class Asking:
         self.mute = asking.is_alive() and progress.calls == 0
         return None if broken_off.is_set() and not answers else dict(answers)
 
-    def tell(self, ranks: list[int], text: str) -> None:
-        """Have each of `ranks` read `text`, JSON of a dictionary, where it would find a question.
-
-        Raises RuntimeError where the store does not answer.
-        """
-        for rank in ranks:
-            self._store.set(f"ask/{rank}/{self._store.add(f'asked/{rank}', 1)}", text)
-
     def _collect(
         self, ranks: list[int], answers: dict[int, Any], within_s: float, progress: _Progress
     ) -> None:

@@ -22,9 +22,9 @@ from meshcomm.comm.recorder import Recorder
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.asking import Asking
 from meshcomm.mesh.breaking import Breaking
+from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.failed_call import FailedCall
 from meshcomm.mesh.overdue import Late, Overdue
-from meshcomm.mesh.step_watch import StepWatch
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import calls_under_way
 
@@ -82,7 +82,8 @@ class Watch:
         self._stop = threading.Event()
         self._asking = Asking(store, rank, self._interval)
         self._alone = alone
-        self._steps = StepWatch(store, rank, self._recorders, self._asking, self.status, world_size)
+        own = dist.PrefixStore("desync", store)
+        self._desync = DesyncMonitor(own, rank, who, self._recorders, world_size)
         # Two, as a look at such a store never ends, and the backend must be watched all the same.
         self._threads = [
             threading.Thread(target=each, name=f"meshcomm-{name}", daemon=True)
@@ -105,20 +106,19 @@ class Watch:
 
     def noted(self, step: int) -> None:
         """All groups have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
-        self._steps.noted(step)
+        self._desync.noted(step)
 
     def before_leaving(self) -> CallMismatchError | None:
         """The error where ranks differ in a step, as far as can be known within seconds, and it was not raised."""
-        return None if self._alone else self._steps.before_leaving()
+        return None if self._alone else self._desync.before_leaving()
 
     def close(self) -> None:
         """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
-        if self._steps.found is not None:
-            # The store may end with this rank, and others look for the finding as often as this one did.
-            time.sleep(2 * self._interval)
+        # The store may end with this rank, and others are still to read what was found.
+        time.sleep(self._desync.linger_s)
         self._stop.set()
         store, last = self._store, json.dumps({**self.status(), "closed": True, "raised": _raised()})
 
@@ -138,7 +138,7 @@ class Watch:
         # One where nobody answers, in place of a connection.
         self._store = dist.HashStore()
         self._asking = Asking(self._store, self._rank, self._interval)
-        self._steps.let_go(self._store, self._asking)
+        self._desync.let_go()
 
     # -- answering ------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Watch:
 
     def _in_vain(self) -> tuple[Recorder, Late] | None:
         """A call to break off before its timeout: ranks differ in a step, so those that know do not come."""
-        if self._steps.found is None:
+        if self._desync.found is None:
             return None
         found = self._overdue.find([(recorder, 0.0) for recorder, _ in self._recorders], time.monotonic())
         return None if found is None or found[1] is Late.END else found
@@ -170,12 +170,11 @@ class Watch:
             # A store that is gone has nobody left to answer.
             with contextlib.suppress(RuntimeError):
                 while self._store.check([f"ask/{self._rank}/{number}"]):
-                    if not self._steps.heard(self._store.get(f"ask/{self._rank}/{number}")):
-                        self._store.set(f"answer/{self._rank}/{number}", json.dumps(self.status()))
-                        self._write()
+                    self._store.set(f"answer/{self._rank}/{number}", json.dumps(self.status()))
+                    self._write()
                     number += 1
                 if not self._alone:
-                    self._steps.look(time.monotonic())
+                    self._desync.look(time.monotonic())
 
     def status(self) -> dict[str, Any]:
         """What this rank is doing, as plain data."""
@@ -188,7 +187,7 @@ class Watch:
             "main": _main_line(self._main),
             "torch": calls_under_way() if _in_torch(self._main) else [],
             "failed": self._failed,
-            "differs": self._steps.found,
+            "differs": self._desync.found,
             "groups": [each.status() for each, _ in self._recorders],
         }
 
@@ -242,10 +241,10 @@ class Watch:
         self._failed = self._failed or failed.facts()
         reported = self._write()
         asked: dict[int, Any] | None = {}
-        if self._steps.found is None:
+        if self._desync.found is None:
             asked = self._asking.ask([rank for rank in recorder.ranks if rank != self._rank])
         statuses = {**(asked or {}), self._rank: self.status()}
-        cause = self._steps.cause(statuses)
+        cause = self._desync.cause(statuses)
         if cause is not None:
             return cause
         if asked is None:

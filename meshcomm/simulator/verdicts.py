@@ -56,7 +56,7 @@ class Judge:
         return (
             self._failed(waiting)
             or self._mismatch()
-            or next(self.ground.steps.errors(), None)
+            or self.ground.steps.error()
             or self._tags(waiting)
             or self._stuck(waiting)
         )

@@ -13,11 +13,11 @@ from meshcomm.comm.recorder import Recorder
 from meshcomm.layout import Group
 from meshcomm.mesh.groups import backend_on
 from meshcomm.mesh.launcher import Launch
+from meshcomm.simulator.desync import SimulatedSteps
 from meshcomm.simulator.mailbox import Mailbox
 from meshcomm.simulator.rendezvous import Rendezvous
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.starts import Starts
-from meshcomm.simulator.steps import StepBoard, StepGroup
 from meshcomm.simulator.store import Shelf, SimulatedStore
 from meshcomm.simulator.traffic import Ledger
 from meshcomm.simulator.transport import SimulatorTransport
@@ -35,7 +35,7 @@ class Ground:
         self.shelf = Shelf()
         self.ledger = Ledger()
         self.starts = Starts()
-        self.steps = StepBoard(scheduler)
+        self.steps = SimulatedSteps(scheduler)
         # By prefix of the mesh, name and ranks; in the order of their first use.
         self.groups: dict[tuple[str, str, tuple[int, ...]], tuple[Group, Rendezvous, Mailbox]] = {}
 
@@ -83,20 +83,21 @@ class SimulatedWatch:
 
     timed = False
 
-    def __init__(self, steps: StepBoard, rank: int, coords: Mapping[str, int], prefix: str) -> None:
+    def __init__(self, steps: SimulatedSteps, rank: int, coords: Mapping[str, int], prefix: str) -> None:
         self._steps = steps
         self._rank = rank
         self._coords = coords
         self._prefix = prefix
-        self._groups: list[StepGroup] = []
+        self._recorders: list[Recorder] = []
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
         recorder = Recorder(label, ranks, _failed)
-        self._groups.append(self._steps.add(self._prefix, self._rank, self._coords, recorder))
+        self._recorders.append(recorder)
+        self._steps.add(self._prefix, self._rank, self._coords, recorder)
         return recorder
 
     def noted(self, step: int) -> None:
-        self._steps.noted(self._groups, step)
+        self._steps.noted(self._prefix, self._recorders)
 
     def before_leaving(self) -> None:
         return None

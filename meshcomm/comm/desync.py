@@ -1,0 +1,251 @@
+"""What the ranks of a group called in each step of their program, and the error where they differ."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeAlias, final
+from zlib import crc32
+
+from meshcomm.comm.ledger import Total
+from meshcomm.comm.site import line_of
+from meshcomm.comm.verdict import name_of_rank
+from meshcomm.errors import CallMismatchError
+from meshcomm.layout.sizes import fold
+
+# The runs of equal steps whose calls are remembered.
+RUNS: Final = 64
+# Callsites that an error shows of one rank's step.
+_SHOWN: Final = 6
+
+# As comm/recorder.py has them.
+_Entry: TypeAlias = tuple[Total, int, CodeType, int, float]
+_Callsite: TypeAlias = tuple[CodeType, int]
+
+
+class _Run(NamedTuple):
+    """Consecutive steps in which a rank made the same calls on the group.
+
+    first: step, by this rank's count. offset: what the program's step numbers are more. calls, nbytes: in
+    each step. digest: of the sequence of operations and their bytes. calls_at: how often which operation
+    was called from where. ended_at: where `mesh.step` was called.
+    """
+
+    first: int
+    offset: int
+    calls: int
+    digest: int
+    nbytes: int
+    calls_at: Mapping[tuple[str, CodeType, int], int]
+    ended_at: _Callsite
+
+
+@final
+class StepHistory:
+    """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
+
+    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end:
+    where those of two ranks are equal, so is everything that they called before. The sum of a step divisible by
+    2**k is kept for 2 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k.
+    """
+
+    __slots__ = ("_runs", "_started", "_sum", "step", "sums")
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.sums: dict[int, int] = {}
+        self._sum = 0
+        self._started = 0
+        self._runs: deque[_Run] = deque(maxlen=RUNS)
+
+    def note(
+        self,
+        step: int,
+        number: int,
+        ring: Sequence[_Entry | None],
+        started: int,
+        refused: Collection[int],
+        excluded: bool,
+        ended_at: _Callsite,
+    ) -> None:
+        """Step `step` is over, which the program calls `number`; `started` calls were made up to now.
+
+        ring: the last calls, by sequence number. Of a step with more calls than it holds, the last ones are
+        compared, on every rank alike. refused: sequence numbers of calls that were refused before anything was
+        sent. excluded: the calls of this step are not compared.
+        """
+        calls, nbytes, digest = started - self._started, 0, 0
+        entries: list[_Entry] = []
+        self._started = started
+        if excluded:
+            calls = 0
+        elif calls:
+            kept = len(ring)
+            numbers: Sequence[int] = range(started - min(calls, kept) + 1, started + 1)
+            if refused:
+                numbers = [each for each in numbers if each not in refused]
+            entries = [entry for each in numbers if (entry := ring[each % kept]) is not None]
+            facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
+            digest, nbytes = crc32(array("q", facts).tobytes()), sum(facts[1::2])
+        last = self._runs[-1] if self._runs else None
+        offset = number - step
+        if last is None or (last.calls, last.digest, last.offset) != (calls, digest, offset):
+            calls_at = Counter((entry[0].call, entry[2], entry[3]) for entry in entries)
+            self._runs.append(_Run(step, offset, calls, digest, nbytes, calls_at, ended_at))
+        self.sums[step] = self._sum = crc32(b"%d %d" % (calls, digest), self._sum)
+        self.sums.pop(step - 2 * (step & -step), None)
+        # Last: readers in other threads begin with it.
+        self.step = step
+
+    def told(self) -> dict[str, Any] | None:
+        """All of it as plain data; None before the first step.
+
+        runs: each as (first step, offset, calls, digest, bytes, [operation with callsite and count], where it
+        ended). cut: runs before the first one have been forgotten.
+        """
+        if not self.step:
+            return None
+        runs = tuple(self._runs)
+        return {
+            "sums": list(self.sums.items()),
+            "cut": len(runs) == RUNS,
+            "runs": [
+                [
+                    *run[:5],
+                    [
+                        f"{call}{f' {times} times' if times > 1 else ''} at {_place(code, at)}"
+                        for (call, code, at), times in run.calls_at.items()
+                    ],
+                    _place(*run.ended_at),
+                ]
+                for run in runs
+            ],
+        }
+
+
+@lru_cache(maxsize=4096)
+def _place(code: CodeType, instruction: int) -> str:
+    return f"{code.co_filename}:{line_of(code, instruction)}"
+
+
+class _Step(NamedTuple):
+    """What a rank called in one step."""
+
+    number: int
+    calls: int
+    digest: int
+    nbytes: int
+    calls_at: Sequence[str]
+    ended_at: str
+
+
+def last_common(one: Mapping[int, int], other: Mapping[int, int]) -> int:
+    """The last step whose sum both have, 0 where there is none."""
+    return max(one.keys() & other.keys(), default=0)
+
+
+def find_desync(
+    label: str, histories: Mapping[int, Any], coords: Mapping[int, Mapping[str, int]]
+) -> dict[str, Any] | None:
+    """The first step in which ranks of a group differ, as plain data for `error_of`; None where none is known.
+
+    histories: `StepHistory.told` by rank, in coord order; coords: of these ranks, by rank.
+    """
+    told = {rank: history for rank, history in histories.items() if history is not None}
+    sums = {rank: dict(history["sums"]) for rank, history in told.items()}
+    last = max(set.intersection(*map(set, sums.values())), default=0) if sums else 0
+    signs: dict[int, Any] = {rank: each.get(last) for rank, each in sums.items()}
+    if len(set(signs.values())) < 2:
+        return None
+    # From the oldest step on that all remember. What came before it may be the first difference.
+    oldest = max(history["runs"][0][0] for history in told.values())
+    cut = any(history["cut"] for history in told.values())
+    starts = {run[0] for history in told.values() for run in history["runs"]}
+    for start in sorted(start for start in starts if oldest <= start <= last):
+        steps = {rank: _step(history["runs"], start) for rank, history in told.items()}
+        if len({(step.calls, step.digest) for step in steps.values()}) > 1:
+            if cut and start == oldest:
+                break
+            signs = {rank: (step.calls, step.digest) for rank, step in steps.items()}
+            return _finding(label, signs, steps, coords, forgotten=False)
+    steps = {rank: _step(history["runs"], oldest) for rank, history in told.items()}
+    return _finding(label, signs, steps, coords, forgotten=True)
+
+
+def error_of(finding: Mapping[str, Any]) -> CallMismatchError:
+    """The error for what `find_desync` has found."""
+    texts = {key: finding[key] for key in ("given", "expected", "hint")}
+    error = CallMismatchError(finding["what"], **texts)
+    error.odd_ranks = tuple(finding["mismatched"])
+    error.step = finding["step"]
+    return error
+
+
+def _step(runs: Sequence[Sequence[Any]], step: int) -> _Step:
+    run = next(run for run in reversed(runs) if run[0] <= step)
+    return _Step(step + run[1], *run[2:])
+
+
+def _finding(
+    label: str,
+    signs: Mapping[int, Any],
+    steps: Mapping[int, _Step],
+    coords: Mapping[int, Mapping[str, int]],
+    forgotten: bool,
+) -> dict[str, Any]:
+    """signs: equal where the calls are. forgotten: the difference is in that step or one before."""
+    # Of equally many ranks, those with the lowest one count as usual.
+    usual_sign = Counter(signs.values()).most_common(1)[0][0]
+    usual = [rank for rank, sign in signs.items() if sign == usual_sign]
+    mismatched = [rank for rank, sign in signs.items() if sign != usual_sign]
+    model, first = steps[usual[0]], steps[mismatched[0]]
+    number = max(step.number for step in steps.values())
+    which = f"step {number}{' or one before' if forgotten else ''}"
+    who = ", ".join(name_of_rank(rank, {"coords": coords[rank]}) for rank in mismatched[:4])
+    who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
+    if forgotten:
+        made = "other calls"
+        given = "the calls of that step are no longer remembered"
+        expected = f"the same calls in every step, as {_those(usual)} made them"
+    else:
+        more = first.calls - model.calls if len(mismatched) == 1 else 0
+        made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
+        alike: dict[Any, list[int]] = {}
+        for rank in mismatched:
+            alike.setdefault(signs[rank], []).append(rank)
+        given = "\n".join(
+            f"{_those(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in alike.values()
+        )
+        given += f"\nstep {number} ended at {first.ended_at}"
+        expected = f"as {_those(usual)}: {_calls(model, first)}"
+    return {
+        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
+        "given": given,
+        "expected": expected,
+        "hint": "look for a branch that only some ranks take; results of "
+        f"{which} and later mix calls that do not belong together: resume from a checkpoint before it",
+        "mismatched": mismatched,
+        "step": number,
+    }
+
+
+def _calls(step: _Step, other: _Step) -> str:
+    """How many calls, and those that `other` does not have from the same line as often."""
+    told = _collectives(step.calls)
+    if step.nbytes != other.nbytes and step.calls == other.calls:
+        told += f" of {step.nbytes:,} bytes"
+    lines = [line for line in step.calls_at if line not in other.calls_at] or list(step.calls_at)
+    if len(lines) > _SHOWN + 1:
+        lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more callsites"]
+    return f"{told}: {', '.join(lines)}" if lines else told
+
+
+def _collectives(count: int) -> str:
+    return f"{count} collective{'' if count == 1 else 's'}"
+
+
+def _those(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"

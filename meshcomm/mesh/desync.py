@@ -1,0 +1,230 @@
+"""Do the ranks make the same calls in each step? Compared through the job's store, beside the program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import torch.distributed as dist
+
+from meshcomm.comm.desync import error_of, find_desync, last_common
+from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.store_wait import kind_of
+from meshcomm.errors import CallMismatchError
+
+# How often a rank posts and looks, where the world is small.
+_PERIOD_S: Final = 1.0
+# What all ranks together may ask of the store in a second.
+_MOST_PER_S: Final = 10_000
+# A store that is a file grows with everything that is posted.
+_FILE_PERIOD_S: Final = 30.0
+# How long a rank that leaves waits until its last steps have been compared.
+_LEAVES_S: Final = 2.0
+_PAUSE_S: Final = 0.01
+
+
+@final
+class DesyncMonitor:
+    """Posts the sums of this rank's steps; the first rank of each group compares those of its group.
+
+    Each period costs the store, where there was a step meanwhile: two operations of each rank (a set, a check for
+    a finding), a third where steps differ from those before, and one multi_get of each group. Keys, under the
+    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums; `calls/RANK`, what was called, as
+    StepHistory.told has it; `desync`, the finding, which ends the comparison.
+
+    found: the difference between ranks of the mesh, see `find_desync`; None while none is known.
+
+    Args:
+        store: of this mesh. rank, coords: this rank's. recorders: of its groups, with timeouts; more may come.
+        world_size: how many ranks the mesh has.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        coords: Mapping[str, int],
+        recorders: Sequence[tuple[Recorder, float]],
+        world_size: int,
+    ) -> None:
+        self.found: dict[str, Any] | None = None
+        self._store = store
+        self._rank = rank
+        self._coords = dict(coords)
+        self._recorders = recorders
+        self._world_size = world_size
+        least_s = _FILE_PERIOD_S if kind_of(store) == "FileStore" else _PERIOD_S
+        self._period_s = max(least_s, 3 * world_size / _MOST_PER_S)
+        self._due = 0.0
+        self._step = 0
+        self._raised = self._left = False
+        self._posted = self._posted_calls = ""
+        # By label: up to which step the group is compared; and the groups all of whose ranks have posted.
+        self._compared: dict[str, int] = {}
+        self._present: set[str] = set()
+        # Between the thread of `look` and that of a rank that leaves.
+        self._lock = threading.Lock()
+
+    # -- the program's thread -------------------------------------------------------------------
+
+    def noted(self, step: int) -> None:
+        """All groups have noted `step`. Raises CallMismatchError once a difference has been found."""
+        self._step = step
+        if self.found is not None:
+            raise self._error()
+
+    def before_leaving(self) -> CallMismatchError | None:
+        """Have the last steps compared: the error, where there is one that this rank has not raised.
+
+        Waits until the other ranks of each group have come as far, two seconds at most.
+        """
+        if self._step and self.found is None:
+            # A store that is gone may hold its callers for minutes.
+            leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
+            leaving.start()
+            leaving.join(2 * _LEAVES_S)
+        return None if self.found is None or self._raised else self._error()
+
+    def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
+        """The error for a call that failed, where ranks had called differently in a step before.
+
+        statuses: of the ranks that answered, by rank; see Watch.status.
+        """
+        self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
+        coords = {rank: status["coords"] for rank, status in statuses.items()}
+        for recorder, _ in list(self._recorders):
+            histories = {
+                rank: group.get("steps")
+                for rank in recorder.ranks
+                if rank in statuses
+                for group in statuses[rank]["groups"]
+                if group["label"] == recorder.label
+            }
+            self.found = self.found or find_desync(recorder.label, histories, coords)
+        return None if self.found is None else self._error()
+
+    @property
+    def linger_s(self) -> float:
+        """How long a rank that knows of a difference keeps the store, so that the others read it too."""
+        return 0.0 if self.found is None else 1.25 * self._period_s
+
+    def let_go(self) -> None:
+        """Keep no connection to the store."""
+        self._store = dist.HashStore()
+
+    def _error(self) -> CallMismatchError:
+        assert self.found is not None
+        self._raised = True
+        return error_of(self.found)
+
+    # -- beside the program -----------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Post and compare, where that is due; now in seconds. Costs the store nothing before the first step."""
+        if now < self._due or not self._step or self.found is not None:
+            return
+        self._due = now + self._period_s
+        with self._lock:
+            self._exchange()
+
+    def _leave(self) -> None:
+        deadline = time.monotonic() + _LEAVES_S
+        with contextlib.suppress(RuntimeError):
+            while True:
+                with self._lock:
+                    compared = self._exchange(leaving=True)
+                    self._left = compared or time.monotonic() > deadline
+                    if self._left:
+                        self._post()
+                        break
+                time.sleep(max(_PAUSE_S, 3 * self._world_size / _MOST_PER_S))
+            if self.found is None and self._store.add("left", 1) == self._world_size:
+                for rank in range(self._world_size):
+                    self._store.delete_key(f"steps/{rank}")
+                    self._store.delete_key(f"calls/{rank}")
+                self._store.delete_key("left")
+
+    def _exchange(self, leaving: bool = False) -> bool:
+        """Post and compare; whether there is nothing left to compare up to this rank's last step."""
+        step, through = self._step, True
+        self._post()
+        if self._store.check(["desync"]):
+            self.found = json.loads(self._store.get("desync"))
+            return True
+        for recorder, _ in list(self._recorders):
+            if recorder.ranks[0] == self._rank:
+                through = self._compare(recorder, recorder.ranks[1:], step) and through
+            elif leaving:
+                through = self._confirmed(recorder, step) and through
+        return through
+
+    def _post(self) -> None:
+        recorders = [recorder for recorder, _ in list(self._recorders)]
+        told = {recorder.label: recorder.steps.told() for recorder in recorders}
+        groups = {label: history for label, history in told.items() if history is not None}
+        sums = {label: history.pop("sums") for label, history in groups.items()}
+        # First, so that who sees a difference in the sums finds the calls.
+        calls = json.dumps({"coords": self._coords, "groups": groups})
+        if calls != self._posted_calls:
+            self._store.set(f"calls/{self._rank}", zlib.compress(calls.encode()))
+            self._posted_calls = calls
+        posted = json.dumps({"sums": sums, "compared": self._compared, "left": self._left})
+        if posted != self._posted:
+            self._store.set(f"steps/{self._rank}", posted)
+            self._posted = posted
+
+    def _compare(self, recorder: Recorder, peers: Sequence[int], step: int) -> bool:
+        """Compare with `peers` what is there; whether that is all up to `step`. Publishes a difference."""
+        label = recorder.label
+        if self._compared.get(label, 0) >= step:
+            return True
+        keys = [f"steps/{peer}" for peer in peers]
+        if label not in self._present:
+            # Before, a get would wait.
+            if not self._store.check(keys):
+                return False
+            self._present.add(label)
+        mine = dict(recorder.steps.sums)
+        theirs = {
+            peer: dict(json.loads(posted)["sums"].get(label, ()))
+            for peer, posted in zip(peers, self._store.multi_get(keys), strict=True)
+        }
+        common = {peer: last_common(mine, sums) for peer, sums in theirs.items()}
+        for peer, at in common.items():
+            if at and mine[at] != theirs[peer][at]:
+                self._publish(recorder, peer)
+                return True
+        self._compared[label] = min(common.values())
+        return self._compared[label] >= step
+
+    def _confirmed(self, recorder: Recorder, step: int) -> bool:
+        """Whether the first rank of the group has compared this one up to `step`, or has left before."""
+        first = recorder.ranks[0]
+        if not self._store.check([f"steps/{first}"]):
+            return False
+        posted = json.loads(self._store.get(f"steps/{first}"))
+        if posted["compared"].get(recorder.label, 0) >= step:
+            return True
+        if posted["left"]:
+            self._compare(recorder, [first], step)
+        return bool(posted["left"])
+
+    def _publish(self, recorder: Recorder, peer: int) -> None:
+        """Find the step, and tell all ranks of the mesh."""
+        histories, coords = {}, {}
+        for rank in recorder.ranks:
+            calls = json.loads(zlib.decompress(self._store.get(f"calls/{rank}")))
+            sums = json.loads(self._store.get(f"steps/{rank}"))["sums"]
+            coords[rank] = calls["coords"]
+            if recorder.label in calls["groups"]:
+                histories[rank] = {**calls["groups"][recorder.label], "sums": sums[recorder.label]}
+        # Where others are too far behind to be compared with these two, these two alone.
+        two = {rank: histories[rank] for rank in recorder.ranks if rank in (self._rank, peer)}
+        found = find_desync(recorder.label, histories, coords) or find_desync(recorder.label, two, coords)
+        if found is not None:
+            self.found = json.loads(self._store.compare_set("desync", "", json.dumps(found)))
