@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -33,9 +33,9 @@ class MeshOnly:
     """The sections of a Config that a mesh is made from, without the models of the training sections."""
 
     mesh: MeshConfig
-    process: ProcessConfig = ProcessConfig()
-    network: NetworkConfig = NetworkConfig()
-    topology: TopologyConfig = TopologyConfig()
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     def plan(self, world: int | None) -> Plan:
         """See Config.plan."""
