@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshcomm.layout import Plan as Plan
     from meshcomm.mesh import Mesh as Mesh
     from meshcomm.mesh import init as init
-    from meshcomm.pattern.explain import explain_pattern as explain_pattern
+    from meshcomm.pattern import explain_pattern as explain_pattern
     from meshcomm.simulator import simulate as simulate
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _PUBLIC = {
     "MeshConfig": "meshcomm.config",
     "MeshcommError": "meshcomm.errors",
     "Plan": "meshcomm.layout",
-    "explain_pattern": "meshcomm.pattern.explain",
+    "explain_pattern": "meshcomm.pattern",
     "init": "meshcomm.mesh",
     "load": "meshcomm.config",
     "plan": "meshcomm.config",

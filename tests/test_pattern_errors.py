@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -723,14 +724,21 @@ def test_without_a_shape_an_ellipsis_is_not_known() -> None:
 # -- on a tensor: everything is refused before anything is sent -----------------------------------
 
 
-def silent() -> Rearranger:
-    """A Rearranger whose communicators do not exist."""
+def silent() -> Callable[..., torch.Tensor]:
+    """`mesh.rearrange` of a mesh whose communicators do not exist."""
 
     def explain(dims: Dims) -> Communicator:
         raise AssertionError(f"something would have been sent along {dims}")
 
     at = Directory(explain)
-    return Rearranger(MESH, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)")
+    run = Rearranger(MESH, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)").run
+
+    def rearrange(
+        x: Any, pattern: Any, /, *, partial: Any = None, grad: Any = None, **sizes: Any
+    ) -> torch.Tensor:
+        return run(x, pattern, partial, grad, sizes)
+
+    return rearrange
 
 
 def refused(kind: type[MeshcommError], text: str, x: Any, pattern: Any, **args: Any) -> None:

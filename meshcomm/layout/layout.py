@@ -207,16 +207,17 @@ class Layout:
         return self.digits(dims).size
 
     def expand(self, dims: Dims) -> tuple[str, ...]:
-        """`dims` with merged names replaced by the dims they merge."""
+        """`dims` with merged names replaced by the dims they merge. Raises UnknownDim."""
         names = (dims,) if isinstance(dims, str) else dims
-        return tuple(part for name in names for part in self.merge.get(name, (name,)))
+        parts = tuple(part for name in names for part in self.merge.get(name, (name,)))
+        for name in parts:
+            if name not in self._digits:
+                self._unknown(name)
+        return parts
 
     def home(self, dims: Dims) -> str:
         """The view that `dims` belong to, "" for the base. Raises UnknownDim where they share none."""
         names = self.expand(dims)
-        for name in names:
-            if name not in self._digits:
-                self._unknown(name)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
                 return view

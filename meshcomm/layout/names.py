@@ -27,7 +27,7 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
     """
     names = list(known)
     matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
-    if not matches and len(word) <= 3:
+    if not matches and 2 <= len(word) <= 3:
         # One letter of two is below the cutoff, as are letters in another order or case.
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
         matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)

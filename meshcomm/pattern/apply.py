@@ -15,7 +15,7 @@ from meshcomm.comm.functional import GatherGrad
 from meshcomm.errors import AutogradError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
-from meshcomm.pattern.recipe import AllGather, AllToAll, Permute, Recipe, ReduceScatter, Reshape
+from meshcomm.pattern.recipe import Recipe, Step
 from meshcomm.pattern.roles import Sizes
 
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
@@ -43,19 +43,6 @@ class Rearranger:
         self._functional = functional
         self._who = who
         self._recipe = lru_cache(maxsize=1024)(self._plan)
-
-    def __call__(
-        self,
-        x: Tensor,
-        pattern: str,
-        /,
-        *,
-        partial: str | None = None,
-        grad: GatherRules | None = None,
-        **sizes: int,
-    ) -> Tensor:
-        """See `run`."""
-        return self.run(x, pattern, partial, grad, sizes)
 
     def run(
         self,
@@ -93,21 +80,15 @@ class Rearranger:
             return self._differentiable(recipe, x, grad)
         if grad is not None:
             self._check_rules(recipe, grad)
-        at = self._at
         for step in recipe.steps:
-            if isinstance(step, AllGather):
-                x = at[step.dim].all_gather(x, step.axis)  # type: ignore[assignment]
-            elif isinstance(step, Reshape):
-                x = x.reshape(step.shape)  # type: ignore[arg-type]
-            elif isinstance(step, Permute):
-                x = x.permute(step.order)
-            elif isinstance(step, ReduceScatter):
-                x = at[step.dim].reduce_scatter(x, step.axis, step.op)  # type: ignore[assignment]
-            elif isinstance(step, AllToAll):
-                x = at[step.dim].all_to_all(x, step.split_axis, step.concat_axis)  # type: ignore[assignment]
+            if step.kind == "slice":
+                axis, at = step.args[0], self._at[step.dim]
+                length = x.shape[axis] // step.size
+                x = x.narrow(axis, at.coord * length, length)
+            elif step.dim:
+                x = getattr(self._at[step.dim], step.kind)(x, *step.args)
             else:
-                length = x.shape[step.axis] // step.size
-                x = x.narrow(step.axis, at[step.dim].coord * length, length)
+                x = _local(step, x)
         return x
 
     def _plan(self, pattern: object, shape: tuple[int, ...], partial: object, sizes: Sizes) -> Recipe:
@@ -126,20 +107,12 @@ class Rearranger:
                 expected='partial="sum" or partial="avg", or a tensor without gradients',
                 hint="x.detach()",
             )
-        f = self._functional
         for step in recipe.steps:
-            if isinstance(step, AllGather):
-                x = f.all_gather(step.dim, x, step.axis, grad=rules[step.dim])
-            elif isinstance(step, Reshape):
-                x = x.reshape(step.shape)  # type: ignore[arg-type]
-            elif isinstance(step, Permute):
-                x = x.permute(step.order)
-            elif isinstance(step, ReduceScatter):
-                x = f.reduce_scatter(step.dim, x, step.axis, step.op)
-            elif isinstance(step, AllToAll):
-                x = f.all_to_all(step.dim, x, step.split_axis, step.concat_axis)
+            if step.dim:
+                rule = {"grad": rules[step.dim]} if step.kind == "all_gather" else {}
+                x = getattr(self._functional, step.kind)(step.dim, x, *step.args, **rule)
             else:
-                x = f.slice(step.dim, x, step.axis)
+                x = _local(step, x)
         return x
 
     def _rules(self, recipe: Recipe, x: Tensor, grad: GatherRules | None) -> Mapping[str, GatherGrad]:
@@ -179,6 +152,10 @@ class Rearranger:
                 hint=f'grad="slice", or grad={{{example}}}',
             )
         return rules
+
+
+def _local(step: Step, x: Tensor) -> Tensor:
+    return x.reshape(step.shape) if step.kind == "reshape" else x.permute(step.args)  # type: ignore[arg-type]
 
 
 def _needs_grad(x: Tensor) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from meshcomm.errors import PatternError
 
@@ -15,7 +13,7 @@ Side: TypeAlias = tuple[Group, ...]
 
 ELLIPSIS: Final = "..."
 
-_TOKEN: Final = re.compile(r"\s+|\.\.\.|\w+|.", re.DOTALL)
+_TOKEN: Final = re.compile(r"\.\.\.|\w+|\S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,6 @@ class Pattern:
     `b (h w) 1` is (("b",), ("h", "w"), ()). An ellipsis is the name "...".
     """
 
-    text: str
     left: Side
     right: Side
 
@@ -49,6 +46,16 @@ def text_of(side: Side) -> str:
     return " ".join(texts)
 
 
+def fault(what: str, expected: str, hint: str) -> PatternError:
+    """The error for something wrong with a pattern; `parse` and `plan` add what was given."""
+    return PatternError(f"rearrange: {what}", expected=expected, hint=hint)
+
+
+def shown(text: object) -> str:
+    """A pattern as errors show it."""
+    return f'"{text}"' if isinstance(text, str) else f"{type(text).__name__} {text!r}"
+
+
 def parse(text: object) -> Pattern:
     """Read a pattern.
 
@@ -57,32 +64,33 @@ def parse(text: object) -> Pattern:
 
     Raises PatternError: what is wrong with the text, whatever mesh and tensor it meets.
     """
+    try:
+        return _parse(text)
+    except PatternError as error:
+        error.given = shown(text)
+        raise
+
+
+def _parse(text: object) -> Pattern:
     if not isinstance(text, str):
-        raise PatternError(
-            "rearrange: the pattern is not a text",
-            given=f"{type(text).__name__} {text!r}",
-            expected='two sides and an arrow, as in "b s h -> b s (tp h)"',
-            hint="mesh.rearrange(x, pattern): the tensor comes first",
+        raise fault(
+            "the pattern is not a text",
+            'two sides and an arrow, as in "b s h -> b s (tp h)"',
+            "mesh.rearrange(x, pattern): the tensor comes first",
         )
-    return _parse(text)
-
-
-@lru_cache(maxsize=1024)
-def _parse(text: str) -> Pattern:
     sides = text.split("->")
     if len(sides) != 2:
+        missing = len(sides) == 1
         raise fault(
-            text,
-            'no "->"' if len(sides) == 1 else f'{len(sides) - 1} times "->"',
+            'no "->"' if missing else f'{len(sides) - 1} times "->"',
             'one "->" between the axes before and the axes after',
             f'"{text.strip()} -> {text.strip()}", and then change the right side'
-            if len(sides) == 1
+            if missing
             else "one rearrange for each arrow",
         )
-    left, right = (_side(side, text, where) for side, where in zip(sides, ("left", "right"), strict=True))
+    left, right = _side(sides[0], "left"), _side(sides[1], "right")
     if any(ELLIPSIS in group and group != (ELLIPSIS,) for group in left):
         raise fault(
-            text,
             "an ellipsis in parentheses on the left",
             "an ellipsis that stands alone on the left: how many axes it is must follow from x",
             "... without the parentheses, or a name for each axis",
@@ -91,92 +99,66 @@ def _parse(text: str) -> Pattern:
     if one_sided:
         here, there = ("left", "right") if one_sided > 0 else ("right", "left")
         raise fault(
-            text,
             f"an ellipsis on the {here} only",
             f"... on the {there} as well: its axes stay",
             f"... on the {there}, or a name for each axis",
         )
-    return Pattern(text, left, right)
+    return Pattern(left, right)
 
 
-def _side(side: str, text: str, where: str) -> Side:
+def _side(side: str, where: Literal["left", "right"]) -> Side:
     groups: list[Group] = []
-    open_group: list[str] | None = None
-    seen: set[str] = set()
-    for token in _tokens(side, text):
+    inside: list[str] | None = None
+    for token in _TOKEN.findall(side):
         if token == "(":
-            if open_group is not None:
+            if inside is not None:
                 raise fault(
-                    text,
                     f"parentheses inside parentheses on the {where}",
                     "parentheses of one level: (a b c) is row-major already",
                     "leave out the inner ones",
                 )
-            open_group = []
+            inside = []
         elif token == ")":
-            if open_group is None:
-                raise fault(text, f'")" without "(" on the {where}', "balanced parentheses", 'add "("')
-            groups.append(tuple(open_group))
-            open_group = None
-        elif token == "1":
-            if open_group is None:
-                groups.append(())
+            if inside is None:
+                raise fault(f'")" without "(" on the {where}', "balanced parentheses", 'add "("')
+            groups.append(tuple(inside))
+            inside = None
         else:
-            _check_name(token, text)
-            if token in seen:
-                what = "two ellipses" if token == ELLIPSIS else f'axis "{token}" twice'
-                raise fault(
-                    text,
-                    f"{what} on the {where}",
-                    "each name once on a side",
-                    "one ellipsis and names for the other axes"
-                    if token == ELLIPSIS
-                    else f'another name for one of them, as in "{token}2"',
-                )
-            seen.add(token)
-            if open_group is None:
-                groups.append((token,))
+            names = () if token == "1" else (_name(token),)
+            if inside is None:
+                groups.append(names)
             else:
-                open_group.append(token)
-    if open_group is not None:
-        raise fault(text, f'"(" without ")" on the {where}', "balanced parentheses", 'add ")"')
+                inside.extend(names)
+    if inside is not None:
+        raise fault(f'"(" without ")" on the {where}', "balanced parentheses", 'add ")"')
+    seen: set[str] = set()
+    for name in names_of(tuple(groups)):
+        if name in seen:
+            what, hint = f'axis "{name}" twice', f'another name for one of them, as in "{name}2"'
+            if name == ELLIPSIS:
+                what, hint = "two ellipses", "one ellipsis and names for the other axes"
+            raise fault(f"{what} on the {where}", "each name once on a side", hint)
+        seen.add(name)
     return tuple(groups)
 
 
-def _tokens(side: str, text: str) -> Iterator[str]:
-    for match in _TOKEN.finditer(side):
-        token = match.group()
-        if token.isspace():
-            continue
-        if token != ELLIPSIS and token not in "()" and not re.match(r"\w", token):
-            raise fault(
-                text,
-                f"unknown character {token!r}",
-                "names, parentheses, 1, an ellipsis of three dots, spaces",
-                "spaces between names" if token in ",;" else f"remove {token!r}",
-            )
-        yield token
-
-
-def _check_name(name: str, text: str) -> None:
-    if name == ELLIPSIS:
-        return
-    if name.isdecimal():
+def _name(token: str) -> str:
+    if token == ELLIPSIS or (token.isidentifier() and "_" not in (token[0], token[-1])):
+        return token
+    if token.isdecimal():
         raise fault(
-            text,
-            f"the number {name} as an axis",
+            f"the number {token} as an axis",
             "names, or 1 for an axis of length 1",
-            f'a name and its size: rearrange(x, "... n ...", n={name})',
+            f'a name and its size: rearrange(x, "... n ...", n={token})',
         )
-    if not name.isidentifier() or name[0] == "_" or name[-1] == "_":
+    if not re.match(r"\w", token):
         raise fault(
-            text,
-            f'"{name}" cannot be the name of an axis',
-            'letters, digits and inner underscores, not starting with a digit, as in "h2"',
-            "rename the axis",
+            f"unknown character {token!r}",
+            "names, parentheses, 1, an ellipsis of three dots, spaces",
+            "spaces between names" if token in ",;" else f"remove {token!r}",
         )
-
-
-def fault(text: str, what: str, expected: str, hint: str) -> PatternError:
-    """The error for something wrong with a pattern; whoever knows shape and mesh adds them."""
-    return PatternError(f"rearrange: {what}", given=f'"{text}"', expected=expected, hint=hint)
+    raise fault(
+        f'"{token}" cannot be the name of an axis',
+        'letters, digits and inner underscores, not starting with a digit, as in "h2"',
+        "rename the axis",
+    )

@@ -3,25 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import index
 
-from meshcomm.errors import PatternError
+from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
-from meshcomm.pattern.dims import MeshDims, check_apart, mesh_dims
-from meshcomm.pattern.lengths import Shape, lengths, spread
-from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse
-from meshcomm.pattern.recipe import (
-    AllGather,
-    AllToAll,
-    AnyStep,
-    Permute,
-    Recipe,
-    ReduceScatter,
-    Reshape,
-    Slice,
-)
-from meshcomm.pattern.roles import Role, Sizes, roles
+from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, shown
+from meshcomm.pattern.recipe import Kind, Recipe, Role, Step
+from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles, spread
+
+# What is called for a role, in the order in which it sends least: slices cost nothing, and all that follows is
+# smaller for them; then what shrinks the tensor, then what keeps its size, then what makes it grow.
+_CALLS: Mapping[Role, Kind] = {
+    "slice": "slice",
+    "reduce_scatter": "reduce_scatter",
+    "move": "all_to_all",
+    "gather": "all_gather",
+}
+
+
+def explain_pattern(
+    pattern: str,
+    dims: Mapping[str, int] | Layout,
+    /,
+    shape: tuple[int, ...] | None = None,
+    *,
+    partial: str | None = None,
+    **sizes: int,
+) -> Recipe:
+    """The steps that `mesh.rearrange(x, pattern, partial=partial, **sizes)` takes, as a value.
+
+    Needs no process and no torch. Print it to read the steps.
+
+    Args:
+        pattern: see `Mesh.rearrange`.
+        dims:    the mesh: name -> size, outermost first, or a Layout.
+        shape:   of the local tensor on each rank. None: the steps without numbers; the pattern
+                 must then be free of an ellipsis.
+        partial: as for `Mesh.rearrange`.
+        sizes:   lengths of axes, as for `Mesh.rearrange`.
+
+    Raises PatternError; LayoutError where `dims` are no mesh.
+
+    >>> print(explain_pattern("b s (cp h) d -> b (cp s) h d", {"dp": 2, "cp": 4}, (2, 8, 16, 4)))
+    b s (cp h) d -> b (cp s) h d    on mesh cp=4
+      cp: moves: slices are exchanged between all ranks along it
+      step                                            axes          shape          each rank sends
+      x                                               b s (cp h) d  (2, 8, 16, 4)
+      all_to_all along cp, split axis 2, join axis 1  b (cp s) h d  (2, 32, 4, 4)  3 x 256 = 768
+      sent by each rank: 768 elements, times the bytes of one
+    """
+    if not isinstance(dims, (Layout, Mapping)):
+        raise LayoutError(
+            "explain_pattern needs a mesh",
+            given=f"dims: a {type(dims).__name__}",
+            expected="name -> size, outermost first, or a Layout",
+            hint='explain_pattern(pattern, {"dp": 2, "tp": 4})',
+        )
+    layout = dims if isinstance(dims, Layout) else Layout(dims)
+    return plan(pattern, layout, None if shape is None else _lengths(shape), partial, tuple(sizes.items()))
+
+
+def _lengths(shape: Iterable[int]) -> Shape:
+    """A shape as plain ints."""
+    try:
+        found = tuple(index(length) for length in shape)
+    except TypeError:
+        found = (-1,)
+    if any(length < 0 for length in found):
+        raise PatternError(
+            "rearrange: not a shape",
+            given=f"shape={shape!r}",
+            expected="the lengths of the local tensor's axes, whole numbers of 0 or more",
+            hint="tuple(x.shape)",
+        )
+    return found
 
 
 def plan(
@@ -31,49 +88,49 @@ def plan(
 
     Raises PatternError with the pattern, the shape and the mesh.
     """
-    dims = mesh_dims(layout)
     try:
         pattern = parse(text)
         check_apart(pattern, layout)
-        return _plan(pattern, dims, shape, partial, sizes)
+        return _plan(str(text), pattern, mesh_dims(layout), shape, partial, sizes)
     except PatternError as error:
         mesh = " ".join(f"{name}={layout.size(name)}" for name in layout.names)
         tensor = "" if shape is None else f"x of shape {tuple(shape)}, "
-        error.given = f"{error.given}\n{tensor}mesh {mesh}"
+        error.given = f"{shown(text)}\n{tensor}mesh {mesh}"
         raise
 
 
-def _plan(pattern: Pattern, dims: MeshDims, shape: Shape | None, partial: object, sizes: Sizes) -> Recipe:
-    """Order of the steps, and why it sends least:
-
-    Slices first: they cost nothing, and all that follows is smaller for them. Then what shrinks
-    (reduce_scatter), then what keeps the size (all_to_all), then what grows (all_gather).
-    Several reduce_scatters, or several all_gathers, send the same in any order in sum; the larger
-    share goes along the innermost dim, whose ranks are nearest to each other.
-    """
-    found = roles(pattern, dims, partial, sizes)
+def _plan(
+    text: str, pattern: Pattern, mesh: MeshDims, shape: Shape | None, partial: object, sizes: Sizes
+) -> Recipe:
+    found = roles(pattern, mesh, partial, sizes)
+    assert partial is None or isinstance(partial, str)
     pattern = spread(pattern, None if shape is None else len(shape))
-    known = None if shape is None else lengths(pattern, shape, dims, sizes)
-    mesh = dict(dims)
-    used = tuple((name, mesh[name]) for name, _ in found)
+    known = None if shape is None else lengths(pattern, shape, mesh, sizes)
     # A dim of size 1 is an axis of length 1: nothing to communicate, nothing to reorder. Reductions
     # stay, so that what the reduction refuses is refused on every mesh.
-    solo = {name for name, role in found if mesh[name] == 1 and role != "reduce_scatter"}
+    solo = {name for name, role in found.items() if mesh[name] == 1 and role != "reduce_scatter"}
     left, right = _without(pattern.left, solo), _without(pattern.right, solo)
-    by_role: dict[Role, list[str]] = {}
-    for name, role in found:
-        if name not in solo:
-            by_role.setdefault(role, []).append(name)
-    calls = [("slice", name) for name in by_role.get("slice", ())]
-    calls += [("reduce_scatter", name) for name in reversed(by_role.get("reduce_scatter", ()))]
-    calls += [("move", name) for name in by_role.get("move", ())]
-    calls += [("gather", name) for name in by_role.get("gather", ())]
-    assert partial is None or isinstance(partial, str)
-    routes = [way(_Route(left, mesh, known, partial or ""), right, calls) for way in (_straight, _in_front)]
+    # Several reduce_scatters, or several all_gathers, send the same in any order in sum; the larger share
+    # goes along the innermost dim, whose ranks are nearest to each other.
+    calls = [
+        (call, name)
+        for role, call in _CALLS.items()
+        for name in (reversed(found) if role == "reduce_scatter" else found)
+        if found[name] == role and name not in solo
+    ]
+    routes = [way(_Route(left, mesh, known, partial), right, calls) for way in (_in_place, _in_front)]
     best = min((r for r in routes if r is not None), key=lambda route: (route.copies, len(route.steps)))
-    shape = None if shape is None else tuple(shape)
-    # The sides may differ from the pattern's by dims of size 1; the tensor is the same.
-    return Recipe(pattern.text, used, found, partial, pattern.left, shape, tuple(best.steps), best.copies)
+    return Recipe(
+        text=text,
+        dims=tuple((name, mesh[name]) for name in found),
+        roles=tuple(found.items()),
+        partial=partial,
+        # The steps' axes may differ from these by dims of size 1; the tensor is the same.
+        before=pattern.left,
+        shape=None if shape is None else tuple(shape),
+        steps=tuple(best.steps),
+        copies=best.copies,
+    )
 
 
 def _without(side: Side, names: set[str]) -> Side:
@@ -81,23 +138,29 @@ def _without(side: Side, names: set[str]) -> Side:
 
 
 class _Route:
-    """Steps as they are put together. `axes` is what the local tensor's axes are by now.
+    """Steps as they are put together. `axes` is what the local tensor's axes are by now."""
 
-    `packed`: whether its memory holds its values one after the other, if it did at the start.
-    """
-
-    def __init__(self, axes: Side, mesh: Mapping[str, int], known: Mapping[str, int] | None, op: str) -> None:
+    def __init__(
+        self, axes: Side, mesh: MeshDims, known: Mapping[str, int] | None, partial: str | None
+    ) -> None:
         self.axes = axes
-        self.steps: list[AnyStep] = []
+        self.steps: list[Step] = []
         self.copies = 0
+        # Whether the tensor's memory holds its values one after the other, if it did at the start.
         self._packed = True
         self._mesh = mesh
         self._known = known
-        self._op = op
+        self._partial = partial
 
     def axis_of(self, name: str) -> int:
         """The axis that has `name` in it."""
         return next(number for number, group in enumerate(self.axes) if name in group)
+
+    def _step(self, kind: Kind, axes: Side, *args: int | str, dim: str = "") -> None:
+        known = self._known
+        shape = None if known is None else tuple(math.prod(known[name] for name in group) for group in axes)
+        self.steps.append(Step(kind, axes, shape, dim, self._mesh.get(dim, 1), args))
+        self.axes = axes
 
     # -- local steps ----------------------------------------------------------------------------
 
@@ -110,27 +173,17 @@ class _Route:
         if joins and not self._packed:
             self.copies += 1
             self._packed = True
-        self.steps.append(Reshape(axes, self._shape(axes)))
-        self.axes = axes
-
-    def permute(self, order: Sequence[int]) -> None:
-        """Reorder axes."""
-        if list(order) == list(range(len(self.axes))):
-            return
-        axes = tuple(self.axes[number] for number in order)
-        self.steps.append(Permute(axes, self._shape(axes), tuple(order)))
-        self.axes = axes
-        self._packed = False
+        self._step("reshape", axes)
 
     def arrange(self, target: Side) -> None:
         """Bring the axes into the form `target`, which has the same names."""
-        if names_of(self.axes) == names_of(target):
-            self.reshape(target)
-            return
-        atoms = _runs(self.axes, target)
-        self.reshape(atoms)
-        places = {atom: number for number, atom in enumerate(atoms)}
-        self.permute([places[atom] for atom in _runs(target, self.axes)])
+        if names_of(self.axes) != names_of(target):
+            atoms = _runs(self.axes, target)
+            self.reshape(atoms)
+            order = [atoms.index(atom) for atom in _runs(target, self.axes)]
+            if order != sorted(order):
+                self._step("permute", tuple(atoms[number] for number in order), *order)
+                self._packed = False
         self.reshape(target)
 
     def lead(self, name: str) -> int:
@@ -145,34 +198,28 @@ class _Route:
 
     # -- steps along a dim ----------------------------------------------------------------------
 
-    def slice(self, dim: str) -> None:
+    def cut(self, kind: Kind, dim: str) -> None:
+        """slice or reduce_scatter: the part of this rank's coord is kept of the axis that has `dim`."""
         axis = self.lead(dim)
-        self.axes = self._cut(axis)
-        self.steps.append(Slice(self.axes, self._shape(self.axes), dim, self._mesh[dim], axis))
-        self._packed = self._packed and not self._behind(axis)
+        axes = _replaced(self.axes, axis, self.axes[axis][1:])
+        if kind == "slice":
+            self._step("slice", axes, axis, dim=dim)
+            self._packed = self._packed and not self._behind(axis)
+        else:
+            self._pack(axis)
+            self._step("reduce_scatter", axes, axis, self._partial or "", dim=dim)
 
-    def reduce_scatter(self, dim: str) -> None:
-        axis = self.lead(dim)
+    def join(self, kind: Kind, dim: str, to: int) -> None:
+        """all_to_all or all_gather: `dim` becomes the outermost part of axis `to`.
+
+        For all_to_all, `to` counts axes as they are once `dim` leads its own.
+        """
+        axis = self.lead(dim) if kind == "all_to_all" else 0
         self._pack(axis)
-        self.axes = self._cut(axis)
-        self.steps.append(
-            ReduceScatter(self.axes, self._shape(self.axes), dim, self._mesh[dim], axis, self._op)
-        )
-
-    def all_to_all(self, dim: str, concat_axis: int) -> None:
-        """`concat_axis` counts axes as they are once `dim` leads its own."""
-        axis = self.lead(dim)
-        self._pack(axis)
-        self.axes = self._grown(self._cut(axis), concat_axis, dim)
-        shape = self._shape(self.axes)
-        self.steps.append(AllToAll(self.axes, shape, dim, self._mesh[dim], axis, concat_axis))
-        self.copies += self._behind(concat_axis)
-
-    def gather(self, dim: str, axis: int) -> None:
-        self._pack(0)
-        self.axes = self._grown(self.axes, axis, dim)
-        self.steps.append(AllGather(self.axes, self._shape(self.axes), dim, self._mesh[dim], axis))
-        self.copies += self._behind(axis)
+        axes = _replaced(self.axes, axis, self.axes[axis][1:]) if kind == "all_to_all" else self.axes
+        args = (axis, to) if kind == "all_to_all" else (to,)
+        self._step(kind, _replaced(axes, to, (dim, *axes[to])), *args, dim=dim)
+        self.copies += self._behind(to)
 
     def _pack(self, axis: int) -> None:
         """Communication reads contiguous memory with the axis that it cuts in front."""
@@ -184,83 +231,62 @@ class _Route:
         """Whether an axis of more than one element lies before `axis`."""
         return any(self.axes[:axis])
 
-    def _cut(self, axis: int) -> Side:
-        return (*self.axes[:axis], self.axes[axis][1:], *self.axes[axis + 1 :])
 
-    def _grown(self, axes: Side, axis: int, dim: str) -> Side:
-        return (*axes[:axis], (dim, *axes[axis]), *axes[axis + 1 :])
-
-    def _shape(self, axes: Side) -> Shape | None:
-        if self._known is None:
-            return None
-        known = self._known
-        return tuple(math.prod(known[name] for name in group) for group in axes)
+def _replaced(axes: Side, axis: int, group: Group) -> Side:
+    return (*axes[:axis], group, *axes[axis + 1 :])
 
 
 def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
     """The pieces of `axes`, in order, that neither they nor `other` ever take apart."""
     neighbours = {pair for group in other for pair in pairwise(group)}
-    runs: list[list[str]] = []
+    runs: list[Group] = []
     for group in axes:
         for at, name in enumerate(group):
             if at and (group[at - 1], name) in neighbours:
-                runs[-1].append(name)
+                runs[-1] = (*runs[-1], name)
             else:
-                runs.append([name])
-    return tuple(tuple(run) for run in runs)
+                runs.append((name,))
+    return tuple(runs)
 
 
-def _straight(route: _Route, right: Side, calls: Sequence[tuple[str, str]]) -> _Route | None:
+def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route | None:
     """Every collective on the axis where the dim is and where it goes, as far as there is one; what
     is still out of order is put in order at the end. None where a dim goes before nothing."""
     for call, dim in calls:
-        if call == "slice":
-            route.slice(dim)
-        elif call == "reduce_scatter":
-            route.reduce_scatter(dim)
-        else:
-            if call == "move":
-                route.lead(dim)
-            axis = _before(route, right, dim)
-            if axis is None:
-                return None
-            if call == "move":
-                route.all_to_all(dim, axis)
-            else:
-                route.gather(dim, axis)
+        if call in ("slice", "reduce_scatter"):
+            route.cut(call, dim)
+            continue
+        if call == "all_to_all":
+            route.lead(dim)
+        # The axis of what comes after `dim` in its parentheses on the right.
+        group = next(group for group in right if dim in group)
+        there = [name for name in group[group.index(dim) + 1 :] if name in names_of(route.axes)]
+        if not there:
+            return None
+        route.join(call, dim, route.axis_of(there[0]))
     route.arrange(right)
     return route
 
 
-def _before(route: _Route, right: Side, dim: str) -> int | None:
-    """The axis of what comes after `dim` in its parentheses on the right; None where nothing does."""
-    group = next(group for group in right if dim in group)
-    there = [name for name in group[group.index(dim) + 1 :] if name in names_of(route.axes)]
-    return route.axis_of(there[0]) if there else None
-
-
-def _in_front(route: _Route, right: Side, calls: Sequence[tuple[str, str]]) -> _Route:
+def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route:
     """Every collective on axis 0, where it copies nothing: pack once before, unpack once after."""
     for call, dim in calls:
         if call == "slice":
-            route.slice(dim)
-    packed = tuple(dim for call, dim in calls if call in ("reduce_scatter", "move"))
+            route.cut(call, dim)
+    packed = tuple(dim for call, dim in calls if call in ("reduce_scatter", "all_to_all"))
     if packed and (not route.axes or route.axes[0][: len(packed)] != packed):
-        rest = tuple(tuple(name for name in group if name not in packed) for group in right)
-        present = set(names_of(route.axes))
-        rest = tuple(tuple(name for name in group if name in present) for group in rest)
+        present = set(names_of(route.axes)) - set(packed)
+        rest = tuple(tuple(name for name in group if name in present) for group in right)
         route.arrange((packed, *_runs(rest, route.axes)))
     for call, dim in calls:
         if call == "reduce_scatter":
-            route.reduce_scatter(dim)
-        elif call == "move":
-            first = route.axes[0]
-            if first[0] != dim:
-                route.arrange(((dim, *(name for name in first if name != dim)), *route.axes[1:]))
-            route.all_to_all(dim, 0)
-        elif call == "gather":
+            route.cut(call, dim)
+        elif call != "slice":
             if not route.axes:
                 route.reshape(((),))
-            route.gather(dim, 0)
+            first = route.axes[0]
+            if call == "all_to_all" and first[0] != dim:
+                route.arrange(((dim, *(name for name in first if name != dim)), *route.axes[1:]))
+            route.join(call, dim, 0)
     route.arrange(right)
     return route

@@ -4,105 +4,63 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
-from meshcomm.pattern.dims import MeshDims
 from meshcomm.pattern.parse import Side, text_of
-from meshcomm.pattern.roles import Roles
 
+Role: TypeAlias = Literal["gather", "slice", "reduce_scatter", "move", "stay"]
+Kind: TypeAlias = Literal["reshape", "permute", "slice", "all_gather", "reduce_scatter", "all_to_all"]
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One thing done to the local tensor. `axes`: what its axes are afterwards. `shape`: their
-    lengths, or None where the recipe was made without a shape."""
-
-    axes: Side
-    shape: tuple[int, ...] | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Reshape(Step):
-    """Split and join axes; values keep their order."""
-
-    def __str__(self) -> str:
-        return "reshape"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Permute(Step):
-    """Reorder axes: axis i is what axis `order[i]` was."""
-
-    order: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"permute {' '.join(map(str, self.order))}"
-
-
-@dataclass(frozen=True, slots=True)
-class _DimStep(Step):
-    """A step along a mesh dim of `size` ranks."""
-
-    dim: str
-    size: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Slice(_DimStep):
-    """Keep part number `coord` of the `size` equal parts of an axis. Nothing is sent."""
-
-    axis: int
-
-    def __str__(self) -> str:
-        return f"slice along {self.dim}, axis {self.axis}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AllGather(_DimStep):
-    """Join what all ranks along the dim have, in coord order, along an axis."""
-
-    axis: int
-
-    def __str__(self) -> str:
-        return f"all_gather along {self.dim}, axis {self.axis}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(_DimStep):
-    """Reduce over the ranks along the dim, keep part number `coord` of an axis."""
-
-    axis: int
-    op: str
-
-    def __str__(self) -> str:
-        return f"reduce_scatter ({self.op}) along {self.dim}, axis {self.axis}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AllToAll(_DimStep):
-    """Part c of the split axis goes to coord c; what comes in is joined along the other axis."""
-
-    split_axis: int
-    concat_axis: int
-
-    def __str__(self) -> str:
-        return f"all_to_all along {self.dim}, split axis {self.split_axis}, join axis {self.concat_axis}"
-
-
-AnyStep: TypeAlias = Reshape | Permute | Slice | AllGather | ReduceScatter | AllToAll
-
-_WORDS = {
+_ROLES: Final[dict[Role, str]] = {
     "gather": "gathered from all ranks along it",
     "slice": "this rank's slice is kept, nothing is sent",
     "reduce_scatter": "reduced over the ranks along it, this rank's slice is kept",
     "move": "moves: slices are exchanged between all ranks along it",
     "stay": "stays where it is, nothing is sent",
 }
+_STEPS: Final[dict[Kind, str]] = {
+    "reshape": "reshape",
+    "permute": "permute",
+    "slice": "slice along {dim}, axis {0}",
+    "all_gather": "all_gather along {dim}, axis {0}",
+    "reduce_scatter": "reduce_scatter ({1}) along {dim}, axis {0}",
+    "all_to_all": "all_to_all along {dim}, split axis {0}, join axis {1}",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing done to the local tensor.
+
+    kind:  reshape (axes split and joined, values in order), permute, slice (this rank's of `size` equal parts),
+           or a collective along `dim`.
+    axes:  what the tensor's axes are afterwards. shape: their lengths, None for a recipe without a shape.
+    dim, size: the mesh dim and its size; "" and 1 for a reshape or permute.
+    args:  permute: axis i is what axis args[i] was. slice, all_gather: (axis,). reduce_scatter: (axis, op).
+           all_to_all: (split axis, concat axis). As the methods of a communicator take them.
+    """
+
+    kind: Kind
+    axes: Side
+    shape: tuple[int, ...] | None
+    dim: str = ""
+    size: int = 1
+    args: tuple[Any, ...] = ()
+
+    @property
+    def pieces(self) -> int:
+        """How many slices a rank sends."""
+        return 0 if self.kind == "slice" else self.size - 1
+
+    def piece(self, shape: tuple[int, ...]) -> int:
+        """Elements of one slice that is sent, `shape` being the shape before the step."""
+        return math.prod(shape) // (1 if self.kind == "all_gather" else self.size)
+
+    def __str__(self) -> str:
+        if self.kind == "permute":
+            return f"permute {' '.join(map(str, self.args))}"
+        return _STEPS[self.kind].format(*self.args, dim=self.dim)
 
 
 @final
@@ -120,12 +78,12 @@ class Recipe:
     """
 
     text: str
-    dims: MeshDims
-    roles: Roles
+    dims: tuple[tuple[str, int], ...]
+    roles: tuple[tuple[str, Role], ...]
     partial: str | None
     before: Side
     shape: tuple[int, ...] | None
-    steps: tuple[AnyStep, ...]
+    steps: tuple[Step, ...]
     copies: int
 
     @property
@@ -153,7 +111,7 @@ class Recipe:
             return None
         total, shape = 0, self.shape
         for step in self.steps:
-            total += _pieces(step) * _piece(step, shape)
+            total += step.pieces * step.piece(shape)
             assert step.shape is not None
             shape = step.shape
         return total
@@ -161,7 +119,7 @@ class Recipe:
     def __str__(self) -> str:
         mesh = " ".join(f"{name}={size}" for name, size in self.dims)
         lines = [f"{self.text.strip()}    on {'mesh ' + mesh if mesh else 'each rank by itself'}"]
-        lines += [f"  {name}: {_WORDS[role]}" for name, role in self.roles]
+        lines += [f"  {name}: {_ROLES[role]}" for name, role in self.roles]
         rows = [("step", "axes", "shape", "each rank sends")]
         rows.append(("x", text_of(self.before) or "0-dim", _shape_text(self.shape), ""))
         axes, shape = self.before, self.shape
@@ -178,28 +136,14 @@ class Recipe:
         return "\n".join(lines)
 
 
-def _pieces(step: AnyStep) -> int:
-    """How many slices a rank sends in a step."""
-    return step.size - 1 if isinstance(step, AllGather | ReduceScatter | AllToAll) else 0
-
-
-def _piece(step: AnyStep, shape: tuple[int, ...]) -> int:
-    """Elements of one slice that a step sends, `shape` being the shape before it."""
-    whole = math.prod(shape)
-    return whole // step.size if isinstance(step, ReduceScatter | AllToAll) else whole
-
-
-def _sent_text(step: AnyStep, axes: Side, shape: tuple[int, ...] | None) -> str:
-    count = _pieces(step)
-    if count == 0:
+def _sent_text(step: Step, axes: Side, shape: tuple[int, ...] | None) -> str:
+    if step.pieces == 0:
         return ""
     if shape is not None:
-        each = _piece(step, shape)
-        return f"{count} x {each} = {count * each}" if count > 1 else str(each)
-    assert isinstance(step, AllGather | ReduceScatter | AllToAll)
-    cut = isinstance(step, ReduceScatter | AllToAll)
-    names = [name for group in axes for name in group if not (cut and name == step.dim)]
-    return f"{count} x {'*'.join(names) or '1'}"
+        each = step.piece(shape)
+        return f"{step.pieces} x {each} = {step.pieces * each}" if step.pieces > 1 else str(each)
+    cut = "" if step.kind == "all_gather" else step.dim
+    return f"{step.pieces} x {'*'.join(name for group in axes for name in group if name != cut) or '1'}"
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

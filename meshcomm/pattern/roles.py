@@ -1,61 +1,83 @@
-"""What does each mesh dim of a pattern do: gather, slice, reduce-scatter, move, or nothing?"""
+"""What does each mesh dim of a pattern do, and how long is each axis? Here a pattern meets mesh, sizes and shape."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from itertools import combinations, product
+from typing import Final, NamedTuple, TypeAlias
 
 from meshcomm.errors import PatternError
+from meshcomm.layout import Layout
 from meshcomm.layout.names import did_you_mean, nearest_name
-from meshcomm.pattern.dims import MeshDims
-from meshcomm.pattern.parse import ELLIPSIS, Pattern, Side, fault, names_of
+from meshcomm.pattern.parse import ELLIPSIS, Group, Pattern, Side, fault, names_of, text_of
+from meshcomm.pattern.recipe import Role
 
-Role: TypeAlias = Literal["gather", "slice", "reduce_scatter", "move", "stay"]
-Roles: TypeAlias = tuple[tuple[str, Role], ...]
+MeshDims: TypeAlias = Mapping[str, int]
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
+Shape: TypeAlias = tuple[int, ...]
 
 # Reductions that `partial` may name.
 PARTIALS: Final[tuple[str, ...]] = ("sum", "avg", "product", "min", "max")
 
 
-def roles(pattern: Pattern, dims: MeshDims, partial: object, sizes: Sizes) -> Roles:
-    """The role of every mesh dim that the pattern names, in the order of `dims`.
+def mesh_dims(layout: Layout) -> dict[str, int]:
+    """Every name that the mesh gives a meaning, with its size; outermost (farthest apart) first.
+
+    >>> mesh_dims(Layout({"dp": 2, "tp": 4}, merge={"all": ("tp", "dp")}))
+    {'dp': 2, 'all': 8, 'tp': 4}
+    """
+
+    def reach(name: str) -> int:
+        return max((size * stride for size, stride in layout.digits(name) if size > 1), default=0)
+
+    return {name: layout.size(name) for name in sorted(layout.names, key=reach, reverse=True)}
+
+
+def check_apart(pattern: Pattern, layout: Layout) -> None:
+    """No two dims of one pattern may say the same about a rank: "dp" and a merged dim that has dp,
+    or a view's dim and a base dim that cut the same ranks. Raises PatternError."""
+    used = [n for n in dict.fromkeys(names_of(pattern.left) + names_of(pattern.right)) if n in layout.names]
+    for one, other in combinations(used, 2):
+        digits = product(layout.digits(one).canonical(), layout.digits(other).canonical())
+        if any(
+            stride % (inner * width) and inner % (stride * size) for (size, stride), (width, inner) in digits
+        ):
+            raise fault(
+                f'the dims "{one}" and "{other}" overlap: a rank\'s coords along them depend on each other',
+                "dims that are independent, as the dims of one factorisation are",
+                f'one rearrange for "{one}" and another for "{other}"',
+            )
+
+
+def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> dict[str, Role]:
+    """The role of every mesh dim that the pattern names, in the order of `mesh`.
 
     right only: gather. left only: slice, or reduce_scatter where `partial` is given. Both: stay
     where its neighbours are the same on both sides, else move.
     Raises PatternError where a tensor axis is on one side only, where `partial` or a size is wrong
     or would have no effect, or where it is unclear whether a dim moves.
     """
-    mesh = dict(dims)
     left, right = names_of(pattern.left), names_of(pattern.right)
-    _check_both_sides(pattern, mesh)
-    _check_sizes(pattern, mesh, sizes)
-    _check_partial(pattern, partial, [name for name in left if name in mesh and name not in right])
-    found: list[tuple[str, Role]] = []
-    stays: dict[str, _Place] = {}
+    _check_both_sides(left, right, mesh)
+    _check_sizes(left + right, mesh, sizes)
+    _check_partial(partial, any(name in mesh and name not in right for name in left))
+    found: dict[str, Role] = {}
     for name in mesh:
         if name in left and name in right:
-            before, after = _place(pattern.left, name, mesh), _place(pattern.right, name, mesh)
-            if _stays(pattern, name, before, after):
-                stays[name] = before
-                found.append((name, "stay"))
-            else:
-                found.append((name, "move"))
+            found[name] = "stay" if _stays(pattern, name, mesh) else "move"
         elif name in left:
-            found.append((name, "slice" if partial is None else "reduce_scatter"))
+            found[name] = "slice" if partial is None else "reduce_scatter"
         elif name in right:
-            found.append((name, "gather"))
-    for one, place in stays.items():
-        for other, other_place in stays.items():
-            swapped = (left.index(one) < left.index(other)) != (right.index(one) < right.index(other))
-            if place == other_place and swapped:
-                raise _unclear(pattern, f'"{one}" and "{other}" change places')
-    return tuple(found)
+            found[name] = "gather"
+    for one, other in combinations([name for name, role in found.items() if role == "stay"], 2):
+        swapped = (left.index(one) < left.index(other)) != (right.index(one) < right.index(other))
+        if swapped and _place(pattern.left, one, mesh) == _place(pattern.left, other, mesh):
+            raise _unclear(f'"{one}" and "{other}" change places')
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Between which tensor axes a mesh dim lies: those in its parentheses, else those of the side."""
 
     in_parentheses: bool
@@ -63,7 +85,7 @@ class _Place:
     after: str | None
 
 
-def _place(side: Side, name: str, mesh: Mapping[str, int]) -> _Place:
+def _place(side: Side, name: str, mesh: MeshDims) -> _Place:
     group = next(group for group in side if name in group)
     in_parentheses = any(other not in mesh for other in group)
     names = group if in_parentheses else names_of(side)
@@ -73,26 +95,22 @@ def _place(side: Side, name: str, mesh: Mapping[str, int]) -> _Place:
     return _Place(in_parentheses, before[-1] if before else None, after[0] if after else None)
 
 
-def _stays(pattern: Pattern, name: str, left: _Place, right: _Place) -> bool:
+def _stays(pattern: Pattern, name: str, mesh: MeshDims) -> bool:
+    left, right = _place(pattern.left, name, mesh), _place(pattern.right, name, mesh)
     if not left.in_parentheses and not right.in_parentheses:
         same = (left.before == right.before) + (left.after == right.after)
         if same == 1:
-            raise _unclear(pattern, f'"{name}" keeps one neighbour and changes the other')
+            raise _unclear(f'"{name}" keeps one neighbour and changes the other')
         return same == 2
     # In parentheses a dim cuts the axis after it; where there is none, the axis before it.
-    if left.in_parentheses and right.in_parentheses:
-        if left.after is None or right.after is None:
-            return left.after is right.after and left.before == right.before
-        return left.after == right.after
-    inside, outside = (left, right) if left.in_parentheses else (right, left)
-    if inside.after is not None:
-        return inside.after == outside.after
-    return inside.before == outside.before
+    if left.in_parentheses and right.in_parentheses and (left.after is None or right.after is None):
+        return left.after is right.after and left.before == right.before
+    inside = left if left.in_parentheses else right
+    return left.before == right.before if inside.after is None else left.after == right.after
 
 
-def _unclear(pattern: Pattern, why: str) -> PatternError:
+def _unclear(why: str) -> PatternError:
     return fault(
-        pattern.text,
         f"unclear whether to move data between ranks: {why}",
         "a dim whose neighbours are the same on both sides: it stays, nothing is sent;\n"
         "or both different: it moves, all_to_all",
@@ -100,70 +118,146 @@ def _unclear(pattern: Pattern, why: str) -> PatternError:
     )
 
 
-def _check_both_sides(pattern: Pattern, mesh: Mapping[str, int]) -> None:
-    left, right = names_of(pattern.left), names_of(pattern.right)
-    for own, other, here in ((left, right, "left"), (right, left, "right")):
-        for name in own:
-            if name in other or name in mesh:
-                continue
-            known = [*mesh, *(n for n in other if n not in own)]
-            if here == "left":
-                hint = f'einops.reduce for a reduction over "{name}", or "{name}" on the right'
-                expected = "every tensor axis on both sides: a missing axis is never a reduction"
-            else:
-                hint = f'einops.repeat for a new axis "{name}", or 1 for an axis of length 1'
-                expected = f"every tensor axis on both sides, or a mesh dim: {', '.join(mesh)}"
-            raise fault(
-                pattern.text,
-                f'axis "{name}" is on the {here} only, and the mesh has no dim of that name',
-                expected,
-                did_you_mean(name, [n for n in known if n != ELLIPSIS]) or hint,
-            )
+def _check_both_sides(left: Group, right: Group, mesh: MeshDims) -> None:
+    for name in left + right:
+        if name in mesh or (name in left and name in right):
+            continue
+        if name in left:
+            here, others = "left", [n for n in right if n not in left]
+            expected = "every tensor axis on both sides: a missing axis is never a reduction"
+            hint = f'einops.reduce for a reduction over "{name}", or "{name}" on the right'
+        else:
+            here, others = "right", [n for n in left if n not in right]
+            expected = f"every tensor axis on both sides, or a mesh dim: {', '.join(mesh)}"
+            hint = f'einops.repeat for a new axis "{name}", or 1 for an axis of length 1'
+        raise fault(
+            f'axis "{name}" is on the {here} only, and the mesh has no dim of that name',
+            expected,
+            did_you_mean(name, [*mesh, *others]) or hint,
+        )
 
 
-def _check_sizes(pattern: Pattern, mesh: Mapping[str, int], sizes: Sizes) -> None:
-    names = names_of(pattern.left) + names_of(pattern.right)
+def _check_sizes(names: Group, mesh: MeshDims, sizes: Sizes) -> None:
     for name, size in sizes:
+        remove = f"remove {name}={size!r}"
         if name not in names:
             raise fault(
-                pattern.text,
                 f'a size for "{name}", which the pattern does not have',
                 "sizes of axes of the pattern: " + (", ".join(dict.fromkeys(names)) or "it has none"),
-                did_you_mean(name, names) or f"remove {name}={size!r}",
+                did_you_mean(name, names) or remove,
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            whole = isinstance(size, float) and size % 1 == 0
+            hint = f"{name}={int(size)}" if whole else remove
+            raise fault(f"{name}={size!r} is not a size", "a whole number, 0 or more", hint)
+        if mesh.get(name, size) != size:
             raise fault(
-                pattern.text,
-                f"{name}={size!r} is not a size",
-                "a whole number, 0 or more",
-                f"{name}={int(size)}"
-                if isinstance(size, float) and size % 1 == 0
-                else f"remove {name}={size!r}",
-            )
-        if name in mesh and mesh[name] != size:
-            raise fault(
-                pattern.text,
                 f'{name}={size}, but "{name}" is a dim of the mesh and has size {mesh[name]}',
                 f"{name}={mesh[name]}, or no size: the mesh knows it",
-                f"remove {name}={size}",
+                remove,
             )
 
 
-def _check_partial(pattern: Pattern, partial: object, left_only: list[str]) -> None:
+def _check_partial(partial: object, reduces: bool) -> None:
     if partial is None:
         return
     if not isinstance(partial, str) or partial not in PARTIALS:
         near = "avg" if partial == "mean" else nearest_name(str(partial), PARTIALS)
         raise fault(
-            pattern.text,
             f"partial={partial!r} is not a reduction",
             "one of " + ", ".join(PARTIALS) + "; or None to keep this rank's slice",
             f'partial="{near or "sum"}"',
         )
-    if not left_only:
+    if not reduces:
         raise fault(
-            pattern.text,
             f'partial="{partial}" has no effect: no mesh dim is on the left only',
             "a mesh dim on the left that is missing on the right, over which values are added",
             f'remove partial="{partial}", or put the dim on the left: "(tp h) ... -> h ..."',
         )
+
+
+def spread(pattern: Pattern, ndim: int | None) -> Pattern:
+    """The pattern with a name for each axis of the ellipsis: "...0", "...1".
+
+    Raises PatternError where a tensor of `ndim` axes does not fit the left side. ndim None, no
+    tensor known, is for patterns without an ellipsis.
+    """
+    fixed = sum(group != (ELLIPSIS,) for group in pattern.left)
+    elastic = fixed != len(pattern.left)
+    if ndim is None:
+        if elastic:
+            raise fault(
+                "how many axes an ellipsis stands for is not known without a shape",
+                "a shape, or a name for each axis",
+                "explain_pattern(pattern, dims, shape=...)",
+            )
+        return pattern
+    if ndim < fixed or (ndim > fixed and not elastic):
+        wanted = f"{fixed} or more axes" if elastic else f"{fixed} axes" if fixed != 1 else "1 axis"
+        raise fault(
+            f"the left side has {wanted}, x has {ndim}",
+            f"a tensor with {wanted}: {text_of(pattern.left) or 'a 0-dim tensor'}",
+            "... for axes that stay as they are" if ndim > fixed else "a name for each axis of x",
+        )
+    stand_in = tuple(f"{ELLIPSIS}{number}" for number in range(ndim - fixed))
+
+    def filled(side: Side) -> Side:
+        groups: list[Group] = []
+        for group in side:
+            names = tuple(each for name in group for each in (stand_in if name == ELLIPSIS else (name,)))
+            groups += [(name,) for name in names] if group == (ELLIPSIS,) else [names]
+        return tuple(groups)
+
+    return Pattern(filled(pattern.left), filled(pattern.right))
+
+
+def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dict[str, int]:
+    """The length of every name of both sides; a mesh dim's is its size.
+
+    pattern: spread to as many axes as `shape` has.
+    Raises PatternError where the shape does not fit the sizes, or does not determine a name.
+    """
+    known = {**dict(sizes), **mesh}
+    for number, (group, length) in enumerate(zip(pattern.left, shape, strict=True)):
+        open_names = [name for name in group if name not in known]
+        named = {name: known[name] for name in group if name in known}
+        whole = math.prod(named.values())
+        axis = f"axis {number} of x, {text_of((group,))},"
+        text = " * ".join(f"{name}={size}" for name, size in named.items()) or "1 in the pattern"
+        text = f"{text} = {whole}" if len(named) > 1 else text
+        if len(open_names) > 1 or (open_names and whole == 0 == length):
+            raise fault(
+                f"{axis} does not determine {' and '.join(open_names)}",
+                f"sizes for all but one of {', '.join(open_names)}; together they are {length}"
+                if whole
+                else "a size for each name of an axis of length 0",
+                f"rearrange(x, pattern, {open_names[0]}=...)",
+            )
+        if open_names and whole and length % whole:
+            raise fault(
+                f"{axis} cannot be split: {text}, the length is {length}",
+                f"a length divisible by {whole}, got {length}",
+                f"pad the axis to {-(-length // whole) * whole}",
+            )
+        if open_names and whole:
+            known[open_names[0]] = length // whole
+        elif whole != length:
+            raise fault(
+                f"{axis} has another length: {text}, the length is {length}",
+                f"length {whole}, got {length}",
+                _fitting(group, mesh, known, length),
+            )
+    return known
+
+
+def _fitting(group: Group, mesh: MeshDims, known: Mapping[str, int], length: int) -> str:
+    """What to write for an axis of another length than its names have."""
+    given = [name for name in group if name not in mesh and name in known]
+    if not group:
+        return "a name for the axis"
+    if not given:
+        return f"({' '.join(group)} n): each of the {math.prod(mesh[n] for n in group)} ranks has n of them"
+    others = math.prod(known[name] for name in group if name != given[0] and name in known)
+    if others and length % others == 0:
+        return f"{given[0]}={length // others}"
+    return "sizes that multiply to the length"
