@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -107,7 +108,13 @@ class AutogradError(MeshcommError):
 
 
 class CommunicationError(MeshcommError):
-    """The backend failed while communicating; the backend's own error is the cause."""
+    """The backend failed while communicating; the backend's own error is the cause.
+
+    `call` is the collective that failed, where it was one: the "label" of its group, its sequence
+    "number" there, "call" (the operation), "dim" and "site" (the user's line).
+    """
+
+    call: Mapping[str, Any] | None = None
 
 
 class ObjectError(MeshcommError):

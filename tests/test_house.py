@@ -29,6 +29,7 @@ ORDER = [
     "comm",
     "pattern",
     "mesh",
+    "launch",
     "doctor",
     "parallel",
     "train",

@@ -21,7 +21,7 @@ from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, Mesh
 from meshcomm.mesh.launcher import Launch
 from meshcomm.mesh.owner import blame, claim, is_running, process_name
 from meshcomm.mesh.process import meet
-from meshcomm.mesh.rank import _speaks_first
+from meshcomm.mesh.rank_failure import _speaks_first
 from meshcomm.mesh.reach import find_tcp_store, what_is_at
 from meshcomm.testing import Pool
 from tests.ports import free_port
@@ -341,7 +341,7 @@ def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pyte
         port = listener.getsockname()[1]
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("meshcomm.mesh.rank._ASK_S", 0.0)
+        monkeypatch.setattr("meshcomm.mesh.rank_failure._ASK_S", 0.0)
         assert _speaks_first(Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", port), 0.0)
 
 

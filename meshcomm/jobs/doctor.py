@@ -10,8 +10,8 @@ from typing import Any, Final
 from meshcomm.config import load
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.jobs.starting import refuse_other_world
+from meshcomm.launch.rank import as_rank
 from meshcomm.mesh.launcher import find_launch
-from meshcomm.mesh.rank import as_rank
 
 # How long the ranks wait for each other where no config says.
 _DOCTOR_TIMEOUT_S: Final = 60.0

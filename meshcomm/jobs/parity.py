@@ -20,7 +20,7 @@ def parity(
         settings.resolved(world)
     # What is wrong has been said by now: torch takes seconds to load.
     from meshcomm.jobs.starting import label_of, world_of
-    from meshcomm.mesh.launch import launch
+    from meshcomm.launch.spawn import launch
     from meshcomm.mesh.launcher import find_launch
     from meshcomm.train.parity_job import prove
 

@@ -9,9 +9,9 @@ import torch
 
 from meshcomm.config import Config
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.mesh.launch import launch
+from meshcomm.launch.rank import as_rank
+from meshcomm.launch.spawn import launch
 from meshcomm.mesh.launcher import Launch, find_launch, how_many_ranks
-from meshcomm.mesh.rank import as_rank
 
 
 def start_job(

@@ -159,7 +159,7 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
         timeouts = {group.label: group.options.timeout_s for group in plan.for_rank(rank).groups}
 
         def end(error: MeshcommError) -> None:
-            from meshcomm.mesh.rank import end_rank
+            from meshcomm.mesh.rank_failure import end_rank
 
             # A cause that is still silent, a grace after the timeout, will not speak.
             end_rank(error, joined.launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)

@@ -47,6 +47,10 @@ class FailedCall:
             "waiting": self._waiting,
         }
 
+    def _collective(self) -> dict[str, Any] | None:
+        """As `CommunicationError.call` has it; None for a message."""
+        return {"label": self._recorder.label, **self._last} if self._waiting is None else None
+
     def verdict(self, rank: int, statuses: dict[int, Any], *, mute: bool, reports: str) -> CommunicationError:
         """The error for `rank`, whose call it was, from what the ranks that answered are doing.
 
@@ -90,6 +94,7 @@ class FailedCall:
             expected=expected,
             hint=_hint(not absent and "connecting" in said, reports),
         )
+        verdict.call = self._collective()
         verdict.missing = tuple(dict.fromkeys(each.rank for each in absent))
         return verdict
 
@@ -110,6 +115,7 @@ class FailedCall:
             expected="a store that lives as long as the job: in the launcher, or in rank 0",
             hint="look for the first error of the process that holds the store",
         )
+        found.call = self._collective()
         if isinstance(found, PeerLost):
             found.missing = tuple(named)
         return found

@@ -1,0 +1,40 @@
+"""One rank's life under a launcher: it ends with its launcher, and its error is printed once."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from meshcomm.launch.reaper import end_with_parent
+from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.rank_failure import end_rank
+
+
+def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
+    """Run `body`; where it raises, see to it that the job prints one error, and end the process.
+
+    label: this rank with its coords; only called for an error.
+
+    meshcomm's own launcher is left the error, and prints that of the root cause. Under another
+    launcher the first rank that fails prints its own. Under an agent of torch, and under meshcomm's
+    launcher, this process ends when the launcher does.
+    """
+    # Several ranks share one pipe: unbuffered, their lines run into each other; buffered, they come at the end.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    if launch.rank:
+        # Only rank 0 has something to say about an interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        body()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_rank(error, launch, label())

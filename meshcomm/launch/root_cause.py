@@ -1,0 +1,126 @@
+"""Which of a job's failures was the root cause, and what does the launcher say of the others?"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from meshcomm.mesh.rank_failure import Failure
+
+_FOLLOWED = "followed: lost a peer, or were ended by the launcher"
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """What the launcher prints of a failed attempt, and the exit code that follows from it.
+
+    text: the error of the root cause in full; "" where its rank left none. summary: it in one line.
+    rest: lines on the other ranks.
+    """
+
+    text: str
+    summary: str
+    rest: tuple[str, ...]
+    code: int
+
+
+def root_cause(failures: Iterable[Failure], world_size: int, label: Callable[[int], str]) -> RootCause:
+    """Find the root cause among `failures`, at least one, of ranks that were not asked to end.
+
+    label: the name of a rank, with its coords.
+
+    First come errors that do not follow from another rank's, and ranks that a signal or an unknown
+    error ended: the earliest, but before all the one that an error itself calls mismatched. A rank
+    ended by SIGABRT, as by its backend's watchdog, is none of these where an error names who is missing.
+    Where there is none, errors that follow: that of the rank whose operation differs from the others'
+    at one sequence number of a group; else the earliest, but one that waited for a rank that has not
+    failed before those that waited for each other.
+    """
+    failures = sorted(failures, key=lambda each: each.rank)
+    failed = {each.rank for each in failures}
+    missing = {rank for each in failures for rank in each.missing}
+    causes = [
+        each
+        for each in failures
+        if not each.follows and (not missing or each.rank in missing or not _aborted(each))
+    ]
+    mismatched, lines = ([], []) if causes else _compare_calls(failures, label)
+    root = min(
+        causes or [each for each in failures if each.follows],
+        key=lambda each: (
+            not (each.mismatched or each.rank in mismatched),
+            failed.issuperset(each.missing),
+            each.time,
+        ),
+    )
+    others = [
+        each
+        for each in failures
+        if each.rank != root.rank and (not each.follows or (not root.follows and each.what == root.what))
+    ]
+    for what in dict.fromkeys(each.what for each in others):
+        ranks = [each.rank for each in others if each.what == what]
+        lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
+    if root.missing:
+        lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
+    accounted = {root.rank, *root.missing, *mismatched, *(each.rank for each in others)}
+    if after := [rank for rank in range(world_size) if rank not in accounted]:
+        lines.append(f"{_ranks(after)} {_FOLLOWED}")
+    return RootCause(root.text, root.summary, tuple(lines), root.code)
+
+
+def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
+    """The failure of a rank that left no error. code: as it ended, negative for a signal."""
+    if code >= 0:
+        return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code)
+    known = {each.value for each in signal.Signals}
+    name = signal.Signals(-code).name if -code in known else f"signal {-code}"
+    return Failure(rank, label(rank), alive_at, f"was ended by {name}", code=128 - code)
+
+
+def _aborted(failure: Failure) -> bool:
+    return not failure.text and failure.code == 128 + signal.SIGABRT
+
+
+def _compare_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
+    """The ranks whose failed call on a group is not that of most ranks there, and lines that say so.
+
+    At one sequence number of a group all ranks make the same call. That the numbers differ says
+    something only where nobody is missing: a lost peer may have ended between two calls.
+    """
+    calls = {each.rank: each.call for each in failures if each.call is not None}
+    someone_missing = any(each.missing for each in failures)
+    mismatched: list[int] = []
+    lines: list[str] = []
+    for group in dict.fromkeys(call["label"] for call in calls.values()):
+        made: dict[tuple[int, str], list[int]] = {}
+        for rank, call in calls.items():
+            if call["label"] == group:
+                made.setdefault((call["number"], call["call"]), []).append(rank)
+        if len(made) < 2 or (someone_missing and len({number for number, _ in made}) == len(made)):
+            continue
+        fewest_first = sorted(made.items(), key=lambda each: len(each[1]))
+        most = fewest_first[-1][1]
+        if 2 * len(most) > sum(map(len, made.values())):
+            mismatched += [rank for _, ranks in fewest_first[:-1] for rank in ranks]
+        for (number, operation), ranks in fewest_first:
+            who = label(ranks[0]) if len(ranks) == 1 else _ranks(ranks)
+            lines.append(f"call {number} on {group} was {operation} on {who}, at {calls[ranks[0]]['site']}")
+    return mismatched, lines
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """The ranks in few words.
+
+    >>> _ranks([3]), _ranks([0, 1]), _ranks([7, 0, 1, 2, 3, 4, 6])
+    ('rank 3', 'ranks 0 1', 'ranks 0-4 6 7')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs]
+    return f"rank{'' if [*map(len, runs)] == [1] else 's'} {' '.join(words)}"

@@ -1,0 +1,180 @@
+"""Start one process per rank on this host, around a store on the loopback, and end all of them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from subprocess import Popen
+from typing import Final, NoReturn
+
+from meshcomm.errors import LaunchError
+from meshcomm.launch.reaper import JOB_VARIABLE, Reaper, end_all
+from meshcomm.launch.root_cause import root_cause, without_error
+from meshcomm.mesh.exposure import serve_on_loopback
+from meshcomm.mesh.rank_failure import collect
+
+_LOOPBACK: Final = "127.0.0.1"
+_STORE_TIMEOUT: Final = timedelta(seconds=60)
+_POLL_S: Final = 0.05
+
+# What ranks get between being asked to end and SIGKILL; the variable is torch's, in seconds.
+_GRACE_S: Final = 10.0
+_GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+# After Ctrl-C somebody waits at the terminal.
+_INTERRUPT_GRACE_S: Final = 3.0
+
+Exits = dict[int, tuple[int, float]]
+"""By rank that failed by itself: its exit code, negative for a signal, and the time it was last seen alive."""
+
+
+class _Signalled(BaseException):
+    """The launcher itself was sent a signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def launch(
+    arguments: Sequence[str],
+    world_size: int,
+    max_restarts: int = 0,
+    label: Callable[[int], str] = "rank {}".format,
+) -> int:
+    """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
+
+    label: the name of a rank, with its coords; only called after a failure.
+    Called by: the main thread, as signals are handled until the job ends.
+
+    The code is 0 when all ranks ended well, that of the rank whose failure caused the others'
+    (128 + signal where a signal ended it), or 128 + signal where this process was sent one: 130 after
+    Ctrl-C. No process of the job outlives the call, nor this process, however it ends: ranks that do
+    not end within ten seconds of being asked (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT; three after Ctrl-C)
+    are killed, and so is all that ranks have started. The ranks write to this process's own stdout and
+    stderr; the last lines on stderr name the root cause, with its rank's coords and line, and in one
+    line those that followed. Where one fails, all are ended and started again, up to `max_restarts`
+    times, each time after the same lines; the code is that of the last time.
+    """
+    if world_size > 4096:
+        raise LaunchError(
+            f"{world_size} processes on one host",
+            given=f"a mesh of {world_size} ranks, started outside a launcher",
+            expected="at most 4096 ranks on one host",
+            hint="torchrun --nnodes N --nproc-per-node M -m meshcomm ... on every host",
+        )
+    folder = Path(tempfile.mkdtemp(prefix="meshcomm-"))
+    reaper = Reaper(folder)
+    handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # By nohup.
+        handled.remove(signal.SIGHUP)
+    before = {each: signal.signal(each, _signalled) for each in handled}
+    try:
+        for attempt in range(max_restarts + 1):
+            exits = _run_ranks(arguments, world_size, folder, attempt, max_restarts)
+            if not exits:
+                return 0
+            failures = {each.rank: each for each in collect(folder, attempt)}
+            for rank, (code, alive_at) in exits.items():
+                failures.setdefault(rank, without_error(rank, code, alive_at, label))
+            found = root_cause(failures.values(), world_size, label)
+            restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
+            lines = [found.text] if found.text else []
+            lines += [f"meshcomm: {line}" for line in (found.summary + restart, *found.rest)]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        return found.code
+    except _Signalled as received:
+        return 128 + received.number
+    finally:
+        end_all(folder)
+        reaper.dismiss()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _signalled(number: int, _: object) -> NoReturn:
+    raise _Signalled(number)
+
+
+def _run_ranks(
+    arguments: Sequence[str], world_size: int, folder: Path, attempt: int, max_restarts: int
+) -> Exits:
+    """Start all ranks; return when none is left."""
+    # A new store for each attempt, which no rank's end takes away and no other host reaches.
+    store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
+    if store is None:
+        raise LaunchError(
+            f"no store can listen on {_LOOPBACK}",
+            given=f"no free port of {_LOOPBACK}, or too many open files",
+            expected="a free port, chosen by the system",
+            hint="meshcomm doctor shows the limits of this host",
+        )
+    # What torchrun sets on one host.
+    common = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": folder.name,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        JOB_VARIABLE: str(folder),
+    }
+    grace_s = float(os.environ.get(_GRACE_VARIABLE) or _GRACE_S)
+    ending = int(signal.SIGTERM)
+    ranks: list[Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            ranks.append(Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
+        return _await_exits(ranks)
+    except _Signalled as received:
+        ending = received.number
+        if ending == signal.SIGINT:
+            grace_s = min(grace_s, _INTERRUPT_GRACE_S)
+        raise
+    finally:
+        _end(ranks, {ending: grace_s, signal.SIGKILL: _GRACE_S})
+        end_all(folder)
+
+
+def _await_exits(ranks: Sequence[Popen[bytes]]) -> Exits:
+    """Return when all ranks have ended well, or one has failed."""
+    alive_at = [time.time()] * len(ranks)
+    while True:
+        now = time.time()
+        codes = [process.poll() for process in ranks]
+        failed = {rank: (code, alive_at[rank]) for rank, code in enumerate(codes) if code}
+        if failed or None not in codes:
+            return failed
+        alive_at = [now] * len(ranks)
+        time.sleep(_POLL_S)
+
+
+def _end(ranks: Sequence[Popen[bytes]], signals: Mapping[int, float]) -> None:
+    """Send each signal to the process groups of ranks that run, and wait so many seconds for their end."""
+    for number, within_s in signals.items():
+        # A rank that is stopped takes the signal when it goes on.
+        for each in (number, signal.SIGCONT):
+            # Not to one that has been reaped: its number may be another process's by now.
+            for process in ranks:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, each)
+        deadline = time.monotonic() + within_s
+        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)

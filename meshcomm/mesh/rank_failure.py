@@ -1,0 +1,179 @@
+"""How a rank ends by an error: it leaves the error to meshcomm's launcher, or prints it if it is the first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch.distributed as dist
+
+from meshcomm.comm.site import is_ours
+from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
+from meshcomm.mesh.launcher import Launch, attempt_of
+from meshcomm.mesh.process import of_this_attempt
+from meshcomm.mesh.reach import within
+
+# A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
+_PATIENCE_S = 3.0
+
+# How long the job's store may take to say whether another rank has spoken.
+_ASK_S = 5.0
+
+_INTERRUPTED: Final = 130
+
+# Frames that only started the user's script.
+_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "launch/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended a rank.
+
+    who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line,
+    or how a rank ended that left no error. frame: the user's innermost line. text: all to be printed, ""
+    where the rank left no error. code: the rank's exit code. follows: another rank's error is to come
+    first, if there is one. mismatched: the error itself names this rank as the one that differs.
+    missing: ranks that it waited for. call: the collective that failed, see `CommunicationError.call`.
+    """
+
+    rank: int
+    who: str
+    time: float
+    what: str
+    frame: str = ""
+    text: str = ""
+    code: int = 1
+    follows: bool = False
+    mismatched: bool = False
+    missing: Sequence[int] = ()
+    call: Mapping[str, Any] | None = None
+
+    @property
+    def summary(self) -> str:
+        """One line: who, what, where."""
+        failed = " failed:" if self.text else ""
+        return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}"
+
+
+def failure_of(error: BaseException, rank: int, who: str) -> Failure:
+    """The failure of the rank `rank`, called `who`, which raised `error`."""
+    misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
+    # torch's own errors about a store or a peer that is gone are no better a cause than ours.
+    lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
+    mismatched = getattr(error, "odd_ranks", ())
+    return Failure(
+        rank,
+        who,
+        time.time(),
+        ": ".join([type(error).__name__, *str(error).splitlines()[:1]]),
+        _frame(error),
+        f"{who}: {type(error).__name__}: {error}" if misused else f"{who}:\n{_traceback(error)}",
+        code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
+        follows=lost or bool(mismatched and rank not in mismatched),
+        mismatched=rank in mismatched,
+        missing=[*getattr(error, "missing", ())],
+        call=getattr(error, "call", None),
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    # The frames that started the script say nothing about it.
+    trace = error.__traceback__
+    while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _starts_scripts(file: str) -> bool:
+    return "runpy" in file or file.startswith(_STARTERS)
+
+
+def _frame(error: BaseException) -> str:
+    frames = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if not is_ours(each.filename) and not _starts_scripts(each.filename)
+    ]
+    # In what others wrote, the library that raised says less than the line that called it.
+    own = [each for each in frames if "site-packages" not in each.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def leave(failure: Failure, folder: Path, attempt: int) -> bool:
+    """Leave `failure` for the launcher; whether that was possible."""
+    path = folder / f"{attempt}-{'follows' if failure.follows else 'cause'}-{failure.rank}.json"
+    try:
+        half = path.with_suffix(".half")
+        half.write_text(json.dumps(asdict(failure)))
+        half.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def await_cause(folder: Path, attempt: int, within_s: float) -> None:
+    """Return when a rank has left an error that does not follow from another's, or time is up."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and not any(folder.glob(f"{attempt}-cause-*.json")):
+        time.sleep(0.05)
+
+
+def collect(folder: Path, attempt: int) -> list[Failure]:
+    """What the ranks have left, in the order of ranks."""
+    found = []
+    for path in folder.glob(f"{attempt}-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(Failure(**json.loads(path.read_text())))
+    return sorted(found, key=lambda failure: failure.rank)
+
+
+def end_rank(
+    error: BaseException, launch: Launch, label: str, *, patience_s: float = _PATIENCE_S
+) -> NoReturn:
+    """See to it that the job prints one error, and end this process, from whichever thread.
+
+    label: this rank with its coords.
+    patience_s: how long a rank that is not the cause waits for the one whose error is to come first.
+    """
+    failure = failure_of(error, launch.rank, label)
+    folder = os.environ.get("MESHCOMM_JOB")
+    attempt = attempt_of(os.environ)
+    # A rank may start a job of its own, by torchrun: then the folder is its parent's.
+    ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
+    if folder is not None and ours and leave(failure, Path(folder), attempt):
+        if failure.follows:
+            await_cause(Path(folder), attempt, patience_s)
+    elif failure.code != _INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
+        print(failure.text, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: waiting for peers that are gone, in some destructor, would help nobody.
+    os._exit(failure.code)
+
+
+def _speaks_first(launch: Launch, patience_s: float) -> bool:
+    """Whether no other rank has printed an error. Where nobody can be asked, yes."""
+    if launch.world_size == 1 or launch.address is None:
+        return True
+    limit = timedelta(seconds=_ASK_S)
+    try:
+        store, _, _ = within(
+            _ASK_S + 1,
+            lambda: next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit)),
+        )
+        store = of_this_attempt(store)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and store.add("meshcomm/spoke", 0) == 0:
+            time.sleep(0.05)
+        return bool(store.add("meshcomm/spoke", 1) == 1)
+    except (dist.DistError, RuntimeError, ValueError, OSError):
+        return True
