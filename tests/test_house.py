@@ -135,7 +135,7 @@ unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "
     "meshcomm.cli", "meshcomm.jobs", "meshcomm.bench", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
     "meshcomm.simulator", "meshcomm.testing", "meshcomm.place", "meshcomm.costs", "meshcomm.stages",
     "meshcomm.topology", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
-    "meshcomm.mesh.launch", "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
+    "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
 loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]
 assert not loaded, loaded
 assert str(mesh) and "rich" in sys.modules  # what prints loads it
