@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import zlib
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
+from meshcomm.comm.spans import Span
 from meshcomm.config import load
-from meshcomm.errors import ConfigError, LaunchError, MeshcommError, StoreError, UnsupportedOp
+from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
 from meshcomm.jobs.timeline import timeline_of
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.chrome import Part, TraceFile
+from meshcomm.mesh.chrome import part_of, write
+from meshcomm.mesh.tracing import _Clock, offsets
 from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.show.timeline import Bar, Row, timeline
 from meshcomm.testing import Pool
@@ -269,15 +274,14 @@ AHEAD_S = 100.0
 
 def on_two_hosts(path: str) -> None:
     """Rank 1 believes to be on another host, whose monotonic clock is 100 s ahead."""
-    from importlib import import_module
-
-    names = ("communicator", "ledger", "message_log", "recorder", "spans", "handle", "object_call")
-    modules = [*(import_module(f"meshcomm.comm.{name}") for name in names)]
     tracing = import_module("meshcomm.mesh.tracing")
+    ours = [m for name, m in sys.modules.items() if name.startswith("meshcomm.")]
+    timed = [m for m in ours if getattr(m, "clock", None) is time.perf_counter]
+    assert tracing in timed
     host = tracing.host
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
         if mesh.rank == 1:
-            for module in (*modules, tracing):
+            for module in timed:
                 module.clock = lambda: time.perf_counter() + AHEAD_S  # type: ignore[attr-defined]
             tracing.host = lambda: 99
         try:
@@ -285,7 +289,7 @@ def on_two_hosts(path: str) -> None:
                 for _ in range(3):
                     mesh.all_reduce("dp", torch.ones(1))
         finally:
-            for module in (*modules, tracing):
+            for module in timed:
                 module.clock = time.perf_counter  # type: ignore[attr-defined]
             tracing.host = host
 
@@ -304,6 +308,21 @@ def test_clocks_of_two_hosts_are_brought_together(pool: Pool, tmp_path: Path) ->
             if e["ph"] == "X" and e["args"]["number"] == number
         )
         assert max(a[0], b[0]) <= min(a[1], b[1]) + error_s["1"]
+
+
+def test_offsets_are_bounded_by_an_exchange_of_all_ranks() -> None:
+    def clock(rank: int, host: int, entered: float, left: float) -> _Clock:
+        return _Clock(rank, host, entered, left, 0.0, 0)
+
+    # In true time: 0 and 1 (host 7) enter at 10 and 11 and leave at 13, 2 and 3 (host 8, 50 s behind) enter
+    # at 12.5 and 12 and leave at 13 and 14.
+    rows = [clock(0, 7, 10, 13), clock(1, 7, 11, 13), clock(2, 8, -37.5, -37), clock(3, 8, -38, -36)]
+    found = offsets(rows)
+    assert found[0] == found[1] == (0.0, 0.0)
+    assert found[2] == found[3]
+    offset, error_s = found[2]
+    assert (offset, error_s) == (pytest.approx(49.25), pytest.approx(1.25))
+    assert abs(offset - 50) <= error_s
 
 
 # -- a pipeline ---------------------------------------------------------------------------------------
@@ -410,36 +429,32 @@ def test_the_simulator_refuses_and_says_what_to_do() -> None:
     assert all("mesh.stats() counts" in text for text in meshcomm.simulate(body, dims={"dp": 2}))
 
 
-def call(lane: str, name: str, began: float, over: float, **more: Any) -> list[Any]:
-    plain = {"waits": [], "at_once": False, "messages": [], **more}
-    head = [f"{lane}[]", lane, name, 1, "a.py:1", began, over, 8, [2], "float32"]
-    return [*head, plain["waits"], plain["at_once"], plain["messages"]]
-
-
 def test_a_file_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    with TraceFile(path) as file:
-        sends = call("pp", "send", 1.0, 1.5, messages=[[True, 1, 0, 1], [True, 1, 0, 2]])
-        file.add(Part(0, "rank 0", ["pp"], 0.5, [sends]))
-        late = call("pp", "recv", 1.0, 1.25, waits=[[1.5, 2.0]], messages=[[False, 0, 0, 1]])
-        file.add(Part(1, "rank 1", ["pp"], 0.0, [late]))
-        assert not path.exists()
-        file.finish({"a": 1})
+    groups = {"pp[]": [4, 5]}
+    more: dict[str, Any] = {"nbytes": 8, "shape": (2,), "dtype": "float32"}
+    sends = Span(
+        "pp[]", "pp", "send", "a.py:1", 1.5, left=2.0, parts=(("send", 1, 0, 1), ("send", 1, 0, 2)), **more
+    )
+    late = Span("pp[]", "pp", "recv", "a.py:1", 1.0, left=1.25, parts=(("recv", 0, 0, 1),), **more)
+    late.waited(1.5, 2.0)
+    parts = [part_of(4, "rank 4", ["pp"], [sends], groups), part_of(5, "rank 5", ["pp"], [late], groups)]
+    write(path, parts, {"a": 1})
     events = check_format(path.read_text())
     assert json.loads(path.read_text())["otherData"] == {"a": 1, "unmatched_messages": 1}
-    shown = [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M"]
+    shown = [(e["pid"], e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M"]
     assert shown == [
-        ("X", "send", 1.5e6, 0.5e6),
-        ("X", "start recv", 1.0e6, 0.25e6),
-        ("X", "wait for recv", 1.5e6, 0.5e6),
-        ("b", "recv pp", 1.0e6, None),
-        ("e", "recv pp", 2.0e6, None),
-        ("f", "message", pytest.approx(2.0e6), None),
-        ("s", "message", 1.5e6, None),
+        (4, "X", "send", 1.5e6, 0.5e6),
+        (5, "X", "start recv", 1.0e6, 0.25e6),
+        (5, "X", "wait for recv", 1.5e6, 0.5e6),
+        (5, "b", "recv pp", 1.0e6, None),
+        (5, "e", "recv pp", 2.0e6, None),
+        (5, "f", "message", pytest.approx(2.0e6), None),
+        (4, "s", "message", 1.5e6, None),
     ]
     # What fails half way leaves no file at all.
-    with pytest.raises(MeshcommError), TraceFile(tmp_path / "u.json") as file:
-        raise MeshcommError("stopped")
+    with pytest.raises(zlib.error):
+        write(tmp_path / "u.json", [parts[0], b"damaged"], {})
     assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
 
 

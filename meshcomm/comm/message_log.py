@@ -159,12 +159,13 @@ class MessageLog:
             parts.append(Part(lane, number))
         if nbytes is None:
             nbytes = sent if sent > came else came
-        code, instruction, told = frame.f_code, frame.f_lasti, None
+        code, instruction, told, now = frame.f_code, frame.f_lasti, None, clock()
         if self.spans is not None:
             tensors = [end[3] for end in ends]
             plain = [each.plain() for each in parts]
-            told = self.spans.message(self.label, name, call, plain, tensors, nbytes, code, instruction)
-        return Message(name, call, tuple(parts), code, instruction, nbytes, calls, clock(), told)
+            at = (code, instruction)
+            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=plain)
+        return Message(name, call, tuple(parts), code, instruction, nbytes, calls, now, told)
 
     def left(self, message: Message, count_as: str | None) -> Later:
         """The messages of a call are started: who is told of the waits for them.

@@ -16,7 +16,7 @@ from meshcomm.comm.ledger import Later, Total, Totals, moved, total_of
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import MessageLog
 from meshcomm.comm.site import is_ours, line_of
-from meshcomm.comm.spans import Spans
+from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 
 KEPT: Final = 256
@@ -37,7 +37,7 @@ class Recorder:
     are kept beside: they are counted by peer. refused are numbers of calls of which nothing was sent, as the
     ranks were about to make different ones. steps has what was called in each step, where the program tells.
 
-    plan ends the labels that profilers show. spans takes every call while a trace is taken; quick are dictionaries of prepared calls, which do not
+    plan ends the labels that profilers show. spans takes every call while a trace is taken, span is the last one; quick are dictionaries of prepared calls, which do not
     ask for it and are emptied for that time.
 
     Args:
@@ -57,6 +57,7 @@ class Recorder:
         "ranks",
         "refused",
         "ring",
+        "span",
         "spans",
         "started",
         "steps",
@@ -79,6 +80,7 @@ class Recorder:
         self.messages = MessageLog(self.totals, label, check)
         self.quick: list[dict[Any, Any]] = []
         self.spans: Spans | None = None
+        self.span: Span | None = None
         self.refused: deque[int] = deque(maxlen=KEPT)
         self.steps = StepHistory()
 
@@ -99,7 +101,9 @@ class Recorder:
         entry = (total_of(self.totals, name, call), nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            self.spans.begin(self.label, number, name, call, x, nbytes, entry[2], entry[3], entry[4])
+            tensors = () if x is None else (x,)
+            at = (entry[2], entry[3])
+            self.span = self.spans.begin(self.label, name, call, at, entry[4], nbytes, tensors, number=number)
 
     def end(self) -> None:
         """The blocking call under way is over, or has failed. Harmless where none is."""
@@ -114,8 +118,8 @@ class Recorder:
             total.calls += 1
             total.nbytes += entry[1]
             total.seconds += now - entry[4]
-        if self.spans is not None:
-            self.spans.end(self.label, self.started, now)
+        if self.span is not None:
+            self.span.left = now
 
     def resume(self) -> None:
         """What ended was a part of the call, which goes on."""
@@ -136,8 +140,8 @@ class Recorder:
             if self.under_way is None:
                 entry[0].nbytes += nbytes - entry[1]
             self.ring[place] = (entry[0], nbytes, *entry[2:])
-        if self.spans is not None:
-            self.spans.is_of(self.label, self.started, nbytes)
+        if self.span is not None:
+            self.span.nbytes = nbytes
 
     def refuse(self) -> None:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
@@ -153,12 +157,14 @@ class Recorder:
         place = self.started % KEPT
         entry = self.ring[place]
         self.left[place] = now = clock()
-        told = None if self.spans is None else self.spans.later(self.label, self.started, now)
-        return None if entry is None else Later(entry[0], entry[1], entry[4], now, told)
+        if self.span is not None:
+            self.span.left = now
+        return None if entry is None else Later(entry[0], entry[1], entry[4], now, self.span)
 
     def trace(self, spans: Spans | None) -> None:
         """Tell `spans` of every call from now on; None: nobody."""
         self.spans = self.messages.spans = spans
+        self.span = None
         for prepared in self.quick:
             prepared.clear()
 

@@ -1,9 +1,10 @@
-"""Every call of this rank while a trace is taken: when it began, was left, and was waited for."""
+"""Every call of this rank while a trace is taken: when it began, when it was left, and when it was waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter as clock
 from types import CodeType
 from typing import Final, final
@@ -13,56 +14,37 @@ from torch import Tensor
 from meshcomm.comm.site import caller, line_of
 from meshcomm.transport.support import name_of
 
-# The lane of forward and backward passes.
+# The lane of forward and backward passes, and that of what `mesh.step` tells of.
 PASSES: Final = "passes"
-
-# The lane of what `mesh.step` tells of.
 STEPS: Final = "steps"
-
 # More calls than this a trace does not keep: some 500 bytes each.
 MOST: Final = 200_000
 
 
 @final
+@dataclass(slots=True)
 class Span:
     """One call, or one named stretch of the program. Times in seconds on the monotonic clock.
 
-    lane: the dim, or what a stretch belongs to. number: of the call on its group; 0 for messages and
-    stretches. left: when the program went on, None while it has not; waits: of a call that was only
-    started, or of messages; at_once: they follow its start. parts: of messages: (direction, peer's
-    coord, tag, number among those).
+    group: label, "" for a stretch. lane: the dim, or what a stretch belongs to. number: sequence number of a
+    collective on its group. left: when the program went on, None while it has not. waits: (begin, end) of each
+    wait for an asynchronous call or a message; at_once: they follow its start. parts: of messages: (direction,
+    peer's coord, tag, number among those).
     """
 
-    __slots__ = (
-        "at_once",
-        "began",
-        "call",
-        "dtype",
-        "group",
-        "lane",
-        "left",
-        "nbytes",
-        "number",
-        "parts",
-        "shape",
-        "site",
-        "waits",
-    )
-
-    def __init__(self, group: str, lane: str, call: str, number: int, site: str, began: float) -> None:
-        self.group = group
-        self.lane = lane
-        self.call = call
-        self.number = number
-        self.site = site
-        self.began = began
-        self.left: float | None = None
-        self.at_once = False
-        self.nbytes = 0
-        self.shape: tuple[int, ...] | None = None
-        self.dtype: str | None = None
-        self.waits: list[tuple[float, float]] = []
-        self.parts: Sequence[tuple[str, int | None, int, int]] = ()
+    group: str
+    lane: str
+    call: str
+    site: str
+    began: float
+    number: int = 0
+    nbytes: int = 0
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    parts: Sequence[tuple[str, int | None, int, int]] = ()
+    left: float | None = None
+    at_once: bool = False
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     def waited(self, since: float, now: float) -> None:
         """A wait for the call began at `since` and is over."""
@@ -80,101 +62,55 @@ class Spans:
     def __init__(self, most: int = MOST) -> None:
         self.found: list[Span] = []
         self.dropped = 0
-        self._most = most
-        # The last call on each group.
-        self._last: dict[str, tuple[int, Span]] = {}
-        self._lines: dict[tuple[CodeType, int], str] = {}
         self.step_began = clock()
+        self._most = most
+        self._lines: dict[tuple[CodeType, int], str] = {}
 
     def begin(
         self,
         group: str,
-        number: int,
         lane: str,
         call: str,
-        x: Tensor | None,
-        nbytes: int,
-        code: CodeType,
-        instruction: int,
+        callsite: tuple[CodeType, int],
         began: float,
-    ) -> None:
-        """A collective begins; see Recorder.start."""
-        span = self._made(group, lane, call, number, self._site(code, instruction), began)
-        span.nbytes = nbytes
-        if x is not None:
-            span.shape, span.dtype = tuple(x.shape), name_of(x.dtype)
-        self._last[group] = (number, span)
-
-    def end(self, group: str, number: int, now: float) -> None:
-        """The program goes on after a collective."""
-        span = self._of(group, number)
-        if span is not None:
-            span.left = now
-
-    def is_of(self, group: str, number: int, nbytes: int) -> None:
-        """See Recorder.is_of."""
-        span = self._of(group, number)
-        if span is not None:
-            span.nbytes = nbytes
-
-    def later(self, group: str, number: int, now: float) -> Span | None:
-        """The collective is only started; the span to be told of waits."""
-        self.end(group, number, now)
-        return self._of(group, number)
-
-    def message(
-        self,
-        group: str,
-        lane: str,
-        call: str,
-        parts: Sequence[tuple[str, int | None, int, int]],
-        tensors: Sequence[Tensor],
         nbytes: int,
-        code: CodeType,
-        instruction: int,
+        tensors: Sequence[Tensor],
+        *,
+        number: int = 0,
+        parts: Sequence[tuple[str, int | None, int, int]] = (),
     ) -> Span:
-        """A call of messages begins."""
-        span = self._made(group, lane, call, 0, self._site(code, instruction), clock())
-        span.nbytes = nbytes
-        span.parts = parts
+        """A call begins; what becomes known of it later is written to the span."""
+        if callsite not in self._lines:
+            self._lines[callsite] = f"{callsite[0].co_filename}:{line_of(*callsite)}"
+        span = Span(group, lane, call, self._lines[callsite], began, number, nbytes, parts=parts)
         if len(tensors) == 1:
             span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
-        return span
+        return self._kept(span)
 
     def step(self, number: int) -> None:
         """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
-        span = self._made("", STEPS, f"step {number}", 0, caller(), self.step_began)
+        span = self._kept(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
     def stretch(self, lane: str, name: str) -> AbstractContextManager[None]:
         """The block as a span of its own."""
-        return self._stretch(lane, name, caller())
+        return self._stretch(Span("", lane, name, caller(), 0.0))
 
     @contextmanager
-    def _stretch(self, lane: str, name: str, site: str) -> Iterator[None]:
-        span = self._made("", lane, name, 0, site, clock())
+    def _stretch(self, span: Span) -> Iterator[None]:
+        span.began = clock()
+        self._kept(span)
         try:
             yield
         finally:
             span.left = clock()
 
-    def _made(self, group: str, lane: str, call: str, number: int, site: str, began: float) -> Span:
-        span = Span(group, lane, call, number, site, began)
+    def _kept(self, span: Span) -> Span:
         if len(self.found) < self._most:
             self.found.append(span)
         else:
             self.dropped += 1
         return span
-
-    def _of(self, group: str, number: int) -> Span | None:
-        last, span = self._last.get(group, (0, None))
-        return span if last == number else None
-
-    def _site(self, code: CodeType, instruction: int) -> str:
-        key = (code, instruction)
-        if key not in self._lines:
-            self._lines[key] = f"{code.co_filename}:{line_of(code, instruction)}"
-        return self._lines[key]
 
 
 def stretch(spans: Spans | None, lane: str, name: str) -> AbstractContextManager[None]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from meshcomm.comm import Communicator, Directory
 from meshcomm.comm.lateness import Lateness, measure
 from meshcomm.comm.ledger import counts
@@ -18,9 +16,8 @@ from meshcomm.comm.site import place_of_call
 from meshcomm.comm.spans import Spans
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
-from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.whereabouts import Whereabouts
-from meshcomm.mesh.worlds import Watching, prefixed
+from meshcomm.mesh.worlds import Watching
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
@@ -35,7 +32,6 @@ class Accounts(Whereabouts):
     _topology: Callable[[], TopologyConfig]
     objects: Objects
     _at: Directory
-    _store: dist.Store
     _watch: Watching | None
 
     def __init__(self) -> None:
@@ -46,7 +42,6 @@ class Accounts(Whereabouts):
         self._steps = self._numbered = 0
         # What takes every call, while a trace is taken.
         self.spans: Spans | None = None
-        self._traces = 0
 
     def lateness(self) -> Lateness:
         """Who comes late to the calls that the ranks make together: stragglers, by dim.
@@ -137,8 +132,8 @@ class Accounts(Whereabouts):
         of its own, trace.rank3.json. Calls cost some microseconds more inside.
 
         Called by: every rank of the mesh, for the same part of the program.
-        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the
-                   block StoreError where the file cannot be written, StoreTimeout for ranks that do not come.
+        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the block
+                   StoreError where the file cannot be written, CommunicationError for ranks that do not come.
         """
         self._usable()
         if self._watch is not None and not self._watch.timed:
@@ -150,9 +145,7 @@ class Accounts(Whereabouts):
             )
         from meshcomm.mesh.tracing import Trace
 
-        self._traces += 1
-        store = prefixed(f"trace/{self._traces}", self._store)
-        return Trace(self, path, MeshStore(store, lambda: self.label, self.plan.defaults.timeout_s))
+        return Trace(self, path)
 
     def trace_into(self, spans: Spans | None) -> None:
         """For Trace: tell `spans` of every call from now on; None: nobody."""
