@@ -271,7 +271,7 @@ BAD = [
     (np.zeros(1, dtype=[("a", "O")]), "obj is a numpy.ndarray of dtype [('a', 'O')]"),
     (np.ma.masked_array([1]), "obj is a numpy.ma.MaskedArray"),
     (cycle(), 'obj["a"][1]["back"] is a list, obj["a"] again: a cycle'),
-    (nested(MAX_DEPTH + 2), "obj[0][0][0][0][0]...[0][0][0][0][0] is a list deeper than 100 levels"),
+    (nested(MAX_DEPTH + 2), "obj" + "[0]" * (MAX_DEPTH + 1) + " is a list deeper than 100 levels"),
 ]
 
 

@@ -232,19 +232,12 @@ def _refused(x: object, path: _Path, more: str = "", hint: str = "") -> ObjectEr
 
 
 def _text(path: _Path) -> str:
-    steps = []
-    here: _Path | None = path
-    while here is not None:
-        steps.append(here)
-        here = here[1]
-    text = "obj"
-    for depth, _, step, name in reversed(steps[:-1]):
-        if 5 < depth < len(steps) - 5 and len(steps) > 12:
-            text += "..." if depth == 6 else ""
-            continue
-        quoted = isinstance(name, str) and name.isprintable() and '"' not in name
-        text = step.format(text, f'"{name}"'[:60] if quoted else repr(name)[:60])
-    return text
+    _, parent, step, name = path
+    if parent is None:
+        return step
+    plain = isinstance(name, str) and name.isprintable() and '"' not in name
+    text = f'"{name}"' if plain else repr(name)
+    return step.format(_text(parent), text if len(text) <= 60 else text[:57] + "...")
 
 
 def _name(x: object) -> str:

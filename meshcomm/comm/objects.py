@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
@@ -14,29 +15,29 @@ from meshcomm.comm.checks import OWN_TAGS, check_coord, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.directory import Directory
-from meshcomm.errors import LayoutError, MeshcommError, ObjectError
+from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
 
 MAX_BYTES: Final = 64 << 20
 
-_MAGIC: Final = 0x4D434F43
-_CALLS: Final = ("broadcast", "all_gather", "gather", "scatter", "send", "recv")
 _ROOTS: Final = {"broadcast": "src", "gather": "dst", "scatter": "src", "send": "dst", "recv": "src"}
-_LONGEST_REASON: Final = 1 << 16
+_OFFER_BYTES: Final = 1024
 
 
-class _Row(NamedTuple):
-    """What each rank says before any bytes move. Travels as int64."""
+class _Offer(NamedTuple):
+    """What each rank says before any bytes of an object move. Travels as JSON of a fixed length.
 
-    magic: int
-    call: int  # index in _CALLS
-    root: int  # coord, or -1
-    failed: int  # 1: what this rank has cannot be sent, and `size` is the length of its reason
-    size: int  # bytes of its (largest) object; 0: it sends nothing
-    target: int  # scatter: the coord that the largest object is for
-    cap: int  # its max_bytes
-    pickle: int
+    call: with its root, where it has one. size: bytes of its (largest) object, for coord target of a scatter; 0:
+    it sends nothing. failed: why what it has cannot be sent, as what, expected, hint. cap: its max_bytes.
+    """
+
+    call: str
+    size: int
+    target: int | None
+    failed: tuple[str, str | None, str | None] | None
+    cap: int
+    pickle: bool
 
 
 @final
@@ -62,7 +63,7 @@ class Objects:
         self._at = directory
         self._device = device
         # What this rank has sent to itself, by dims and tag.
-        self._own: dict[tuple[str, int], deque[Tensor]] = {}
+        self._own: dict[tuple[str, int], deque[tuple[_Offer, Tensor]]] = {}
 
     def broadcast(
         self, dims: Dims, obj: Any, src: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
@@ -74,8 +75,8 @@ class Objects:
         """
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
         with call.comm.named("objects.broadcast") as (comm, moves):
-            mine, rows = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
-            data = _settled(comm.broadcast(mine[0] if mine else call.blank(rows[src].size), src))
+            mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
+            data = _settled(comm.broadcast(mine[0] if mine else call.blank(sizes[src]), src))
         return call.decoded(data)
 
     def all_gather(
@@ -88,8 +89,8 @@ class Objects:
         """
         call = _Call(self._at.along(dims), "all_gather", -1, pickle, max_bytes, self._device)
         with call.comm.named("objects.all_gather") as (comm, moves):
-            mine, rows = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], [row.size for row in rows])
+            mine, sizes = call.agree(comm, lambda: [obj], moves)
+            parts = _gathered(comm, mine[0], sizes)
         return [call.decoded(part) for part in parts]
 
     def gather(
@@ -102,8 +103,8 @@ class Objects:
         """
         call = _Call(self._at.along(dims), "gather", dst, pickle, max_bytes, self._device)
         with call.comm.named("objects.gather") as (comm, moves):
-            mine, rows = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], [row.size for row in rows], dst)
+            mine, sizes = call.agree(comm, lambda: [obj], moves)
+            parts = _gathered(comm, mine[0], sizes, dst)
         return [call.decoded(part) for part in parts] if comm.coord == dst else None
 
     def scatter(
@@ -147,26 +148,22 @@ class Objects:
         Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
         """
         call = _Call(self._at.along(dims), "send", dst, pickle, max_bytes, self._device, tag)
-        mine, error = call.encoded(lambda: [obj])
-        row = call.row(mine, error)
-        if dst == call.comm.coord:
-            if error is not None:
-                raise call.unsendable({dst: _reason(error)}) from error
-            call.within_cap({dst: row})
-            self._own.setdefault((call.comm.name, tag), deque()).append(mine[0])
+        mine = call.encoded(lambda: [obj])
+        coord, tag = call.comm.coord, OWN_TAGS + tag
+        if dst == coord:
+            call.compare([(coord, call.offer)])
+            self._own.setdefault((call.comm.name, tag), deque()).append((call.offer, mine[0]))
             return
         with call.comm.named("objects.send", group=False) as (comm, moves):
-            # Only started: where the other rank sends too, each row is the other one's answer.
-            told = comm.messages.isend(call.packed(row), dst, OWN_TAGS + tag)
-            if error is not None:
-                told.wait()
-                comm.messages.send(call.carried(_reason(error)), dst, OWN_TAGS + tag)
-                raise call.unsendable({comm.coord: _reason(error)}) from error
-            answer = comm.messages.recv(call.blank(row), dst, OWN_TAGS + tag)
+            # Only started: where the other rank sends too, each offer is the other one's answer.
+            told = comm.messages.isend(call.packed(), dst, tag)
+            answers = []
+            if call.offer.failed is None:
+                answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]
             told.wait()
-            call.compare({comm.coord: row, dst: _Row(*answer.tolist())})
-            moves(row.size)
-            comm.messages.send(mine[0], dst, OWN_TAGS + tag)
+            call.compare([(coord, call.offer), *answers], pair=True)
+            moves(call.offer.size)
+            comm.messages.send(mine[0], dst, tag)
 
     def recv(
         self, dims: Dims, src: int, tag: int = 0, *, pickle: bool = False, max_bytes: int = MAX_BYTES
@@ -199,32 +196,31 @@ class Objects:
     ) -> tuple[Any, int]:
         root = -1 if src is None else src
         call = _Call(self._at.along(dims), "recv", root, pickle, max_bytes, self._device, tag)
-        coord, kept = call.comm.coord, self._own.get((call.comm.name, tag))
+        coord, tag = call.comm.coord, OWN_TAGS + tag
+        kept = self._own.get((call.comm.name, tag))
         if kept and src in (None, coord):
-            call.within_cap({coord: call.row(list(kept)[:1], None)})
-            return call.decoded(kept.popleft()), coord
+            offer, data = kept.popleft()
+            call.compare([(coord, offer), (coord, call.offer)], pair=True)
+            return call.decoded(data), coord
         if src == coord:
             raise ObjectError(
                 f"{call.where}: this rank has sent nothing to itself",
-                given=f"src={src}, own coord {coord}, tag={tag}",
+                given=f"src={src}, own coord {coord}, tag={tag - OWN_TAGS}",
                 expected="an objects.send to the own coord before",
                 hint="send first, or receive from another coord",
             )
-        row = call.row([], None)
         with call.comm.named("objects.recv", group=False) as (comm, moves):
+            told = call.blank(_OFFER_BYTES)
             if src is None:
-                told, src = comm.messages.recv_any(call.blank(row), OWN_TAGS + tag)
+                told, src = comm.messages.recv_any(told, tag)
             else:
-                told = comm.messages.recv(call.blank(row), src, OWN_TAGS + tag)
-            offer = _Row(*told.tolist())
-            call.genuine({src: offer})
-            if offer.failed:
-                reason = comm.messages.recv(call.blank(offer.size), src, OWN_TAGS + tag)
-                raise call.unsendable({src: decode(reason, torch.device("cpu"))})
-            comm.messages.send(call.packed(row), src, OWN_TAGS + tag)
-            call.compare({comm.coord: row, src: offer})
+                comm.messages.recv(told, src, tag)
+            offer = call.read(src, told)[1]
+            if offer.failed is None:
+                comm.messages.send(call.packed(), src, tag)
+            call.compare([(src, offer), (coord, call.offer)], pair=True)
             moves(offer.size)
-            data = comm.messages.recv(call.blank(offer.size), src, OWN_TAGS + tag)
+            data = comm.messages.recv(call.blank(offer.size), src, tag)
         return call.decoded(data), src
 
 
@@ -232,7 +228,8 @@ class Objects:
 class _Call:
     """One call along one communicator: its arguments, checked, and what the ranks have to agree on.
 
-    root: the coord that the call names: src, dst, or the peer. -1 where it names none.
+    root:  the coord that the call names: src, dst, or the peer. -1 where it names none.
+    offer: what this rank says about itself.
     """
 
     def __init__(
@@ -247,7 +244,6 @@ class _Call:
     ) -> None:
         self.comm = comm
         self.where = comm.where(f"objects.{call}")
-        self._call, self._root, self._pickle, self._cap = call, root, pickle, max_bytes
         self._device = device
         # In host memory where the backend can, so that no accelerator is touched.
         self._carrier = torch.device("cpu") if "cpu" in comm.transport.kinds else device
@@ -261,167 +257,124 @@ class _Call:
                 expected=f"a whole number from {HEADER_BYTES} to {1 << 62}",
                 hint="leave max_bytes out",
             )
+        name = f"{call}, {_ROOTS[call]}={root}" if call in ("broadcast", "gather", "scatter") else call
+        self.offer = _Offer(name, 0, None, None, max_bytes, bool(pickle))
+        self._cause: Exception | None = None
 
-    # -- tensors --------------------------------------------------------------------------------
-
-    def blank(self, like: int | _Row) -> Tensor:
-        """Memory to receive so many bytes into, or a row."""
-        if isinstance(like, _Row):
-            return torch.empty(len(like), dtype=torch.int64, device=self._carrier)
-        return torch.empty(like, dtype=torch.uint8, device=self._carrier)
-
-    def packed(self, row: _Row) -> Tensor:
-        """The row as int64."""
-        return torch.tensor(row, dtype=torch.int64, device=self._carrier)
-
-    def carried(self, x: object) -> Tensor:
-        """`x` as bytes on the device where they travel."""
-        return encode(x).to(self._carrier)
+    def blank(self, nbytes: int) -> Tensor:
+        """Memory to receive into."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._carrier)
 
     def decoded(self, data: Tensor) -> Any:
         """The object of the bytes that came."""
-        return decode(data, self._device, self._pickle)
+        return decode(data, self._device, self.offer.pickle)
 
-    # -- before the bytes -----------------------------------------------------------------------
-
-    def encoded(self, make: Callable[[], Sequence[Any]]) -> tuple[list[Tensor], Exception | None]:
-        """This rank's objects as bytes, or why they cannot be."""
+    def encoded(self, make: Callable[[], Sequence[Any]]) -> list[Tensor]:
+        """This rank's objects as bytes; none, and the offer says why, where they cannot be."""
         which = ""
         messages = []
         try:
-            for place, obj in enumerate(make()):
-                which = f"for coord {place}: " if self._call == "scatter" else ""
-                messages.append(encode(obj, self._pickle).to(self._carrier))
+            for coord, obj in enumerate(make()):
+                which = f"for coord {coord}: " if self.offer.call.startswith("scatter") else ""
+                messages.append(encode(obj, self.offer.pickle).to(self._carrier))
         except Exception as error:  # the others must hear of it, whatever it is
-            if isinstance(error, ObjectError):
-                error.what = which + error.what
-            return [], error
-        return messages, None
-
-    def row(self, messages: list[Tensor], error: Exception | None) -> _Row:
-        """What this rank says about itself."""
+            self._cause = error
+            found = ObjectError(f"{type(error).__name__}: {error}", expected="an object to read")
+            found = error if isinstance(error, ObjectError) else found
+            self.offer = self.offer._replace(failed=(which + found.what, found.expected, found.hint))
+            return []
         sizes = [message.numel() for message in messages]
-        size = max(sizes, default=0) if error is None else self.carried(_reason(error)).numel()
-        return _Row(
-            magic=_MAGIC,
-            call=_CALLS.index(self._call),
-            root=self._root if self._call not in ("send", "recv") else -1,
-            failed=int(error is not None),
-            size=size,
-            target=sizes.index(size) if sizes and self._call == "scatter" else -1,
-            cap=self._cap,
-            pickle=int(bool(self._pickle)),
+        size = max(sizes, default=0)
+        target = sizes.index(size) if which else None
+        self.offer = self.offer._replace(size=size, target=target)
+        return messages
+
+    def packed(self) -> Tensor:
+        """The offer as uint8 of its fixed length."""
+        offer = self.offer
+        while len(text := json.dumps(offer).encode()) > _OFFER_BYTES:
+            assert offer.failed is not None
+            what, expected, hint = offer.failed
+            offer = offer._replace(failed=(what[: len(what) * 3 // 4], expected, hint))
+        data = bytearray(text.ljust(_OFFER_BYTES))
+        return torch.frombuffer(data, dtype=torch.uint8).to(self._carrier)
+
+    def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
+        """The offer of a coord. Raises ObjectError for what no call of an object has written."""
+        try:
+            offer = _Offer(*json.loads(data.cpu().numpy().tobytes()))
+            if [type(each) for each in (offer.call, offer.size, offer.cap)] == [str, int, int]:
+                return coord, offer
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise ObjectError(
+            f"{self.where}: what came from coord {coord} is no object",
+            given="bytes of another call, or of another version of meshcomm",
+            expected="the same call on every rank",
+            hint="look at the order of calls on these ranks",
         )
 
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
-    ) -> tuple[list[Tensor], list[_Row]]:
-        """This rank's objects as bytes, and every rank's row. Raises ObjectError on every rank otherwise."""
-        mine, error = self.encoded(make)
-        row = self.row(mine, error)
-        table = _settled(comm.all_gather(self.packed(row).view(1, -1)))
-        rows = {coord: _Row(*numbers) for coord, numbers in enumerate(table.tolist())}
+    ) -> tuple[list[Tensor], list[int]]:
+        """This rank's objects as bytes, and every rank's size. Raises ObjectError on every rank otherwise."""
+        mine = self.encoded(make)
+        table = _settled(comm.all_gather(self.packed())).view(comm.size, -1)
         try:
-            self.genuine(rows)
-            self.same_call(rows)
+            offers = [self.read(coord, data) for coord, data in enumerate(table)]
+            self.compare(offers)
         except ObjectError:
             self.comm.recorder.refuse()
             raise
-        failed = [coord for coord in rows if rows[coord].failed]
-        if failed:
-            own = self.blank(0) if error is None else self.carried(_reason(error))
-            texts = _gathered(comm, own, [rows[coord].size if coord in failed else 0 for coord in rows])
-            cpu = torch.device("cpu")
-            raise self.unsendable({coord: decode(texts[coord], cpu) for coord in failed}) from error
-        self.within_cap(rows)
+        sizes = [offer.size for _, offer in offers]
         # Of a scatter the source's largest part is known, and all as of that size.
-        moves(sum(row.size for row in rows.values()) * (comm.size if self._call == "scatter" else 1))
-        return mine, list(rows.values())
+        moves(sum(sizes) * (1 if offers[0][1].target is None else comm.size))
+        return mine, sizes
 
-    def compare(self, rows: dict[int, _Row]) -> None:
-        """What the sender and the receiver of one object have to agree on. Raises ObjectError on both."""
-        self.genuine(rows)
-        if len({row.call for row in rows.values()}) == 1:
-            self._differ({_CALLS[row.call]: sorted(rows) for row in rows.values()}, "a recv for each send")
-        self._same_pickle(rows)
-        self.within_cap(rows)
+    def compare(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
+        """Raise ObjectError where the call cannot go on, the same on all ranks whose offers these are, by coord.
 
-    def unsendable(self, reasons: dict[int, Sequence[Any]]) -> ObjectError:
-        """The error for objects that could not be encoded, from each rank's (what, expected, hint)."""
-        coords = list(reasons)
-        _, expected, hint = reasons[coords[0]]
-        return ObjectError(
-            f"{self.where}: what {_coords(coords)} {_has(coords)} cannot be sent",
-            given="\n".join(f"coord {coord}: {reasons[coord][0]}" for coord in coords),
-            expected=expected,
-            hint=hint,
-        )
-
-    def genuine(self, rows: dict[int, _Row]) -> None:
-        """Refuse rows that no call of an object has written."""
-        strange = [
-            coord
-            for coord, row in rows.items()
-            if row.magic != _MAGIC
-            or not 0 <= row.call < len(_CALLS)
-            or not 0 <= row.size <= (_LONGEST_REASON if row.failed else 1 << 62)
-        ]
-        if strange:
-            raise ObjectError(
-                f"{self.where}: what came from {_coords(strange)} is no object",
-                given="bytes of another call, or of another version of meshcomm",
-                expected="the same call on every rank",
-                hint="look at the order of calls on these ranks",
+        pair: a send and a recv.
+        """
+        failed = {coord: offer.failed for coord, offer in offers if offer.failed is not None}
+        calls = _by_coord((offer.call, coord) for coord, offer in offers)
+        pickles = _by_coord((f"pickle={bool(offer.pickle)}", coord) for coord, offer in offers)
+        cap = min(offer.cap for _, offer in offers)
+        over = {coord: offer for coord, offer in offers if not 0 <= offer.size <= cap}
+        if len(calls) != (2 if pair else 1) and not (pair and failed):
+            self._refuse(
+                "the ranks made different calls",
+                "; ".join(f"{coords}: {call}" for call, coords in calls.items()),
+                "a recv for each send" if pair else "the same call with the same root on every rank",
+                "look at the order of calls on these ranks",
+            )
+        if len(pickles) > 1:
+            self._refuse(
+                "the ranks disagree on pickle",
+                "; ".join(f"{pickles[asked]}: {asked}" for asked in sorted(pickles, reverse=True)),
+                "the same on every rank; a pickle can run any code on its receivers",
+                "pickle=True on every rank where every sender is trusted, or on none",
+            )
+        if failed:
+            _, expected, hint = next(iter(failed.values()))
+            told = "\n".join(f"coord {coord}: {each[0]}" for coord, each in failed.items())
+            self._refuse(f"what {_have(failed)} cannot be sent", told, expected, hint)
+        if over:
+            places = {
+                coord: f"coord {coord}{'' if offer.target is None else f', for coord {offer.target}'}"
+                for coord, offer in over.items()
+            }
+            self._refuse(
+                f"what {_have(over)} is over the size cap",
+                "\n".join(f"{places[coord]}: {offer.size:,} bytes" for coord, offer in over.items()),
+                f"at most {cap:,} bytes each, the max_bytes of "
+                + _coords([coord for coord, offer in offers if offer.cap == cap]),
+                "a larger max_bytes on every rank; or send large tensors as tensors",
             )
 
-    def same_call(self, rows: dict[int, _Row]) -> None:
-        """Refuse calls of different kinds, or roots, or that differ in pickle."""
-        calls: dict[str, list[int]] = {}
-        for coord, row in rows.items():
-            name = _CALLS[row.call]
-            calls.setdefault(f"{name}, {_ROOTS[name]}={row.root}" if name in _ROOTS else name, []).append(
-                coord
-            )
-        if len(calls) > 1:
-            self._differ(calls, "the same call with the same root on every rank")
-        self._same_pickle(rows)
-
-    def _differ(self, calls: dict[str, list[int]], expected: str) -> NoReturn:
-        raise ObjectError(
-            f"{self.where}: the ranks made different calls",
-            given="; ".join(f"{_coords(coords)}: {text}" for text, coords in calls.items()),
-            expected=expected,
-            hint="look at the order of calls on these ranks",
-        )
-
-    def _same_pickle(self, rows: dict[int, _Row]) -> None:
-        asked = [coord for coord, row in rows.items() if row.pickle]
-        if 0 < len(asked) < len(rows):
-            others = [coord for coord in rows if coord not in asked]
-            raise ObjectError(
-                f"{self.where}: the ranks disagree on pickle",
-                given=f"{_coords(asked)}: pickle=True; {_coords(others)}: pickle=False",
-                expected="the same on every rank; a pickle can run any code on its receivers",
-                hint="pickle=True on every rank where every sender is trusted, or on none",
-            )
-
-    def within_cap(self, rows: dict[int, _Row]) -> None:
-        """Refuse an object that is over the smallest cap."""
-        cap = min(row.cap for row in rows.values())
-        over = {coord: row for coord, row in rows.items() if row.size > cap}
-        if not over:
-            return
-        lines = []
-        for coord, row in over.items():
-            which = f"coord {coord}" if row.target < 0 else f"coord {coord}, for coord {row.target}"
-            lines.append(f"{which}: {row.size:,} bytes")
-        lowest = [coord for coord, row in rows.items() if row.cap == cap]
-        raise ObjectError(
-            f"{self.where}: what {_coords(list(over))} {_has(list(over))} is over the size cap",
-            given="\n".join(lines),
-            expected=f"at most {cap:,} bytes each, the max_bytes of {_coords(lowest)}",
-            hint="a larger max_bytes on every rank; or send large tensors as tensors",
-        )
+    def _refuse(self, what: str, given: str, expected: str | None, hint: str | None) -> NoReturn:
+        error = ObjectError(f"{self.where}: {what}", given=given, expected=expected, hint=hint)
+        raise error from self._cause
 
 
 def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
@@ -442,13 +395,6 @@ def _settled(result: object) -> Tensor:
     return result
 
 
-def _reason(error: Exception) -> tuple[str, str | None, str | None]:
-    """Why something cannot be sent, as short as the others have to hear it."""
-    if isinstance(error, MeshcommError):
-        return error.what[:2000], error.expected, error.hint
-    return f"{type(error).__name__}: {error}"[:2000], "an object to read", None
-
-
 def _one_each(objs: Any, size: int) -> Sequence[Any]:
     if not isinstance(objs, Sequence) or isinstance(objs, (str, bytes)):
         raise ObjectError(
@@ -465,9 +411,17 @@ def _one_each(objs: Any, size: int) -> Sequence[Any]:
     return objs
 
 
-def _coords(coords: list[int]) -> str:
-    return f"coord {coords[0]}" if len(coords) == 1 else f"coords {fold(coords)}"
+def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """By what each coord says, who says it."""
+    found: dict[str, list[int]] = {}
+    for text, coord in pairs:
+        found.setdefault(text, []).append(coord)
+    return {text: _coords(coords) for text, coords in found.items()}
 
 
-def _has(coords: list[int]) -> str:
-    return "has" if len(coords) == 1 else "have"
+def _coords(coords: Collection[int]) -> str:
+    return f"coord {min(coords)}" if len(coords) == 1 else f"coords {fold(sorted(coords))}"
+
+
+def _have(coords: Collection[int]) -> str:
+    return f"{_coords(coords)} {'has' if len(coords) == 1 else 'have'}"
