@@ -107,6 +107,13 @@ def test_whole_numbers_of_any_size() -> None:
             assert through(x) == x
 
 
+def test_floats_keep_every_bit() -> None:
+    for bits in (0x7FF8000000000001, 0xFFF8000000000000, 0x7FF0000000000000, 0x8000000000000000, 1):
+        x = struct.unpack("<d", struct.pack("<Q", bits))[0]
+        for each in (x, complex(x, 1), complex(1, x), [x], {x: x}):
+            assert spelled(through(each)) == spelled(each)
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_dtype_of_torch_in_every_layout(dtype: str) -> None:
     kind = DTYPES[dtype]
