@@ -15,7 +15,7 @@ from meshcomm.comm.ledger import Later, Total, counts, total_of
 from meshcomm.config import Config, load
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.stats import Row, Stats, of_all
+from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
 from meshcomm.place.expected import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
@@ -377,6 +377,30 @@ def test_the_table() -> None:
     assert "no call along a dim" in str(Stats("rank 0", 1.0, ()))
 
 
+def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
+    def body(mesh: Mesh) -> tuple[Stats, StatsOfAll]:
+        mesh.all_reduce("dp", torch.ones(4))
+        timed = mesh.stats()
+        mesh.device = torch.device("meta")  # as on any device that calls are only enqueued on
+        untimed = mesh.stats()
+        assert timed.rows[0].seconds is not None
+        since = untimed.since(timed)
+        assert since.rows == ()
+        mesh.device = torch.device("cpu" if mesh.rank else "meta")
+        return untimed, of_all(mesh.stats(), mesh.rank, ["dp"], mesh.objects.all_gather, ["dp"])
+
+    for own, everyone in meshcomm.simulate(body, dims={"dp": 2}):
+        (row,) = own.rows
+        assert (row.calls, row.nbytes, row.seconds, row.span_s, row.algbw, row.busbw) == (1, 16, *[None] * 4)
+        lines = str(own).splitlines()
+        assert lines[3].split() == ["dp", "all_reduce", "1", "16", "B", "-", "-", "-", "-"]
+        assert "-: not known, as these calls return before they are over" in str(own)
+        # One rank that does not know is enough for nobody to.
+        (both,) = everyone.rows
+        assert (both.calls, both.mean_s, both.fastest_s, both.slowest_s) == (2, None, None, None)
+        assert str(everyone).splitlines()[3].split()[-3:] == ["-", "-", "-"]
+
+
 def test_since_subtracts_and_of_all_names_the_slowest() -> None:
     earlier = Stats("rank 0", 1.0, (Row("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),))
     (dp, tp, _) = Stats("rank 0", 2.0, ROWS).since(earlier).rows
@@ -402,14 +426,14 @@ def test_since_subtracts_and_of_all_names_the_slowest() -> None:
     def alone(rank: int) -> Any:
         return (
             rank + 1.0,
-            {("tp", "shift", False): (1, 1, 8, rank + 1.0, rank, rank + 1.0, rank, rank + 1.0)},
+            [("tp", "shift", False, 1, 1, 8, rank + 1.0, rank, rank + 1.0, rank, rank + 1.0)],
         )
 
     def of_pair(rank: int) -> Any:
         low = rank // 2 * 2
         return (
             low + 2.0,
-            {("tp", "shift", False): (2, 2, 16, 2 * low + 3.0, low, low + 1.0, low + 1, low + 2.0)},
+            [("tp", "shift", False, 2, 2, 16, low + 1.5, low, low + 1.0, low + 1, low + 2.0)],
         )
 
     (row,) = merged(1).rows

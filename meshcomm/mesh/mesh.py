@@ -19,8 +19,8 @@ from meshcomm.comm.objects import Objects
 from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import LayoutError, MeshClosed, UnknownDim
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
-from meshcomm.mesh.accounts import Accounts
 from meshcomm.mesh.meetings import Meetings
+from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
 from meshcomm.mesh.worlds import Watching, prefixed
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Mesh(Meetings, Accounts, AlongDims):
+class Mesh(Meetings, Metrics, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -63,7 +63,7 @@ class Mesh(Meetings, Accounts, AlongDims):
         on_close: Callable[[], None],
     ) -> None:
         Meetings.__init__(self)
-        Accounts.__init__(self)
+        Metrics.__init__(self)
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshcomm.comm.ledger import Count
@@ -38,9 +38,10 @@ class Row:
     async_op:    of asynchronous calls, once they were waited for; the others are blocking ones.
     nbytes:      of the data as nccl-tests count it: what a rank brings; of all_gather, gather and scatter
                  the whole; of a message what is sent, or received where nothing is.
-    seconds:     that the program spent inside the calls: until they returned, or on starting them and
-                 waiting for them.
-    span_s:      from start to the end of the wait, whatever the program did in between.
+    seconds:     that the program was blocked in the calls: until they returned, or while starting them and
+                 waiting for them. None where nobody knows: on devices that calls are only enqueued on, and of
+                 calls that were not made through the mesh.
+    span_s:      from start to the end of the wait, whatever the program did in between; None as above.
     predicted_s: of the same calls by meshcomm.costs, all as of their mean size; None where the links'
                  speeds are not known or the operation is not modelled.
     """
@@ -51,14 +52,14 @@ class Row:
     ranks: int
     calls: int
     nbytes: int
-    seconds: float
-    span_s: float
+    seconds: float | None
+    span_s: float | None
     predicted_s: float | None = None
 
     @property
     def algbw(self) -> float | None:
         """Bytes per second of blocking calls; None for asynchronous ones, whose own time is not known."""
-        return None if self.async_op or not self.nbytes or self.seconds <= 0 else self.nbytes / self.seconds
+        return None if self.async_op or not self.nbytes or not self.seconds else self.nbytes / self.seconds
 
     @property
     def busbw(self) -> float | None:
@@ -71,9 +72,24 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """Measured over predicted seconds, of blocking calls."""
-        if self.async_op or not self.predicted_s:
+        if self.async_op or not self.predicted_s or self.seconds is None:
             return None
         return self.seconds / self.predicted_s
+
+    def less(self, before: Row) -> Row:
+        """What came after `before`, a row of the same call."""
+
+        def minus(a: float | None, b: float | None) -> float | None:
+            return a if a is None or b is None else a - b
+
+        return replace(
+            self,
+            calls=self.calls - before.calls,
+            nbytes=self.nbytes - before.nbytes,
+            seconds=minus(self.seconds, before.seconds),
+            span_s=minus(self.span_s, before.span_s),
+            predicted_s=minus(self.predicted_s, before.predicted_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,7 @@ class Stats:
     def since(self, earlier: Stats) -> Stats:
         """What has been added after `earlier`, which the same mesh said."""
         before = {(row.dim, row.call, row.async_op): row for row in earlier.rows}
-        rows = (_less(row, before.get((row.dim, row.call, row.async_op))) for row in self.rows)
+        rows = (row.less(before.get((row.dim, row.call, row.async_op), _NOTHING)) for row in self.rows)
         return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
 
     def facts(self) -> dict[str, Any]:
@@ -105,11 +121,14 @@ class Stats:
         return as_text(self.__rich__())
 
 
+_NOTHING: Final = Row("", "", False, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
 class Spread(NamedTuple):
     """One call on one dim, over all ranks that made it.
 
-    calls, nbytes: of all of them together. mean_s: seconds inside the calls of a rank, on average.
-    fastest, slowest: the ranks that spent least and most.
+    calls, nbytes: of all of them together. mean_s: seconds that a rank was blocked in the calls, on average.
+    fastest, slowest: the ranks that were blocked least and most. All times None where a rank's are not known.
     """
 
     dim: str
@@ -118,11 +137,11 @@ class Spread(NamedTuple):
     ranks: int
     calls: int
     nbytes: int
-    mean_s: float
+    mean_s: float | None
     fastest: int
-    fastest_s: float
+    fastest_s: float | None
     slowest: int
-    slowest_s: float
+    slowest_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +163,14 @@ class StatsOfAll:
         return as_text(self.__rich__())
 
 
-def stats(label: str, seconds: float, counts: Iterable[Count], plan: Plan, machine: Machine | None) -> Stats:
-    """The table of one rank. machine: what is known of the links; None predicts nothing."""
+def stats(
+    label: str, seconds: float, counts: Iterable[Count], plan: Plan, machine: Machine | None, *, timed: bool
+) -> Stats:
+    """The table of one rank.
+
+    machine: what is known of the links; None predicts nothing. timed: whether calls return when they are over; else
+    their seconds are not told.
+    """
     predict = _Predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
     rows = [
@@ -156,8 +181,8 @@ def stats(label: str, seconds: float, counts: Iterable[Count], plan: Plan, machi
             plan.layout.size(count.dim),
             count.calls,
             count.nbytes,
-            count.seconds,
-            count.span_s,
+            count.seconds if timed else None,
+            count.span_s if timed else None,
             predict.seconds(count),
         )
         for count in counts
@@ -177,84 +202,35 @@ def of_all(
     gather: (dim, object) -> everyone's along it. names: of all dims, in the order to show them.
     Called by every rank of the mesh with the same dims.
     """
-    rows = {
-        (row.dim, row.call, row.async_op): _Sum(
-            1, row.calls, row.nbytes, row.seconds, rank, row.seconds, rank, row.seconds
-        )
-        for row in own.rows
-    }
+    table = [
+        Spread(r.dim, r.call, r.async_op, 1, r.calls, r.nbytes, r.seconds, rank, r.seconds, rank, r.seconds)
+        for r in own.rows
+    ]
     longest = own.seconds
     for dim in dims:
-        everyone = gather(dim, (longest, {key: tuple(row) for key, row in rows.items()}))
+        everyone = gather(dim, (longest, [tuple(row) for row in table]))
         longest = max(each for each, _ in everyone)
-        rows = {}
-        for _, table in everyone:
-            for key, plain in table.items():
-                row = _Sum(*plain)
-                rows[key] = row if key not in rows else _merged(rows[key], row)
-    found = [
-        Spread(
-            *key,
-            row.ranks,
-            row.calls,
-            row.nbytes,
-            row.total_s / row.ranks,
-            row.fastest,
-            row.fastest_s,
-            row.slowest,
-            row.slowest_s,
-        )
-        for key, row in rows.items()
-    ]
-    order = list(dict.fromkeys([*names, *(row.dim for row in found)]))
-    return StatsOfAll(longest, tuple(sorted(found, key=lambda row: order.index(row.dim))))
+        merged: dict[tuple[str, str, bool], Spread] = {}
+        for row in (Spread(*plain) for _, rows in everyone for plain in rows):
+            merged[row[:3]] = _merged(merged[row[:3]], row) if row[:3] in merged else row
+        table = list(merged.values())
+    order = list(dict.fromkeys([*names, *(row.dim for row in table)]))
+    return StatsOfAll(longest, tuple(sorted(table, key=lambda row: order.index(row.dim))))
 
 
-class _Sum(NamedTuple):
-    """One call of some ranks together; travels as a tuple."""
-
-    ranks: int
-    calls: int
-    nbytes: int
-    total_s: float
-    fastest: int
-    fastest_s: float
-    slowest: int
-    slowest_s: float
-
-
-def _merged(a: _Sum, b: _Sum) -> _Sum:
+def _merged(a: Spread, b: Spread) -> Spread:
     """Two sets of ranks as one; of equally fast or slow ranks the lower one is named."""
-    fast = min(a, b, key=lambda row: (row.fastest_s, row.fastest))
-    slow = min(a, b, key=lambda row: (-row.slowest_s, row.slowest))
-    return _Sum(
-        a.ranks + b.ranks,
-        a.calls + b.calls,
-        a.nbytes + b.nbytes,
-        a.total_s + b.total_s,
-        fast.fastest,
-        fast.fastest_s,
-        slow.slowest,
-        slow.slowest_s,
-    )
-
-
-def _less(row: Row, before: Row | None) -> Row:
-    if before is None:
-        return row
-    predicted = row.predicted_s
-    if predicted is not None and before.predicted_s is not None:
-        predicted -= before.predicted_s
-    return Row(
-        row.dim,
-        row.call,
-        row.async_op,
-        row.ranks,
-        row.calls - before.calls,
-        row.nbytes - before.nbytes,
-        row.seconds - before.seconds,
-        row.span_s - before.span_s,
-        predicted,
+    both = a._replace(ranks=a.ranks + b.ranks, calls=a.calls + b.calls, nbytes=a.nbytes + b.nbytes)
+    if a.mean_s is None or b.mean_s is None:
+        return both._replace(mean_s=None, fastest_s=None, slowest_s=None)
+    fastest_s, fastest = min((row.fastest_s or 0.0, row.fastest) for row in (a, b))
+    slowest_s, slowest = min((-(row.slowest_s or 0.0), row.slowest) for row in (a, b))
+    return both._replace(
+        mean_s=(a.ranks * a.mean_s + b.ranks * b.mean_s) / both.ranks,
+        fastest=fastest,
+        fastest_s=fastest_s,
+        slowest=slowest,
+        slowest_s=-slowest_s,
     )
 
 

@@ -11,13 +11,13 @@ from time import perf_counter as clock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
-from meshcomm.comm.lateness import host
 from meshcomm.comm.spans import Spans
+from meshcomm.comm.stragglers import host
 from meshcomm.errors import StoreError, UnsupportedOp
 from meshcomm.mesh.chrome import part_of, write
 
 if TYPE_CHECKING:
-    from meshcomm.mesh.accounts import Accounts
+    from meshcomm.mesh.metrics import Metrics
 
 # Of all ranks together; one rank's part has some 20 bytes a call.
 _MAX_BYTES: Final = 1 << 40
@@ -63,7 +63,7 @@ class Trace:
     path: of the file. dropped: calls of this rank that were too many to keep; known after the block.
     """
 
-    def __init__(self, mesh: Accounts, path: str | PathLike[str]) -> None:
+    def __init__(self, mesh: Metrics, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         self.dropped = 0
         self._mesh = mesh

@@ -16,9 +16,9 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.lateness import host
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.asking import Asking
 from meshcomm.mesh.breaking import Breaking

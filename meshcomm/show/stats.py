@@ -30,17 +30,19 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
             _call(row),
             _number(row["calls"] / each),
             bytes_text(row["nbytes"] / each) if row["nbytes"] else "-",
-            seconds_text(row["seconds"] / each),
-            f"{row['seconds'] / whole:.1%}",
+            _seconds(row["seconds"], each),
+            "-" if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
             _rate(row["algbw"]),
             _rate(row["busbw"]),
         ]
         if predicted:
-            cells.append("-" if row["predicted_s"] is None else seconds_text(row["predicted_s"] / each))
+            cells.append(_seconds(row["predicted_s"], each))
             cells.append(_ratio(row["ratio"]))
         listed.append(tuple(cells))
     notes = ["torch's own calls (FSDP, pipelining, DTensor) are not counted"]
-    if any(row["async_op"] for row in rows):
+    if any(row["seconds"] is None for row in rows):
+        notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
+    if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is what the program spent on starting and waiting")
     return [
         Line(f"communication of {facts['rank']} {spent}", heading=True),
@@ -59,9 +61,11 @@ def spread_page(facts: Facts) -> list[Part]:
             str(row["ranks"]),
             _number(row["calls"]),
             bytes_text(row["nbytes"]) if row["nbytes"] else "-",
-            seconds_text(row["mean_s"]),
-            f"{seconds_text(row['fastest_s'])}, rank {row['fastest']}",
-            f"{seconds_text(row['slowest_s'])}, rank {row['slowest']}",
+            _seconds(row["mean_s"]),
+            *(
+                "-" if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
+                for who in ("fastest", "slowest")
+            ),
         )
         for row in facts["rows"]
     ]
@@ -81,6 +85,10 @@ def _call(row: Facts) -> str:
 
 def _number(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+
+
+def _seconds(seconds: float | None, each: int = 1) -> str:
+    return "-" if seconds is None else seconds_text(seconds / each)
 
 
 def _ratio(ratio: float | None) -> str:

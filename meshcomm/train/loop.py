@@ -231,7 +231,7 @@ def _steps(
             reporter.interrupted(ended[-1])
             raise
         traffic = mesh.stats().since(before)
-        late = {dim: (each.rank, each.mean_s) for dim, each in mesh.lateness().stragglers.items()}
+        late = dict(mesh.stragglers().latest)
         done = dataclasses.replace(summary(), late=late)
         if len(losses) > first:
             done = dataclasses.replace(done, traffic=traffic, traffic_steps=len(losses) - first)

@@ -26,7 +26,7 @@ function predictedLine(row) {
 }
 
 function measuredLine(row) {
-  const inside = `${secondsText(row.seconds)} inside ${row.calls === 1 ? "it" : "them"}`;
+  const inside = row.seconds === null ? "time not known" : `${secondsText(row.seconds)} inside ${row.calls === 1 ? "it" : "them"}`;
   return `${row.call}${row.async_op ? ", asynchronous" : ""}: ${count(row.calls, "call")}, ${bytesText(row.nbytes)}, ${inside}`;
 }
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.lateness import Lateness, arrivals
+from meshcomm.comm.stragglers import Stragglers, arrivals
 from meshcomm.testing import Pool
 
 
 def test_arrivals_by_hand() -> None:
     # Call 9 has left the ring of coord 0, call 12 has not reached coord 2.
     found = arrivals(
-        [[10, 11, 12], [9, 10, 11], [9, 10, 11]],
-        [[1_000, 5_000, 9_000], [7, 4_000, 2_000], [7, 1_000, 8_000]],
+        [
+            {10: 1_000, 11: 5_000, 12: 9_000},
+            {9: 7, 10: 4_000, 11: 2_000},
+            {9: 7, 10: 1_000, 11: 8_000},
+        ],
         ranks=[3, 4, 5],
     )
     assert found.calls == 2
@@ -24,13 +27,14 @@ def test_arrivals_by_hand() -> None:
     assert found.worst_s == pytest.approx((3e-6, 3e-6, 6e-6))
     assert found.last == (0.0, 0.5, 0.5)
     assert found.latest == 2
-    assert arrivals([[0], [0]], [[0], [0]], ranks=[0, 1]).calls == 0
+    nothing = arrivals([{}, {1: 5}], ranks=[0, 1])
+    assert (nothing.calls, nothing.mean_s, nothing.last) == (0, (0.0, 0.0), (0.0, 0.0))
 
 
 CALLS = 6
 
 
-def slow_rank() -> Lateness:
+def slow_rank() -> Stragglers:
     with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
         x = torch.ones(2)
         for number in range(CALLS):
@@ -41,16 +45,16 @@ def slow_rank() -> Lateness:
                 time.sleep(0.15)
             mesh.all_reduce("tp", x, op="avg")
             mesh.all_reduce("dp", x, op="avg")
-        return mesh.lateness()
+        return mesh.stragglers()
 
 
 def test_the_slow_rank_is_found_along_its_dim(pool: Pool) -> None:
     everyone = pool.run(slow_rank)
     for rank, found in enumerate(everyone):
         assert found.hosts == 1
-        assert found.stragglers["tp"] == everyone[0].stragglers["tp"]
-        assert found.stragglers["tp"].rank == 5
-        assert 0.075 < found.stragglers["tp"].mean_s < 20
+        assert found.latest["tp"] == everyone[0].latest["tp"]
+        assert found.latest["tp"].rank == 5
+        assert 0.075 < found.latest["tp"].mean_s < 20
         assert set(found.groups) == {"pp", "dp", "tp"}
         assert found.groups["pp"].calls == 0
         own = found.groups["tp"]

@@ -1,4 +1,4 @@
-"""What have the calls of this rank been, and those of the others: by step, in sums, in a trace?"""
+"""What a mesh knows of its calls over time: steps, sums, stragglers, traces."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from meshcomm.comm import Communicator, Directory
-from meshcomm.comm.lateness import Lateness, measure
+import torch
+
+from meshcomm.comm import Directory
 from meshcomm.comm.ledger import counts
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.site import place_of_call
 from meshcomm.comm.spans import Spans
+from meshcomm.comm.stragglers import Stragglers, measure
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.mesh.whereabouts import Whereabouts
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
     from meshcomm.mesh.tracing import Trace
 
 
-class Accounts(Whereabouts):
-    """Steps, lateness, sums and traces of a mesh's calls. `Mesh` has them."""
+class Metrics(Whereabouts):
+    """The part of `Mesh` that tells of its calls over time."""
 
     plan: Plan
     _topology: Callable[[], TopologyConfig]
     objects: Objects
+    device: torch.device
     _at: Directory
     _watch: Watching | None
 
@@ -43,8 +46,8 @@ class Accounts(Whereabouts):
         # What takes every call, while a trace is taken.
         self.spans: Spans | None = None
 
-    def lateness(self) -> Lateness:
-        """Who comes late to the calls that the ranks make together: stragglers, by dim.
+    def stragglers(self) -> Stragglers:
+        """Who comes last to the calls that the ranks make together, by dim.
 
         Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
         is when the host enqueued the call. Messages are not counted.
@@ -53,12 +56,13 @@ class Accounts(Whereabouts):
         the whole mesh; prints as a table.
         """
         self._usable()
-        named: dict[str, Communicator] = {}
+        named: dict[str, Recorder] = {}
         for family in self.plan.families:
-            comm = self._at[family.name]
-            if comm.size > 1 and all(comm.recorder is not known.recorder for known in named.values()):
-                named[family.name] = comm
-        return measure(named, [self._at[dim] for dim in self.layout.dims])
+            recorder = self._at[family.name].recorder
+            if family.size > 1 and recorder not in named.values():
+                named[family.name] = recorder
+        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
+        return measure(named, dims, self.objects.all_gather)
 
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
         """One step of the program is over: by now each rank of a group has begun the same collectives on it.
@@ -103,6 +107,9 @@ class Accounts(Whereabouts):
         through the mesh; not what torch does by itself on `group` or `device_mesh`, FSDP and pipelining
         among it. Where [topology] says how fast the links are, with what the model predicts. Prints as a
         table; `after.since(before)` is what came between two of them. Asks no other rank.
+
+        Seconds are those that the program was blocked in calls. On devices other than cpu a call returns when it is
+        enqueued, so they are None there, and "-" in the table.
         """
         self._usable()
         from meshcomm.mesh.stats import stats
@@ -110,7 +117,8 @@ class Accounts(Whereabouts):
 
         totals = [recorder.totals for recorder in self._recorders.values()]
         seconds = time.perf_counter() - self._opened
-        return stats(self.label, seconds, counts(totals), self.plan, machine(self._topology()))
+        links, timed = machine(self._topology()), self.device.type == "cpu"
+        return stats(self.label, seconds, counts(totals), self.plan, links, timed=timed)
 
     def stats_of_all_ranks(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
