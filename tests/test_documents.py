@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
@@ -19,7 +20,6 @@ from meshcomm.cli import page as cli_page
 from meshcomm.config import load
 from meshcomm.config import page as config_page
 from meshcomm.config.page_examples import EXAMPLES
-from meshcomm.transport import support_page
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -32,16 +32,14 @@ def tool(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
 MADE: list[tuple[str, str, Callable[[], str]]] = [
-    (
-        "support.md",
-        "python -m meshcomm.transport.support_page > docs/reference/support.md",
-        support_page.page,
-    ),
+    ("support.md", "python docs/tools/support.py", lambda: str(tool("support").page())),
     ("config.md", "python -m meshcomm.config.page > docs/reference/config.md", config_page.page),
     ("cli.md", "python -m meshcomm.cli.page > docs/reference/cli.md", cli_page.page),
     ("api.md", "python docs/tools/api.py", lambda: str(tool("api").api())),
@@ -52,6 +50,31 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
 @pytest.mark.parametrize(("name", "command", "made"), MADE, ids=[name for name, _, _ in MADE])
 def test_a_page_that_is_made_is_what_is_made_now(name: str, command: str, made: Callable[[], str]) -> None:
     assert (DOCS / "reference" / name).read_text(encoding="utf-8") == made(), f"run: {command}"
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="one" />
+<testcase classname="tests.test_a" name="two"><skipped message="torch 2.13 has no group hooks" /></testcase>
+<testcase classname="tests.test_a" name="three"><skipped message="needs 2 GPUs" /></testcase>
+<testcase classname="tests.test_a" name="four"><failure message="no" /></testcase>
+<testcase classname="tests.test_a" name="five"><error message="at setup" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_table_of_torch_versions_has_a_row_for_each_that_was_tried() -> None:
+    versions = tool("torch_versions")
+    result = versions.counted(JUNIT, "2.9.0", False, "all")
+    assert (result.passed, result.skipped, result.skipped_for_hooks) == (1, 2, 1)
+    assert result.failed == ("tests.test_a::four", "tests.test_a::five")
+    page = "before\n<!-- torch versions -->\n<!-- end of torch versions -->\nafter\n"
+    for version in ("2.11.0", "2.9.0", "2.11.0"):
+        page = versions.with_row(page, versions.counted(JUNIT, version, True, "all"))
+    rows = [line.split(" | ")[:6] for line in page.splitlines() if line.startswith("| 2")]
+    assert rows == [[f"| {version}", "yes", "1", "2", "1", "2"] for version in ("2.9.0", "2.11.0")]
+    assert page.startswith("before\n<!-- torch versions -->\n| torch |") and page.endswith(
+        "versions -->\nafter\n"
+    )
+    assert "torch==2.11.0" in versions.constraints("2.11.0").splitlines()
 
 
 # -- the pages of configurations and commands --------------------------------------------------------

@@ -1,0 +1,56 @@
+"""docs/reference/support.md from the table that refuses calls: `python docs/tools/support.py` writes it.
+
+The table of torch's versions in it is kept; docs/tools/torch_versions.py fills that one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from meshcomm.transport.support import LACKS, REDUCE_OPS, WIDENED, name_of, support_table
+
+PAGE: Final = Path(__file__).parents[1] / "reference" / "support.md"
+_VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->\n")
+
+
+def page() -> str:
+    """Markdown, made from the table that the checks use."""
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    versions = before.partition(_VERSIONS[0])[2].partition(_VERSIONS[1])[0]
+    lines = [
+        "# Versions of torch, and what each backend reduces",
+        "",
+        "## Versions of torch",
+        "",
+        "torch 2.11 or newer; `constraints.txt` pins the version that every commit is tested with. The tests of this repository on a machine without GPUs,",
+        "by `python docs/tools/torch_versions.py`. Hooks on process groups came with torch 2.14; tests that need them are skipped",
+        "on older ones.",
+        "",
+        f"{_VERSIONS[0]}{versions}{_VERSIONS[1]}",
+        "## What each backend reduces",
+        "",
+        "Made by `python docs/tools/support.py` from the table that refuses calls before a byte moves; a test",
+        "compares them. Data is only moved, never reduced, by broadcast, gathers, scatter, all_to_all and messages: these take every dtype.",
+        "",
+    ]
+    rows = support_table()
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        lines += [f"### {backend}", "", "| dtype | " + " | ".join(REDUCE_OPS) + " |"]
+        lines += ["|---" * (len(REDUCE_OPS) + 1) + "|"]
+        for row in rows:
+            if row["backend"] == backend:
+                cells = ["yes" if op in row["ops"].split() else "-" for op in REDUCE_OPS]
+                lines.append(f"| {row['dtype']} | {' | '.join(cells)} |")
+        lacking = ", ".join(sorted(LACKS.get(backend, ())))
+        lines += ["", *([f"{backend} itself lacks {lacking}.", ""] if lacking else [])]
+    widened = ", ".join(f"{name_of(a)} as {name_of(b)}" for a, b in WIDENED.items())
+    lines += [
+        f"Exact by a wider dtype and back: {widened}. Complex numbers add as pairs of floats. premul_sum scales, then sums.",
+        "Every other backend is asked itself.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
