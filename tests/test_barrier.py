@@ -7,7 +7,7 @@ import time
 import torch
 
 import meshcomm
-from meshcomm.errors import BarrierTimeout
+from meshcomm.errors import BarrierTimeout, MeshcommError
 from meshcomm.testing import Pool
 
 
@@ -49,6 +49,42 @@ def test_who_did_not_come(pool: Pool) -> None:
     for rank in (0, 1, 3, 5):
         assert found[rank][0] == ""
     assert "all have come by now, but some gave up before" in found[4][0]
+
+
+def one_call_short() -> tuple[str, int]:
+    with meshcomm.init(
+        dims={"dp": 3, "tp": 1}, device="cpu", timeout_s=20, options={"dp": {"timeout_s": 12}}
+    ) as mesh:
+        for _ in range(5):
+            mesh.barrier("dp", timeout_s=20)
+            mesh.barrier(None, timeout_s=20)
+        mesh.all_gather("dp", torch.ones(1))  # all have left the last barrier
+        mesh.barrier("dp", timeout_s=20)
+        kept = [key for key in mesh._store.list_keys() if "barrier/" in key]
+        text = ""
+        try:
+            for number in range(80):
+                if mesh.rank != 1 or number != 70:
+                    mesh.all_reduce("dp", torch.ones(1))
+            mesh.barrier("dp", timeout_s=2)
+        except MeshcommError as error:
+            text = f"{type(error).__name__}: {error}"
+        return text, len(kept)
+
+
+def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(pool: Pool) -> None:
+    found = pool.run(one_call_short, ranks=3)
+    text = found[1][0]
+    assert text.startswith(
+        "BarrierTimeout: barrier along dp on rank 1 (dp=1 tp=0): 2 of 3 ranks did not come"
+    )
+    # 81 calls, of which rank 1 made 80: one all_gather before them.
+    for rank in (0, 2):
+        assert f"rank {rank} has made 81 calls on dp" in text
+    assert ", this rank 80; its last: all_reduce at " in text and "test_barrier.py:" in text
+    assert "mesh.step() after each step names the call" in text
+    # Only the keys of the barrier that a rank may still be leaving.
+    assert all(kept <= 6 for _, kept in found)
 
 
 def negated() -> list[float]:

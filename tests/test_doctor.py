@@ -27,8 +27,8 @@ from meshcomm.errors import ConfigError
 from meshcomm.jobs.doctor import doctor as doctor_job
 from meshcomm.mesh import exposure
 from meshcomm.mesh.exposure import ExposedRendezvous
-from meshcomm.mesh.launcher import Launch, find_launch
-from meshcomm.mesh.process import meet
+from meshcomm.mesh.launch_environment import Launch, find_launch
+from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
 from tests.ports import free_port
 
@@ -470,12 +470,17 @@ def test_a_store_that_others_reach_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     place = ProcessConfig(init="tcp", address=f"{name}:{port}", rank=0, world_size=1)
     with pytest.warns(ExposedRendezvous) as caught:
         joined = meet(place, Launch("single", 0, 1, 0, 1), 20)
-    assert str(caught[0].message) == (
+    assert [str(each.message) for each in caught] == [
+        f"others can reach the job's store at {name}:{port}, though all its ranks are on this host: "
+        f'process.address = "127.0.0.1:{port}", or see meshcomm doctor'
+    ]
+    # The doctor says all of it.
+    assert str(exposure.exposed_store(name, port, "MASTER_ADDR=127.0.0.1", 1)) == (
         f"others can reach the job's store at {name}:{port}, though its one rank is on this host\n"
         f"  given:    {name}:{port}; it listens on {everywhere()}\n"
         "  expected: an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
         "            who reaches it can read and change all that the ranks tell each other\n"
-        f'  try:      process.address = "127.0.0.1:{port}"'
+        "  try:      MASTER_ADDR=127.0.0.1"
     )
     del joined
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,11 +19,12 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
-from meshcomm.mesh.launcher import Launch
-from meshcomm.mesh.owner import blame, claim, is_running, process_name
-from meshcomm.mesh.process import meet
+from meshcomm.mesh.agree import leave_together
+from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.rank_claim import blame, claim, is_running, process_name
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.mesh.reach import find_tcp_store, what_is_at
+from meshcomm.mesh.rendezvous import meet
+from meshcomm.mesh.store_connect import find_tcp_store, what_is_at
 from meshcomm.testing import Pool
 from tests.ports import free_port
 
@@ -229,6 +231,69 @@ def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
         pool.run(two_values, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"})
         == ["LaunchError: GLOO_SOCKET_IFNAME is set twice, differently"] * 2
     )
+
+
+# -- backends, and a default group that is there already ---------------------------------------------
+
+
+def on_a_fake_group(backend: str | None) -> str:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        with meshcomm.init(dims={"dp": 4}, device="cpu", backend=backend, timeout_s=5) as mesh:
+            mesh.all_reduce("dp", torch.ones(1))
+            return mesh.plan.defaults.backend
+    except meshcomm.MeshcommError as error:
+        return error.what
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_backend_of_the_default_group_is_followed(pool: Pool) -> None:
+    assert pool.run(on_a_fake_group, None, ranks=1, timeout_s=30) == ["fake"]
+    refused = ["torch's default group is of the fake backend: the other ranks do not exist"]
+    assert pool.run(on_a_fake_group, "gloo", ranks=1, timeout_s=30) == refused
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_the_missing_part_of_a_composite_backend_is_named() -> None:
+    for given in ({"backend": "cpu:gloo,cuda:nccl"}, {"options": {"dp": {"backend": "cpu:gloo,cuda:nccl"}}}):
+        with pytest.raises(
+            LaunchError, match=r"this torch has no backend nccl\n  given:    cpu:gloo,cuda:nccl for "
+        ):
+            meshcomm.init(dims={"dp": 1}, device="cpu", store=dist.HashStore(), rank=0, world_size=1, **given)
+    assert not dist.is_initialized()
+
+
+DIFFERS = """
+import os, sys, meshcomm
+size = 4 if os.environ["RANK"] == "2" else 2
+try:
+    meshcomm.init(dims={"a": size, "b": -1}, device="cpu", timeout_s=60)
+except meshcomm.MeshcommError as error:
+    print(type(error).__name__, error.what)
+"""
+
+
+def test_rank_0_keeps_the_store_until_all_know_why_they_differ() -> None:
+    # Rank 0 hosts the store, as in env:// without torchrun, and its program ends with the error.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    env |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIFFERS], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(4)
+    ]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is odd\n"] * 4
+
+
+def test_a_rank_that_holds_the_store_leaves_last() -> None:
+    store = dist.HashStore()
+    store.add("come", 2)
+    threading.Timer(0.3, lambda: leave_together(store, stays=False)).start()
+    leave_together(store, stays=True)
+    assert store.add("left", 0) == 2
 
 
 # -- two processes of one rank ----------------------------------------------------------------------

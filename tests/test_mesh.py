@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import random
 from typing import Any
 from unittest import mock
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.config import MeshConfig
+from meshcomm.errors import MeshClosed, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
@@ -414,3 +418,66 @@ def three_at_once() -> list[float]:
 
 def test_equal_meshes_open_at_once_have_groups_of_their_own(pool: Pool) -> None:
     assert pool.run(three_at_once, ranks=4) == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
+
+
+def in_a_fork() -> list[str]:
+    with meshcomm.init(dims={"dp": 2, "tp": 1}, device="cpu", timeout_s=20) as mesh:
+        mesh.all_reduce("dp", torch.ones(1))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            for call in (
+                lambda: mesh.all_reduce("dp", torch.ones(1)),
+                lambda: mesh.all_reduce("tp", torch.ones(1)),
+                lambda: mesh.functional.all_gather("dp", torch.ones(1), grad="slice"),
+                lambda: mesh.barrier("dp", timeout_s=1),
+                lambda: mesh.group("dp"),
+                lambda: mesh.store.set("key", "value"),
+                mesh.step,
+                mesh.close,
+            ):
+                try:
+                    call()
+                    said.append("nothing")
+                except MeshClosed as error:
+                    said.append(error.what)
+            os.write(writer, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            lines = told.read().splitlines()
+        os.waitpid(child, 0)
+        # The parent's mesh goes on.
+        assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
+        mesh.store.set(f"{mesh.rank}", "still here")
+        assert mesh.local_rank == mesh.rank
+        return [line.replace(str(os.getpid()), "PARENT").replace(str(child), "CHILD") for line in lines]
+
+
+def test_a_call_in_a_forked_process_names_the_one_that_the_mesh_belongs_to(pool: Pool) -> None:
+    for lines in pool.run(in_a_fork, ranks=2, timeout_s=60):
+        mine = "the mesh {'dp': 2, 'tp': 1} belongs to process PARENT; this is process CHILD, which was forked from it"
+        assert lines[:5] + lines[6:] == [mine] * 6 + ["nothing"]
+        assert "the mesh belongs to process PARENT, from which this one was forked" in lines[5]
+
+
+def copied() -> list[str]:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
+        module = torch.nn.Linear(1, 1)
+        module.mesh = mesh
+        assert copy.deepcopy(module).mesh is mesh
+        handle = mesh.all_reduce("dp", torch.ones(1), async_op=True)
+        found = []
+        for each in (mesh, handle, {"mesh": mesh}):
+            with pytest.raises(UnsupportedOp) as caught:
+                pickle.dumps(each)
+            found.append(caught.value.what)
+        handle.wait()
+        return found
+
+
+def test_a_mesh_is_shared_by_copies_and_refuses_to_be_pickled(pool: Pool) -> None:
+    for rank, texts in enumerate(pool.run(copied, ranks=2)):
+        mine = f"a mesh cannot be pickled, on rank {rank} (dp={rank})"
+        assert texts == [mine, "the handle of a call cannot be pickled", mine]

@@ -118,12 +118,8 @@ with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process"
     assert done.stdout == "3\n", done.stderr
     assert done.stderr.count("ValueError: first\n") == done.stderr.count("ValueError: second\n") == 1
     assert "PeerLost" not in done.stderr and "meshcomm: rank" not in done.stderr
-    # Its store listens on every address, and that is said, with what helps.
-    warning = "ExposedRendezvous: others can reach the job's store at 127.0.0.1:"
-    # The first attempt says it; where it was over before rank 0 had met the others, nobody has.
-    assert done.stderr.count(warning) <= 1
-    if warning in done.stderr:
-        assert "  try:      meshcomm run CONFIG SCRIPT or meshcomm train CONFIG, whose store" in done.stderr
+    # That the store of its agent listens on every address is for the doctor to say.
+    assert "ExposedRendezvous" not in done.stderr
     assert alive(tmp_path) == []
 
 

@@ -1,32 +1,37 @@
-"""How many groups a rank creates, on 64 real processes; the time is printed, not judged."""
+"""`meshcomm bench --startup`: what is measured, and that both programs start; the times are printed, not judged."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
-from meshcomm.bench.startup import slowest, startup
-from meshcomm.testing import Pool
+import pytest
 
-# For figures to be shown to others: 5, on an idle machine.
-ROUNDS = 2
+from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.jobs.startup import PROGRAMS, from_python, startup
 
 
-def test_64_ranks_create_three_groups_each(figures: Callable[[str], None]) -> None:
-    ranks = Pool()
-    try:
-        found = slowest(ranks.run(startup, {"pp": 4, "dp": 4, "tp": 4}, ROUNDS, ranks=64, timeout_s=250))
-    finally:
-        ranks.close()
-    ours, theirs = found["meshcomm"], found["init_device_mesh"]
-    figures(f"(4,4,4) on 64 forked Gloo processes, slowest rank, median of {ROUNDS} rounds in one run:")
-    for name, each in found.items():
+def test_both_programs_start_cold_and_forked(
+    capsys: pytest.CaptureFixture[str], figures: Callable[[str], None]
+) -> None:
+    assert startup(4, 1, True) == 0
+    starts = json.loads(capsys.readouterr().out)["starts"]
+    assert [(row["forked"], row["program"], row["processes"]) for row in starts] == [
+        (fork, name, 4) for fork in (False, True) for name in PROGRAMS
+    ]
+    for row in starts:
+        assert 0 < row["created_s"] < row["used_s"] and row["cpu_s"] > 0
         figures(
-            f"  {name:<25} {each.groups} groups per rank, created in {each.alone_s * 1e3:.0f} ms, "
-            f"with agreement {each.created_s * 1e3:.0f} ms, used along every dim after {each.used_s * 1e3:.0f} ms"
+            f"4 processes, {'forked' if row['forked'] else 'from python on'}: {row['program']:<17}"
+            f"created {row['created_s']:.2f} s, used {row['used_s']:.2f} s, CPU of a rank {row['cpu_s']:.2f} s"
         )
-    figures(
-        f"  meshcomm is {theirs.alone_s / ours.alone_s:.1f} times as fast to create, "
-        f"{theirs.created_s / ours.created_s:.1f} times with agreement, "
-        f"{theirs.used_s / ours.used_s:.1f} times until used"
-    )
-    assert ours.groups == 3
+
+
+def test_a_start_that_fails_says_why() -> None:
+    with pytest.raises(LaunchError, match=r"(?s)rank 0 of the start.*ZeroDivisionError"):
+        from_python("1 / 0", {"dp": 1})
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--op, --svg has no effect on starts"):
+        startup(2, 1, False, ["--op", "--svg"])

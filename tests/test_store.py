@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.comm.store_wait import kind_of
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
 from meshcomm.mesh.store import SUPPORT, MeshStore
+from meshcomm.mesh.store_connect import kind_of
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")

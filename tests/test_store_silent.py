@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from meshcomm.errors import BarrierTimeout, StoreTimeout
-from meshcomm.mesh.barrier import meet_at_store
+from meshcomm.mesh.barriers import monitored_barrier
 from meshcomm.mesh.store import MeshStore
 
 SERVER = """
@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[dist.Store], object]] = {
     "get": lambda client: mesh_store(client).get("there"),
     "wait": lambda client: mesh_store(client).wait(["there"]),
     "add": lambda client: mesh_store(client).add("n", 1),
-    "barrier": lambda client: meet_at_store(
+    "barrier": lambda client: monitored_barrier(
         dist.PrefixStore("barrier", client), 0, [0, 1], 0.3, "barrier along dp on rank 0"
     ),
 }

@@ -17,8 +17,8 @@ import meshcomm
 from meshcomm.config import NetworkConfig, ProcessConfig
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh.environment import network_variables
-from meshcomm.mesh.launcher import Launch
-from meshcomm.mesh.process import meet
+from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
 
 ROOT = Path(__file__).parent.parent

@@ -42,6 +42,13 @@ def bench(
     alone: Annotated[
         bool, typer.Option("--alone", help="One group along a dim, while the others wait.")
     ] = False,
+    startup: Annotated[
+        bool,
+        typer.Option(
+            "--startup",
+            help="Start jobs of 8 cold and 64 forked processes (or --world) beside init_device_mesh.",
+        ),
+    ] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw bandwidth over size.")] = None,
     fit: Annotated[
         Path | None,
@@ -54,6 +61,12 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
+    if startup:
+        from meshcomm.jobs.startup import startup as start_job
+
+        unused = {"CONFIG": config, "--op": operation, "--bytes": size, "--dim": dim, "--alone": alone}
+        unused |= {"--svg": svg, "--fit": fit, "--set": overrides}
+        raise typer.Exit(start_job(world, rounds, json, [name for name, value in unused.items() if value]))
     from meshcomm.jobs.bench import Output
     from meshcomm.jobs.bench import bench as job
 

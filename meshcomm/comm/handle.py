@@ -8,14 +8,14 @@ from datetime import timedelta
 from threading import Lock
 from time import perf_counter as clock
 from types import CodeType
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, final
 
 from torch.futures import Future
 
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.ledger import Later
 from meshcomm.comm.site import line_of, place_of_call
-from meshcomm.errors import CommunicationError, MeshcommError
+from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport import Work
 
 T = TypeVar("T")
@@ -85,6 +85,14 @@ class Handle(Generic[T]):
         self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
         self._place = place_of_call(2) if place is None else place
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedOp(
+            "the handle of a call cannot be pickled",
+            given="pickle.dumps, copying or sending to another process",
+            expected="a handle that is waited for where the call was made",
+            hint="pickle handle.wait(), the call's result",
+        )
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the call is over and return its result; again: return it at once.

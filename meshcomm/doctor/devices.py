@@ -10,8 +10,8 @@ import torch
 from meshcomm.config import Config
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.launcher import Launch
-from meshcomm.mesh.process import check_devices
+from meshcomm.mesh.devices import check_devices
+from meshcomm.mesh.launch_environment import Launch
 
 
 def devices() -> Facts:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.layout import Plan
+from meshcomm.mesh.devices import backend_on
 from meshcomm.mesh.environment import Environment
-from meshcomm.mesh.groups import backend_on
 
 
 @dataclass(frozen=True, slots=True)

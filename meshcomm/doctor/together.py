@@ -19,9 +19,10 @@ from meshcomm.doctor.finding import Facts, Finding, exit_code
 from meshcomm.doctor.versions import versions
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import fold
+from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
-from meshcomm.mesh.launcher import Launch
-from meshcomm.mesh.process import choose_device, meet
+from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.rendezvous import meet
 
 _AGREED = ("meshcomm", "torch", "python")
 

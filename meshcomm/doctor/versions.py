@@ -14,7 +14,7 @@ from meshcomm import __version__
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.layout import Plan
 from meshcomm.layout.names import did_you_mean
-from meshcomm.mesh.backends import usable_backends, wanted_backends
+from meshcomm.mesh.devices import usable_backends, wanted_backends
 
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
 _AVAILABLE: Final = {

@@ -1,39 +1,191 @@
-"""Start-up measured on this machine, beside torch: `python -m meshcomm.jobs.startup --worlds 8,16,32`."""
+"""`meshcomm bench --startup`: starts of whole jobs, until every dim is used, beside torch's init_device_mesh."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any, Final, NamedTuple
 
-from meshcomm.bench.startup import Startup, slowest, startup
+from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.testing import Pool
 
-_DIMS = ("pp", "dp", "tp")
+# What a user writes, each way; `mark` notes the time of an event. All groups are used once.
+PROGRAMS: Final = {
+    "init_device_mesh": """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+groups = [mesh.get_group(name) for name in dims]
+mark("created")
+for group in groups:
+    dist.all_reduce(torch.ones(1), group=group)
+mark("used")
+dist.destroy_process_group()
+""",
+    "meshcomm": """
+import torch
+import meshcomm
+mesh = meshcomm.init(dims=dims, device="cpu")
+mark("created")
+for name in dims:
+    mesh.all_reduce(name, torch.ones(1))
+mark("used")
+mesh.close()
+""",
+}
+_HEAD: Final = """
+import json, sys, time
+dims, marks = json.loads(sys.argv[1]), {}
+def mark(name): marks[name] = (time.time(), time.process_time())
+"""
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Fork so many processes, make their groups both ways in turn, print a Markdown table."""
-    parser = argparse.ArgumentParser(prog="python -m meshcomm.jobs.startup", description=__doc__)
-    parser.add_argument("--worlds", default="8,16,32,64,128", help="numbers of processes, by commas")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count; one before is left out")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="seconds for each number of processes")
-    given = parser.parse_args(words)
-    ranks = Pool()
-    print(
-        "| processes | | groups per rank | created | with agreement | one all_reduce along every dim done |"
-    )
-    print("|---|---|---|---|---|---|", flush=True)
+_COLD, _FORKED = 8, 64
+
+
+class Startup(NamedTuple):
+    """One start of all ranks. created_s, used_s: until the slowest rank's groups existed, and were used once.
+
+    cpu_s: processor time of one rank until then, the mean of all ranks.
+    """
+
+    created_s: float
+    used_s: float
+    cpu_s: float
+
+
+def startup(world: int | None, rounds: int, as_json: bool, unused: Sequence[str] = ()) -> int:
+    """Measure starts of three dims each way in turn and print medians; returns the exit code.
+
+    world: processes, started both cold and forked; None: 8 cold and 64 forked ones. unused: other options that
+    were given. Raises ConfigError for those.
+    """
+    if unused:
+        raise ConfigError(
+            f"{', '.join(unused)} has no effect on starts",
+            given=f"--startup and {', '.join(unused)}",
+            expected="--startup with --world, --rounds and --json alone",
+            hint="meshcomm bench --startup --world 8",
+        )
+    facts = []
+    for fork, size in ((False, world or _COLD), (True, world or _FORKED)):
+        for name, each in measured(three_dims(size), rounds, fork=fork).items():
+            facts.append({"processes": size, "forked": fork, "program": name, **each._asdict()})
+    if as_json:
+        print(json.dumps({"load": os.getloadavg(), "cores": os.cpu_count(), "starts": facts}, indent=2))
+        return 0
+    print("| processes | program | created | used | CPU of a rank |\n|---|---|---|---|---|")
+    for row in facts:
+        times = " | ".join(f"{row[name]:.3f} s" for name in ("created_s", "used_s", "cpu_s"))
+        print(f"| {row['processes']} {'forked' if row['forked'] else 'cold'} | {row['program']} | {times} |")
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    print(f"\nThe slowest rank, median of {rounds} starts in turn; {os.cpu_count()} cores, load {load}.")
+    return 0
+
+
+def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:
+    """Start a Python for each rank, as torchrun would; the time runs from before the first of them starts.
+
+    Raises LaunchError with what a rank that failed has said.
+    """
+    store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
+    assert store is not None
+    text = f"{_HEAD}{program}\nprint(json.dumps(marks))"
+    world = _world(dims)
+    began = time.time()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, json.dumps(dims)],
+            env={**os.environ, **_variables(rank, world, store.port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
     try:
-        for world in map(int, given.worlds.split(",")):
-            dims = three_dims(world)
-            found = slowest(ranks.run(startup, dims, given.rounds, ranks=world, timeout_s=given.timeout_s))
-            print("\n".join(_rows(world, dims, found)), flush=True)
+        said = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for number, rank in enumerate(ranks):
+        if rank.returncode:
+            raise LaunchError(
+                f"rank {number} of the start that is measured failed",
+                given=said[number][1].strip(),
+                expected="a start that works",
+                hint="meshcomm doctor",
+            )
+    return _slowest([json.loads(out.splitlines()[-1]) for out, _ in said], began)
+
+
+def from_fork(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:
+    """Fork ranks that have loaded torch and meshcomm and done nothing else; the time runs from their program on."""
+    ranks = Pool()
+    try:
+        marks = ranks.run(_forked, program, dict(dims), ranks=_world(dims), timeout_s=timeout_s)
     finally:
         ranks.close()
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"\n{os.cpu_count()} cores; load of the last 1, 5 and 15 minutes at the end: {load}")
-    return 0
+    return _slowest(marks, min(each["began"][0] for each in marks))
+
+
+def measured(
+    dims: Mapping[str, int], rounds: int, *, fork: bool, timeout_s: float = 300.0
+) -> dict[str, Startup]:
+    """Every program `rounds` times, in turn; the median of each figure by the program's name."""
+    start = from_fork if fork else from_python
+    found: dict[str, list[Startup]] = {name: [] for name in PROGRAMS}
+    for number in range(rounds):
+        # Who comes first changes, as the first one finds the files that the other has read.
+        for name in sorted(PROGRAMS, reverse=bool(number % 2)):
+            found[name].append(start(PROGRAMS[name], dims, timeout_s))
+    return {name: Startup(*map(median, zip(*each, strict=True))) for name, each in found.items()}
+
+
+def _forked(program: str, dims: dict[str, int]) -> dict[str, tuple[float, float]]:
+    marks: dict[str, tuple[float, float]] = {}
+
+    def mark(name: str) -> None:
+        marks[name] = (time.time(), time.process_time())
+
+    mark("began")
+    exec(program, {"dims": dims, "mark": mark})
+    return marks
+
+
+def _slowest(marks: list[Any], began: float) -> Startup:
+    cpu = [each["used"][1] - each.get("began", (0, 0))[1] for each in marks]
+    created, used = (max(each[name][0] for each in marks) for name in ("created", "used"))
+    return Startup(created - began, used - began, sum(cpu) / len(cpu))
+
+
+def _world(dims: Mapping[str, int]) -> int:
+    world = 1
+    for size in dims.values():
+        world *= size
+    return world
+
+
+def _variables(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def three_dims(world: int) -> dict[str, int]:
@@ -52,21 +204,4 @@ def three_dims(world: int) -> dict[str, int]:
     for each in reversed(factors):
         sizes.sort()
         sizes[0] *= each
-    return dict(zip(_DIMS, sorted(sizes, reverse=True), strict=True))
-
-
-def _rows(world: int, dims: dict[str, int], found: dict[str, Startup]) -> list[str]:
-    label = f"{world}: ({', '.join(map(str, dims.values()))})"
-    rows = []
-    for name, each in found.items():
-        times = (each.alone_s, each.created_s, each.used_s)
-        rows.append(
-            f"| {label} | {name} | {each.groups} | "
-            + " | ".join(f"{time * 1e3:.0f} ms" for time in times)
-            + " |"
-        )
-    return rows
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return dict(zip(("pp", "dp", "tp"), sorted(sizes, reverse=True), strict=True))

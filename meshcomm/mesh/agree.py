@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -86,6 +87,20 @@ def _agree(
     if verdict != b"agree":
         store.set(f"facts/{mine}", text)
         raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
+
+
+def leave_together(store: Any, stays: bool) -> None:
+    """Called by every rank of an agreement that failed, when it knows why.
+
+    stays: on the rank whose process may hold the store. It waits until all that came know why too, ten seconds
+    at most: with its process the store would end, and they would hear of that instead.
+    """
+    deadline = time.monotonic() + _TELL_S
+    with contextlib.suppress(RuntimeError):
+        left = store.add("left", 1)
+        while stays and left < store.add("come", 0) & _COUNT and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:

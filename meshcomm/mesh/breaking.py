@@ -9,7 +9,7 @@ from weakref import ref
 from meshcomm.comm.message_log import Message
 from meshcomm.comm.recorder import Recorder
 from meshcomm.mesh.overdue import Late, Overdue
-from meshcomm.mesh.reach import within
+from meshcomm.mesh.store_connect import within
 from meshcomm.transport import Transport
 
 # How long it may take, as it asks the store where the group listens.

@@ -19,10 +19,10 @@ from meshcomm.mesh.agree import agree
 from meshcomm.mesh.environment import Environment, gloo_defaults
 from meshcomm.mesh.groups import Existing, close_transports, create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.process import Meeting, say_prefix, start_default_group
+from meshcomm.mesh.rendezvous import Meeting, say_prefix, start_default_group
+from meshcomm.mesh.runtime import Watching, World, prefixed
 from meshcomm.mesh.source import Settings
 from meshcomm.mesh.watch import Watch
-from meshcomm.mesh.worlds import Watching, World, prefixed
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ def _mesh(
         agreed.plan,
         agreed.rank,
         device=agreed.device,
+        launch=agreed.joined.launch,
         store=prefixed("mesh", agreed.store),
         prefix=agreed.prefix,
         topology=topology,

@@ -11,7 +11,6 @@ import os
 import socket
 import stat
 import sys
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -65,12 +64,14 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
     if not is_loopback(host):
         return None
     try:
-        listener = _listener(host, port)
+        bare = host.strip("[]")
+        family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+        listener = socket.create_server((bare, port), family=family, backlog=2048)
     except OSError:
         return None
     # The server owns the socket from here on.
     return dist.TCPStore(
-        host.strip("[]"),
+        bare,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
@@ -78,21 +79,6 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def listening(port: int) -> list[str] | None:
@@ -163,9 +149,3 @@ def exposed_file(path: str) -> LaunchError | None:
         expected="a folder that others cannot write, or a sticky one as /tmp is",
         hint=f"chmod o-w {folder}, or another process.path",
     )
-
-
-def warn(problem: LaunchError | None) -> None:
-    """Say it as an ExposedRendezvous warning; nothing for None."""
-    if problem is not None:
-        warnings.warn(str(problem), ExposedRendezvous, stacklevel=3)

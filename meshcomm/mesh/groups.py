@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import CommunicationError, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
+from meshcomm.mesh.devices import backend_on
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.torch_private import create_group, split_color
 
@@ -117,11 +118,3 @@ def _backend_options(options: GroupOptions) -> Any:
             hint='take high_priority out, or backend = "nccl"',
         )
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.get("high_priority", False)))
-
-
-def backend_on(backend: str, device: torch.device) -> str:
-    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"."""
-    if ":" not in backend:
-        return backend
-    by_device = dict(part.split(":", 1) for part in backend.split(","))
-    return by_device.get(device.type, backend)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,14 @@ from meshcomm.comm.along import AlongDims
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.validation import CallCheck
-from meshcomm.errors import LayoutError, MeshClosed, UnknownDim
+from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
-from meshcomm.mesh.meetings import Meetings
+from meshcomm.mesh.barriers import Barriers
+from meshcomm.mesh.launch_environment import Launch
 from meshcomm.mesh.metrics import Metrics
+from meshcomm.mesh.runtime import Watching, prefixed
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
-from meshcomm.mesh.worlds import Watching, prefixed
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Mesh(Meetings, Metrics, AlongDims):
+class Mesh(Barriers, Metrics, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -52,6 +55,7 @@ class Mesh(Meetings, Metrics, AlongDims):
         rank: int,
         *,
         device: torch.device,
+        launch: Launch,
         store: dist.Store,
         prefix: str,
         topology: Callable[[], TopologyConfig],
@@ -62,18 +66,23 @@ class Mesh(Meetings, Metrics, AlongDims):
         add: Callable[[Mesh, Plan, str], Transport],
         on_close: Callable[[], None],
     ) -> None:
-        Meetings.__init__(self)
+        Barriers.__init__(self)
         Metrics.__init__(self)
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = rank
         self.device = device
+        self._launch = launch
         self._topology = topology
         self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
         self._store = store
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
         self.closed = False
+        # The process that opened the mesh, in a process that was forked from it since.
+        self._parent: int | None = None
+        self._process = os.getpid()
+        _OPEN.add(self)
         self._add = add
         self._on_close = on_close
         self._transports = transports
@@ -240,6 +249,25 @@ class Mesh(Meetings, Metrics, AlongDims):
     ) -> None:
         self._close(compare=kind is None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # as a copied module still communicates with the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedOp(
+            f"a mesh cannot be pickled, on {self.label}",
+            given="pickle.dumps, or sending to another process, of the mesh or of what holds it",
+            expected="a mesh that each process opens itself",
+            hint="pickle mesh.layout or mesh.plan, and meshcomm.init there",
+        )
+
+    def _leave_to_parent(self) -> None:
+        """Called in a forked process: the connections are the parent's, and no thread of the mesh runs here."""
+        if not self.closed:
+            self._parent, self.closed = self._process, True
+            self.store.close(f"belongs to process {self._parent}, from which this one was forked")
+            self._at.clear()
+            self._watch = None
+
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.layout.dims.items())
         state = "closed" if self.closed else f"rank {self.rank}" if self.is_member else "not a member"
@@ -289,6 +317,14 @@ class Mesh(Meetings, Metrics, AlongDims):
 
     def _usable(self) -> None:
         self._member()
+        if self._parent is not None:
+            raise MeshClosed(
+                f"the mesh {dict(self.layout.dims)} belongs to process {self._parent}; this is process "
+                f"{os.getpid()}, which was forked from it",
+                given=f"a call on {self.label} in a forked process, as a DataLoader's workers are",
+                expected="calls in the process that opened the mesh: a fork has none of its threads",
+                hint="communicate outside of the workers",
+            )
         if self.closed:
             raise MeshClosed(
                 f"the mesh {dict(self.layout.dims)} is closed on {self.label}",
@@ -318,3 +354,15 @@ class Mesh(Meetings, Metrics, AlongDims):
             hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
             f'mesh.create("{joined}", ({listed}))',
         )
+
+
+_OPEN: WeakSet[Mesh] = WeakSet()
+
+
+def _after_fork() -> None:
+    for mesh in list(_OPEN):
+        mesh._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

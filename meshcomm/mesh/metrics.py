@@ -18,8 +18,8 @@ from meshcomm.comm.spans import Spans
 from meshcomm.comm.stragglers import Stragglers, measure
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
-from meshcomm.mesh.whereabouts import Whereabouts
-from meshcomm.mesh.worlds import Watching
+from meshcomm.mesh.runtime import Watching
+from meshcomm.mesh.topology_queries import TopologyQueries
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshcomm.mesh.tracing import Trace
 
 
-class Metrics(Whereabouts):
+class Metrics(TopologyQueries):
     """The part of `Mesh` that tells of its calls over time."""
 
     plan: Plan

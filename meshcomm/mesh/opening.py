@@ -14,24 +14,21 @@ import torch.distributed as dist
 from meshcomm import __version__
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError, StoreError
-from meshcomm.mesh.agree import agree
-from meshcomm.mesh.backends import check_backends
+from meshcomm.mesh.agree import agree, leave_together
 from meshcomm.mesh.creating import Agreed, create_groups, create_in_world
+from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
 from meshcomm.mesh.environment import Environment, network_variables, shared_variables
-from meshcomm.mesh.launcher import Launch, find_launch
+from meshcomm.mesh.launch_environment import Launch, find_launch
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.owner import blame, claim
-from meshcomm.mesh.process import (
+from meshcomm.mesh.rank_claim import blame, claim
+from meshcomm.mesh.rendezvous import (
     Meeting,
-    check_devices,
-    choose_backend,
-    choose_device,
     meet,
     of_this_attempt,
     outer_prefix,
 )
+from meshcomm.mesh.runtime import WORLD, World, prefixed
 from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
-from meshcomm.mesh.worlds import WORLD, World, prefixed
 from meshcomm.transport.torch_private import default_store
 
 
@@ -167,7 +164,7 @@ def _open(
                     device = choose_device(settings.mesh.device, joined.launch)
                     plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
                     check_devices(settings, device, plan.defaults.backend, joined.launch)
-                    check_backends(plan, device)
+                    check_backends(plan)
             except MeshcommError as error:
                 failure = error
         facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
@@ -186,8 +183,10 @@ def _open(
             comes = 1 if joined.pretended else joined.world_size
             agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
         except MeshMismatchError as error:
+            blame(error, joined.store)
+            if world is None:
+                leave_together(common, stays=joined.rank == 0)
             if failure is None:
-                blame(error, joined.store)
                 raise
         if failure is not None or plan is None:
             # Told to the others; here the problem itself says more than that the ranks differ.

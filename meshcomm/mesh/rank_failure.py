@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from meshcomm.comm.site import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
-from meshcomm.mesh.launcher import Launch, attempt_of
-from meshcomm.mesh.process import of_this_attempt
-from meshcomm.mesh.reach import within
+from meshcomm.mesh.launch_environment import Launch, attempt_of
+from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.store_connect import within
 
 # A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
 _PATIENCE_S = 3.0

@@ -9,9 +9,8 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.store_wait import kind_of, wait_for
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.reach import within
+from meshcomm.mesh.store_connect import kind_of, wait_for, within
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
@@ -77,7 +76,7 @@ class MeshStore:
     def __init__(self, store: dist.Store, label: Callable[[], str], timeout_s: float) -> None:
         self._store: Any = store  # torch's annotations leave out half of its methods
         self._label = label
-        self._closed = False
+        self._closed = ""
         self._timeout_s = _checked_timeout(timeout_s, label)
         self.kind = kind_of(store)
 
@@ -188,9 +187,9 @@ class MeshStore:
         """How many keys are set now. torch's own counts the whole job's."""
         return len(self.keys())
 
-    def close(self) -> None:
-        """Refuse every further call. The keys stay for the other ranks."""
-        self._closed = True
+    def close(self, why: str = "is closed") -> None:
+        """Refuse every further call: the mesh `why`. The keys stay for the other ranks."""
+        self._closed = why
         del self._store  # and with it the connection, where nobody else uses it
 
     def __repr__(self) -> str:
@@ -303,7 +302,7 @@ class MeshStore:
     def _open(self, call: str) -> None:
         if self._closed:
             raise MeshClosed(
-                f"store.{call} on {self._label()}: the mesh is closed",
+                f"store.{call} on {self._label()}: the mesh {self._closed}",
                 given="a call after close(), or after the with block",
                 expected="an open mesh",
                 hint="move the call into the with block",

@@ -227,6 +227,10 @@ class Watch:
         )
         return error
 
+    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        """What each of `ranks` that answers is doing; may wait for seconds."""
+        return (None if self._alone else self._asking.ask(ranks)) or {}
+
     # -- asking ---------------------------------------------------------------------------------
 
     def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:

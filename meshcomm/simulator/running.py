@@ -15,8 +15,8 @@ from meshcomm.config import Config, DimOptions, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.opening import init
+from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import beside_the_job
-from meshcomm.mesh.worlds import WORLD
 from meshcomm.simulator.own import Own
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.traffic import Ledger

@@ -11,7 +11,7 @@ from typing import Any
 from meshcomm.config import load
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.environment import with_variables
-from meshcomm.mesh.launcher import how_many_ranks
+from meshcomm.mesh.launch_environment import how_many_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.simulator.own import Own
 from meshcomm.simulator.running import run_ranks, world_size_of

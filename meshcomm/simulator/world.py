@@ -11,8 +11,8 @@ import torch.distributed as dist
 from meshcomm.comm.handle import failure
 from meshcomm.comm.recorder import Recorder
 from meshcomm.layout import Group
-from meshcomm.mesh.groups import backend_on
-from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.devices import backend_on
+from meshcomm.mesh.launch_environment import Launch
 from meshcomm.simulator.desync import SimulatedSteps
 from meshcomm.simulator.mailbox import Mailbox
 from meshcomm.simulator.rendezvous import Rendezvous
@@ -50,7 +50,7 @@ class Ground:
 
 @final
 class SimulatedWorld:
-    """One rank's World; see meshcomm.mesh.worlds."""
+    """One rank's World; see meshcomm.mesh.runtime."""
 
     def __init__(self, ground: Ground, actor: Actor, size: int) -> None:
         self.launch = Launch("simulator", actor.rank, size, actor.rank, size)
@@ -101,6 +101,9 @@ class SimulatedWatch:
 
     def before_leaving(self) -> None:
         return None
+
+    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        return {}
 
     def close(self) -> None:
         return None

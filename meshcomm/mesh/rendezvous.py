@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -12,11 +13,10 @@ import torch.distributed as dist
 
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.exposure import exposed_file, exposed_store, serve_on_loopback, warn
-from meshcomm.mesh.launcher import Launch, attempt_of, attempt_prefix
-from meshcomm.mesh.owner import came_twice, is_running, process_name
-from meshcomm.mesh.reach import find_tcp_store
-from meshcomm.mesh.source import Settings
+from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback, serve_on_loopback
+from meshcomm.mesh.launch_environment import Launch, attempt_of, attempt_prefix
+from meshcomm.mesh.rank_claim import came_twice, is_running, process_name
+from meshcomm.mesh.store_connect import find_tcp_store
 from meshcomm.transport.torch_private import default_store
 
 _PREFIX: Final = "meshcomm/prefix"
@@ -50,7 +50,7 @@ def meet(
     """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
 
     Raises LaunchError where nothing says who this process is, or nobody is met within the timeout.
-    Rank 0 warns with ExposedRendezvous where others could come too: see `exposure`.
+    Rank 0 warns with ExposedRendezvous where all ranks are on this host and the address is one that others reach.
     """
     rank = _given(rank, process.rank, launch.rank)
     world_size = _given(world_size, process.world_size, launch.world_size)
@@ -133,17 +133,23 @@ def _find_store(
             hint=f"look whether rank 0 is running, and who has the port on its host: ss -ltnp 'sport = :{port}'",
         ) from error
     # Once for the job, not for each attempt.
-    if rank == 0 and launch.local_size == world_size and not attempt_of(os.environ):
+    first = rank == 0 and not attempt_of(os.environ)
+    if first and launch.local_size == world_size and not is_loopback(host):
         setting = (
             f'process.address = "127.0.0.1:{port}"' if process.init == "tcp" else "MASTER_ADDR=127.0.0.1"
         )
-        warn(exposed_store(host, port, setting, world_size))
+        warnings.warn(
+            f"others can reach the job's store at {host}:{port}, though all its ranks are on this host: {setting}, "
+            "or see meshcomm doctor",
+            ExposedRendezvous,
+            stacklevel=2,
+        )
     return store
 
 
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
-    if rank == 0:
-        warn(exposed_file(path))
+    if rank == 0 and (problem := exposed_file(path)) is not None:
+        warnings.warn(str(problem), ExposedRendezvous, stacklevel=2)
     # torch's file store adds to what is in the file, so a restarted job needs another one.
     if prefix := attempt_prefix(os.environ):
         path = f"{path}.{prefix}"
@@ -166,68 +172,6 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this process: cuda where there is one, numbered by local rank; else cpu."""
-    kind = wanted
-    if wanted == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return torch.device("cpu")
-    present = torch.get_device_module(kind).device_count() if _known(kind) else 0
-    if present == 0:
-        raise LaunchError(
-            f"this host has no {kind} device",
-            given=f'device = "{wanted}"',
-            expected=f"a {kind} device, and a torch built for it",
-            hint='mesh.device = "cpu", or "auto"',
-        )
-    return torch.device(kind, launch.local_rank % present)
-
-
-def _known(kind: str) -> bool:
-    try:
-        torch.get_device_module(kind)
-    except RuntimeError:
-        return False
-    return True
-
-
-def choose_backend(device: torch.device) -> str:
-    """What "auto" means on this device: torch's own default for it, NCCL for cuda, Gloo for cpu."""
-    return str(dist.get_default_backend_for_device(device.type))
-
-
-def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
-    """Refuse what the device that was found cannot do. Raises LaunchError.
-
-    A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL
-    cannot run two ranks on one device.
-    """
-    if device.type == "cpu":
-        useless = {
-            "process.device_id = true": settings.process.device_id is True,
-            **{f"network.{key}": "nccl" not in backend for key in settings.network.nccl_settings()},
-        }
-        for setting, given in useless.items():
-            if given:
-                raise LaunchError(
-                    f"{setting} has no effect: this host has no accelerator",
-                    given=f"{setting}, device auto = cpu, backend {backend}",
-                    expected="a cuda device, or the setting left out",
-                    hint=f"take {setting} out",
-                )
-    if "nccl" not in backend or device.type != "cuda":
-        return
-    present = torch.cuda.device_count()
-    if launch.local_rank >= present or launch.local_size > present:
-        raise LaunchError(
-            f"{max(launch.local_size, launch.local_rank + 1)} ranks on a host with {present} cuda device(s)",
-            given=f"local rank {launch.local_rank} of {launch.local_size}, backend {backend}",
-            expected="one device for each rank: NCCL refuses two ranks on one device",
-            hint=f'--nproc-per-node {present}, or mesh.device = "cpu"',
-        )
 
 
 def start_default_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshcomm.comm.recorder import Recorder
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
-from meshcomm.mesh.launcher import Launch
+from meshcomm.mesh.launch_environment import Launch
 from meshcomm.transport import Transport
 
 
@@ -34,6 +34,10 @@ class Watching(Protocol):
 
     def before_leaving(self) -> CallMismatchError | None:
         """The error where ranks differ in a step and this rank has not raised it; may wait for seconds."""
+        ...
+
+    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        """What each of `ranks` that answers is doing; may wait for seconds. Nothing where nobody can be asked."""
         ...
 
     def close(self) -> None:

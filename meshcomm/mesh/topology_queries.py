@@ -8,18 +8,28 @@ from typing import Literal, overload
 from meshcomm.errors import NotMember
 from meshcomm.layout import Dims, Layout
 from meshcomm.layout.sizes import fold
+from meshcomm.mesh.launch_environment import Launch
 
 
-class Whereabouts:
+class TopologyQueries:
     """Ranks and coords, answered by the layout. `Mesh` is one; it has `rank` and `layout`."""
 
     rank: int
     layout: Layout
+    _launch: Launch
 
     @property
     def is_member(self) -> bool:
         """Whether this rank is in the mesh."""
         return self.rank in self.layout
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its host, as the launcher says it: which of the host's devices is its own.
+
+        Not unique across hosts: every host has a local rank 0.
+        """
+        return self._launch.local_rank
 
     @property
     def world_size(self) -> int:

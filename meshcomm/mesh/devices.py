@@ -1,0 +1,122 @@
+"""Which device and which backends does this process use, and does this host have them?"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.errors import LaunchError
+from meshcomm.layout import Plan
+from meshcomm.layout.names import did_you_mean
+from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.source import Settings
+
+
+def choose_device(wanted: str, launch: Launch) -> torch.device:
+    """The device of this process: cuda where there is one, numbered by local rank; else cpu."""
+    kind = wanted
+    if wanted == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    try:
+        present = torch.get_device_module(kind).device_count()
+    except RuntimeError:  # torch has never heard of it
+        present = 0
+    if present == 0:
+        raise LaunchError(
+            f"this host has no {kind} device",
+            given=f'device = "{wanted}"',
+            expected=f"a {kind} device, and a torch built for it",
+            hint='mesh.device = "cpu", or "auto"',
+        )
+    return torch.device(kind, launch.local_rank % present)
+
+
+def choose_backend(device: torch.device) -> str:
+    """What "auto" means: the backend of the default group where there is one, else torch's own for the device."""
+    if dist.is_initialized():
+        backend = str(dist.get_backend_config()) if dist.get_backend() == "undefined" else dist.get_backend()
+        if ":" in backend or dist.is_backend_available(backend):
+            return backend
+    return str(dist.get_default_backend_for_device(device.type))
+
+
+def backend_on(backend: str, device: torch.device) -> str:
+    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"."""
+    return _by_device(backend).get(device.type, backend)
+
+
+def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
+    """The names of the families by the backend that serves them on `device`; only those with groups."""
+    wanted: dict[str, list[str]] = {}
+    for family in plan.families:
+        if family.creates:
+            wanted.setdefault(backend_on(family.options.backend, device), []).append(family.name)
+    return wanted
+
+
+def usable_backends() -> list[str]:
+    """The names of the backends that this torch has."""
+    return [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+
+
+def check_backends(plan: Plan) -> None:
+    """Refuse a backend that this torch does not have, also one for a device that is not used. Raises LaunchError."""
+    chosen = {plan.defaults.backend: "the default group"}
+    for family in plan.families:
+        if family.creates:
+            chosen.setdefault(family.options.backend, family.name)
+    for backend, name in chosen.items():
+        for part in _by_device(backend).values() or [backend]:
+            if not dist.is_backend_available(part):
+                usable = usable_backends()
+                raise LaunchError(
+                    f"this torch has no backend {part}",
+                    given=f"{backend} for {name}, torch {torch.__version__}",
+                    expected=f"one of {', '.join(usable)}",
+                    hint=did_you_mean(part, usable) or 'mesh.backend = "auto"',
+                )
+    if dist.is_initialized() and dist.get_backend() == "fake" != plan.defaults.backend:
+        raise LaunchError(
+            "torch's default group is of the fake backend: the other ranks do not exist",
+            given=f"backend {plan.defaults.backend} for the groups of the mesh",
+            expected="the fake backend for them too",
+            hint='leave backend out, or init_process_group("gloo")',
+        )
+
+
+def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
+    """Refuse what the device that was found cannot do. Raises LaunchError.
+
+    A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL
+    cannot run two ranks on one device.
+    """
+    if device.type == "cpu":
+        useless = {
+            "process.device_id = true": settings.process.device_id is True,
+            **{f"network.{key}": "nccl" not in backend for key in settings.network.nccl_settings()},
+        }
+        for setting, given in useless.items():
+            if given:
+                raise LaunchError(
+                    f"{setting} has no effect: this host has no accelerator",
+                    given=f"{setting}, device auto = cpu, backend {backend}",
+                    expected="a cuda device, or the setting left out",
+                    hint=f"take {setting} out",
+                )
+    if "nccl" not in backend or device.type != "cuda":
+        return
+    present = torch.cuda.device_count()
+    if launch.local_rank >= present or launch.local_size > present:
+        raise LaunchError(
+            f"{max(launch.local_size, launch.local_rank + 1)} ranks on a host with {present} cuda device(s)",
+            given=f"local rank {launch.local_rank} of {launch.local_size}, backend {backend}",
+            expected="one device for each rank: NCCL refuses two ranks on one device",
+            hint=f'--nproc-per-node {present}, or mesh.device = "cpu"',
+        )
+
+
+def _by_device(backend: str) -> dict[str, str]:
+    """The parts of "cpu:gloo,cuda:nccl"; none of a single name."""
+    return dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {}
