@@ -180,6 +180,10 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
         ("LayoutError", 2, False, False, []),
         ("KeyboardInterrupt", 130, False, False, []),
     ]
+    # An error that is not ours may use these names for something else.
+    foreign = KeyError("planted")
+    foreign.missing, foreign.call, foreign.odd_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
+    assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
     # The error of the mismatched rank is to come first.
     assert failure_of(odd, 2, LAYOUT[2]).follows
     assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)

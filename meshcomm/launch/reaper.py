@@ -14,38 +14,31 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 # The job's folder: every process that a rank starts inherits this variable, and is found by it.
 JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
+DISMISSED: Final = b"dismissed"
+
 _PR_SET_PDEATHSIG: Final = 1
-_DISMISSED: Final = b"dismissed"
 
 
-@final
-class Reaper:
-    """A process that ends all processes of the job if this one ends without `dismiss`.
+def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that ends all of the job, unless it is sent DISMISSED before its stdin closes.
 
     folder: the job's, unique to it. The reaper removes it where it has to act.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name != JOB_VARIABLE},
-            # A signal for the launcher's process group is not for the reaper.
-            start_new_session=True,
-        )
-
-    def dismiss(self) -> None:
-        """The job has ended, and nothing of it is left."""
-        with contextlib.suppress(OSError):
-            self._process.communicate(_DISMISSED)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={name: value for name, value in os.environ.items() if name != JOB_VARIABLE},
+        # A signal for the launcher's process group is not for the reaper.
+        start_new_session=True,
+    )
 
 
 def end_all(folder: Path, within_s: float = 10.0) -> None:
@@ -104,7 +97,7 @@ def end_with_parent(poll: bool = False) -> None:
 def _main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    if sys.stdin.buffer.read() != _DISMISSED:
+    if sys.stdin.buffer.read() != DISMISSED:
         folder = Path(sys.argv[1])
         end_all(folder)
         shutil.rmtree(folder, ignore_errors=True)

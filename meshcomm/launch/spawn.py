@@ -16,7 +16,7 @@ from subprocess import Popen
 from typing import Final, NoReturn
 
 from meshcomm.errors import LaunchError
-from meshcomm.launch.reaper import JOB_VARIABLE, Reaper, end_all
+from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.rank_failure import collect
@@ -70,7 +70,7 @@ def launch(
             hint="torchrun --nnodes N --nproc-per-node M -m meshcomm ... on every host",
         )
     folder = Path(tempfile.mkdtemp(prefix="meshcomm-"))
-    reaper = Reaper(folder)
+    reaper = start_reaper(folder)
     handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # By nohup.
@@ -94,7 +94,8 @@ def launch(
         return 128 + received.number
     finally:
         end_all(folder)
-        reaper.dismiss()
+        with contextlib.suppress(OSError):
+            reaper.communicate(DISMISSED)
         for each, handler in before.items():
             signal.signal(each, handler)
         shutil.rmtree(folder, ignore_errors=True)

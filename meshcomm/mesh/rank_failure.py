@@ -69,7 +69,9 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
     # torch's own errors about a store or a peer that is gone are no better a cause than ours.
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
-    mismatched = getattr(error, "odd_ranks", ())
+    # Other libraries' errors may have attributes of these names that mean something else.
+    facts = vars(error) if isinstance(error, MeshcommError) else {}
+    mismatched = facts.get("odd_ranks", ())
     return Failure(
         rank,
         who,
@@ -80,8 +82,8 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
         follows=lost or bool(mismatched and rank not in mismatched),
         mismatched=rank in mismatched,
-        missing=[*getattr(error, "missing", ())],
-        call=getattr(error, "call", None),
+        missing=[*facts.get("missing", ())],
+        call=facts.get("call"),
     )
 
 
