@@ -73,7 +73,6 @@ OPS: dict[str, tuple[Op, Callable[[list[Tensor], int], Tensor], bool]] = {
         False,
     ),
 }
-COMPILED = [name for name in OPS if name != "shift"]
 
 
 def leaf(rank: int) -> Tensor:
@@ -115,8 +114,8 @@ WIDE: dict[str, Any] = {
 
 def check(mesh: Mesh, compiled: bool) -> None:
     # Compiling takes the time; which group it is makes no difference to the graph.
-    for dims in ("tp", "one") if compiled else ("dp", "tp", "both", "one"):
-        for name in COMPILED if compiled else OPS:
+    for dims in ("tp",) if compiled else ("dp", "tp", "both", "one"):
+        for name in OPS:
             if (
                 dims == "both"
                 and name != "all_reduce sum"
@@ -144,8 +143,8 @@ def test_gradients_equal_those_of_one_process(mesh: Mesh) -> None:
     check(mesh, False)
 
 
-# All replicas along dp would compile the same.
-@pytest.mark.mesh(one=1, tp=4, rank_order=[2, 1, 0, 3], timeout_s=110, via="gloo")
+# More ranks would compile the same.
+@pytest.mark.mesh(tp=2, rank_order=[1, 0], timeout_s=110, via="gloo")
 def test_gradients_equal_those_of_one_process_compiled_in_one_graph(mesh: Mesh) -> None:
     check(mesh, True)
 
@@ -227,19 +226,11 @@ def test_each_wrong_gradient_is_refused(mesh: Mesh) -> None:
             texts.append("nothing")
         except meshcomm.MeshcommError as error:
             texts.append(error.what)
-    y = f.all_reduce("tp", x, grad="sum")
-    grad = torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0]
-    try:
-        grad.sum().backward()
-        texts.append("nothing")
-    except RuntimeError as error:
-        texts.append(str(error).splitlines()[0])
     assert texts == [
         "functional.all_reduce has no gradient rule 'both'",
         "functional.all_reduce along \"tp\" has no gradient for op='max'",
         "functional.all_gather has no gradient rule 'mine'",
         f'functional.all_gather along "tp" on {mesh.label} has no axis 2',
-        f'reduce_scatter along "tp" on {mesh.label} cannot split axis 0',
+        f'functional.reduce_scatter along "tp" on {mesh.label} cannot split axis 0',
         "functional.reduce_scatter along \"tp\" has no gradient for op='max'",
-        "trying to differentiate twice a function that was marked with @once_differentiable",
     ]

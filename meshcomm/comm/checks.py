@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
+from meshcomm.transport.torch_private import is_fwd_grad_enabled, is_wrapped, transforms_active, unpack_dual
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,12 +24,19 @@ OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
 
 
-def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str]) -> None:
+def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
     """A dense, local tensor on a device that the group serves.
 
     Calls of torch would take others and fail late, or give the parts of a DTensor a meaning of
-    their own.
+    their own. plain: the call has no rule for torch.func, whose tensors stand for others.
     """
+    if plain and transforms_active() and isinstance(x, Tensor) and is_wrapped(x):
+        raise UnsupportedOp(
+            f"{where()} has no rule for vmap, nor for the other transforms of torch.func",
+            given=f"a tensor of shape {tuple(x.shape)} that stands for a batch, or is being differentiated",
+            expected="the call outside of the transform, or one of mesh.functional",
+            hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
+        )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
         return
     if _is_dtensor(x):
@@ -88,6 +97,19 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             expected="a tensor without gradients, or torch.no_grad()",
             hint=f"mesh.functional.{functional}, which returns a new tensor and has a gradient",
         )
+    if forward_ad._current_level >= 0 and has_tangent(x):
+        raise AutogradError(
+            f"{where()} would lose the tangent of a tensor under forward-mode AD",
+            given=f"a tensor of shape {tuple(x.shape)} with a tangent",
+            expected="a tensor without tangents",
+            hint=f"mesh.functional.{functional}, which returns a new tensor and carries tangents on",
+        )
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode AD follows `x`. Takes microseconds: ask for an open level before."""
+    # Not forward_ad.unpack_dual, which knows nothing of the levels that a compiled graph opens.
+    return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:

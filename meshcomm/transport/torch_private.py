@@ -19,6 +19,7 @@ import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.futures import Future
 
 from meshcomm.transport.gloo_waits import Address, address_in
@@ -39,7 +40,6 @@ __all__ = [
     "gloo_address",
     "has_flash_attention",
     "live_groups",
-    "operators",
     "profiling",
     "single_names",
     "source_rank",
@@ -88,14 +88,30 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
         torch._foreach_copy_(list(tensors), list(values))
 
 
+# How an operator's rule for autograd goes on to what comes after autograd: another transform, a tracer, the call.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+single_level: Any = enable_single_level_autograd_function
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+after_autograd: Any = torch._C._after_autograd_keyset
+# Whether a transform of torch.func is under way.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether a tensor is one of those that such a transform hands out.
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+# Whether forward-mode AD is switched on, and a tensor's value and tangent (None) at its only level, 0.
+is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
+unpack_dual: Any = torch._VF._unpack_dual
+
+_DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
+
+
+def only_device(keys: Any) -> bool:
+    """Whether nothing comes after autograd but the call itself, on a device's dense tensor."""
+    return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES
+
+
 def coalescing(group: dist.ProcessGroup) -> Any:
     """torch's own way to make one call of many, for comparison."""
     return dist._coalescing_manager(group=group)
-
-
-def operators() -> Any:
-    """The functional collectives that torch.compile knows, by name."""
-    return torch.ops._c10d_functional
 
 
 def source_rank(work: Any) -> int:

@@ -1,0 +1,286 @@
+"""The operators behind `mesh.functional`, registered with torch: eager and compiled programs call the same ones.
+
+An operator takes plain values, which a graph can hold: a tensor, where to communicate, and what to do.
+Where is told by `group`, from which the live communicator is found; by `size`, the group's, so that a graph
+says all that shapes and gradients depend on; and by `traced`, whether a compiler has written the call down.
+
+Each operator is linear, so one row has all that its derivatives need: backward calls the adjoint, which is
+made of these operators again and so can be differentiated again; forward mode calls the operator on the
+tangent; under vmap the batch is one more axis of the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Final, TypeAlias, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from meshcomm.comm.checks import has_tangent
+from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.directory import Directory
+from meshcomm.errors import AutogradError, MeshClosed
+from meshcomm.transport.torch_private import (
+    SingleLevelFunction,
+    after_autograd,
+    below_autograd,
+    only_device,
+    single_level,
+    transforms_active,
+)
+
+Place: TypeAlias = tuple[str, int, bool]
+
+
+@final
+class Groups:
+    """The groups of one mesh, as operators find them. A graph outlives its calls: it holds a key, no group."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.at = directory
+        # The same number for the same mesh on every rank, so that ranks make, and keep on disk, the same graph.
+        self.key = f"mesh{next(_NUMBERS)}"
+        _LIVE[self.key] = self
+
+    def place(self, comm: Communicator) -> Place:
+        """Where operators communicate: group, size, traced."""
+        return f"{self.key}/{comm.name}", comm.size, is_compiling()
+
+
+_NUMBERS: Final = count(1)
+_LIVE: Final[WeakValueDictionary[str, Groups]] = WeakValueDictionary()
+
+
+def _communicator(group: str) -> Communicator:
+    key, _, name = group.partition("/")
+    groups = _LIVE.get(key)
+    if groups is None:
+        raise MeshClosed(
+            f'a call along "{name}" belongs to a mesh that is gone',
+            given=f"{key} of this process, in a compiled function or in a backward pass",
+            expected="the mesh that the function was compiled with, still open",
+            hint="keep the mesh as long as what was computed with it, or compile again with the new one",
+        )
+    return groups.at.along(tuple(name.split(", ")) if ", " in name else name)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One operator.
+
+    arguments: what it takes after x, group, size and traced, as torch's schemas write it.
+    run:     the call itself, on a tensor without autograd; the result is contiguous and of new memory.
+    shape:   of the result, from that of x, the size and the arguments; None: it is x itself, as a view.
+    adjoint: the gradient of x, from that of the result, the place and the arguments.
+    axes:    how many of its arguments, from the first on, are axes of x.
+    op:      which of its arguments says how values are reduced; only a sum and an average are linear.
+    """
+
+    name: str
+    arguments: str
+    run: Callable[..., Tensor]
+    shape: Callable[..., list[int]] | None
+    adjoint: Callable[..., Tensor]
+    axes: int = 0
+    op: int | None = None
+
+
+def _all_reduce(comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
+    return _tensor(comm.checked_all_reduce(x.clone(memory_format=torch.contiguous_format), op))
+
+
+def _slice(comm: Communicator, x: Tensor, axis: int) -> Tensor:
+    length = x.shape[axis] // comm.size
+    return x.narrow(axis, comm.coord * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _tensor(result: Any) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result.contiguous()
+
+
+def _scaled(shape: list[int], axis: int, by: int, divided: int) -> list[int]:
+    return [*shape[:axis], shape[axis] * by // divided, *shape[axis + 1 :]]
+
+
+def _all_to_all_shape(shape: list[int], size: int, split_axis: int, concat_axis: int) -> list[int]:
+    return _scaled(_scaled(shape, split_axis, 1, size), concat_axis, size, 1)
+
+
+def _all_reduce_adjoint(dy: Tensor, place: Place, op: str, grad: str) -> Tensor:
+    if grad == "sum":
+        return call("all_reduce", dy, place, op, grad)
+    return _averaged(call("identity", dy, place), place, op)
+
+
+def _all_gather_adjoint(dy: Tensor, place: Place, axis: int, grad: str) -> Tensor:
+    if grad == "slice":
+        return call("slice", dy, place, axis)
+    return call("reduce_scatter", dy, place, axis, "sum")
+
+
+def _reduce_scatter_adjoint(dy: Tensor, place: Place, axis: int, op: str) -> Tensor:
+    return _averaged(call("all_gather", dy, place, axis, "reduce_scatter"), place, op)
+
+
+def _averaged(dx: Tensor, place: Place, op: str) -> Tensor:
+    return dx / place[1] if op == "avg" else dx
+
+
+_ROWS: Final = (
+    _Row("all_reduce", "str op, str grad", _all_reduce, lambda s, n, op, grad: s, _all_reduce_adjoint, op=0),
+    _Row(
+        "identity",
+        "",
+        lambda comm, x: x.view_as(x),
+        None,
+        lambda dy, place: call("all_reduce", dy, place, "sum", "identity"),
+    ),
+    _Row(
+        "all_gather",
+        "int axis, str grad",
+        lambda comm, x, axis, grad: _tensor(comm.all_gather(x.detach(), axis)),
+        lambda s, n, axis, grad: _scaled(s, axis, n, 1),
+        _all_gather_adjoint,
+        axes=1,
+    ),
+    _Row(
+        "reduce_scatter",
+        "int axis, str op",
+        lambda comm, x, axis, op: _tensor(comm.reduce_scatter(x.detach(), axis, op)),
+        lambda s, n, axis, op: _scaled(s, axis, 1, n),
+        _reduce_scatter_adjoint,
+        axes=1,
+        op=1,
+    ),
+    _Row(
+        "slice",
+        "int axis",
+        _slice,
+        lambda s, n, axis: _scaled(s, axis, 1, n),
+        lambda dy, place, axis: call("all_gather", dy, place, axis, "slice"),
+        axes=1,
+    ),
+    _Row(
+        "all_to_all",
+        "int split_axis, int concat_axis",
+        lambda comm, x, split, concat: _tensor(comm.all_to_all(x.detach(), split, concat)),
+        _all_to_all_shape,
+        lambda dy, place, split, concat: call("all_to_all", dy, place, concat, split),
+        axes=2,
+    ),
+    _Row(
+        "shift",
+        "int offset",
+        lambda comm, x, offset: _tensor(comm.messages.shift(x.detach(), offset)),
+        lambda s, n, offset: s,
+        lambda dy, place, offset: call("shift", dy, place, -offset),
+    ),
+)
+
+
+def call(name: str, x: Tensor, place: Place, *args: int | str) -> Tensor:
+    """The operator of this name."""
+    result: Tensor = getattr(torch.ops.meshcomm, name).default(x, *place, *args)
+    return result
+
+
+class _Linear(SingleLevelFunction):  # type: ignore[misc]
+    """An operator for autograd, whichever it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: _Row, keys: Any, place: Place, args: tuple[Any, ...]) -> Tensor:
+        # What derivatives call has not been traced apart from them.
+        ctx.row, ctx.place, ctx.args = row, (*place[:2], False), args
+        if not transforms_active():
+            return _below(row, keys, x, place, args)
+        # Function has switched these off for all transforms, of which this is only the innermost.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return _below(row, keys, x, place, args)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return ctx.row.adjoint(dy, ctx.place, *ctx.args), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return call(ctx.row.name, tangent, ctx.place, *ctx.args)
+
+
+def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...]) -> Tensor:
+    """The operator for whatever comes after autograd: the call itself, an outer transform, or a tracer."""
+    if only_device(keys):
+        return row.run(_communicator(place[0]), x, *args)
+    with below_autograd():
+        if row.shape is None and not transforms_active():
+            return x.view_as(x)  # what a tracer knows; it has no rule for views of others' operators
+        result: Tensor = getattr(torch.ops.meshcomm, row.name).default.redispatch(keys, x, *place, *args)
+        return result
+
+
+def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
+    keys, place = keyset & after_autograd, (group, size, traced)
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    transforms, level = transforms_active(), forward_ad._current_level
+    # A graph opens levels of forward mode without telling Python.
+    if not (needs_grad or transforms or traced or level >= 0):
+        return _below(row, keys, x, place, args)
+    tangent = has_tangent(x)
+    if level >= 0 and traced and not transforms and not tangent and only_device(keys):
+        raise AutogradError(
+            f"forward-mode AD around a compiled function, with {_told(row, group)} in it",
+            given="a graph that was made without tangents, which would be lost",
+            expected="the derivative inside of what is compiled, or no torch.compile",
+            hint="torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)))",
+        )
+    if row.op is not None and (op := args[row.op]) not in ("sum", "avg") and (needs_grad or tangent):
+        raise AutogradError(
+            f"{_told(row, group)} has no gradient for op={op!r}",
+            given=f"op={op!r}, a tensor that needs gradients",
+            expected='op="sum" or op="avg"',
+            hint="x.detach()",
+        )
+    with single_level() if transforms else nullcontext():
+        return _Linear.apply(x, row, keys, place, args)  # type: ignore[no-any-return]
+
+
+def _told(row: _Row, group: str) -> str:
+    return f'functional.{row.name} along "{group.partition("/")[2]}"'
+
+
+def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
+    """The same call on all of a vmap's batch at once."""
+    place, args = given[:3], given[3:]
+    args = (*(axis + 1 for axis in args[: row.axes]), *args[row.axes :])
+    return call(row.name, x.movedim(in_dims[0], 0), place, *args), 0
+
+
+def _define(row: _Row) -> None:
+    """Register one operator for eager calls, shapes alone, autograd and vmap."""
+    name, alias = f"meshcomm::{row.name}", "" if row.shape else "(a)"
+    more = f", {row.arguments}" if row.arguments else ""
+    _LIBRARY.define(f"{row.name}(Tensor{alias} x, str group, int size, bool traced{more}) -> Tensor{alias}")
+
+    def kernel(x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
+        return row.run(_communicator(group), x, *args)
+
+    def fake(x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
+        return x.new_empty(row.shape(list(x.shape), size, *args)) if row.shape else x.view_as(x)
+
+    _LIBRARY.impl(row.name, kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(row.name, partial(_autograd, row), "Autograd", with_keyset=True)
+    torch.library.register_fake(name, fake, lib=_LIBRARY)
+    torch.library.register_vmap(name, partial(_batched, row), lib=_LIBRARY)
+
+
+_LIBRARY: Final = torch.library.Library("meshcomm", "DEF")
+for _row in _ROWS:
+    _define(_row)

@@ -1,0 +1,269 @@
+"""Functional collectives under everything that torch does to functions, against one process that knows all ranks' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from meshcomm.mesh import Mesh
+
+# This rank's y from its x, and the ys of all ranks from all their xs.
+Mine = Callable[[Tensor], Tensor]
+Whole = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """mine: this rank's y from its x. whole: (ranks, ...) -> (ranks, ...), the same on one process.
+
+    alike: every rank goes on with the same y to one and the same loss. equal: all ranks have the same x.
+    """
+
+    mine: Callable[[Any, Tensor], Tensor]
+    whole: Whole
+    alike: bool = False
+    equal: bool = False
+
+
+def each(xs: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([y] * len(xs))
+
+
+def parts(y: Tensor, ranks: int, axis: int) -> Tensor:
+    return torch.stack(y.chunk(ranks, axis))
+
+
+def joined(xs: Tensor, axis: int) -> Tensor:
+    return torch.cat(xs.unbind(0), axis)
+
+
+def exchanged(xs: Tensor, split: int, concat: int) -> Tensor:
+    cut = [x.chunk(len(xs), split) for x in xs.unbind(0)]
+    return torch.stack([torch.cat([row[c] for row in cut], concat) for c in range(len(xs))])
+
+
+ROWS: dict[str, Row] = {
+    "all_reduce identity": Row(
+        lambda f, x: f.all_reduce("tp", x, grad="identity"), lambda xs: each(xs, xs.sum(0)), alike=True
+    ),
+    "all_reduce sum": Row(lambda f, x: f.all_reduce("tp", x, grad="sum"), lambda xs: each(xs, xs.sum(0))),
+    "all_reduce avg identity": Row(
+        lambda f, x: f.all_reduce("tp", x, "avg", grad="identity"),
+        lambda xs: each(xs, xs.mean(0)),
+        alike=True,
+    ),
+    "all_reduce avg sum": Row(
+        lambda f, x: f.all_reduce("tp", x, "avg", grad="sum"), lambda xs: each(xs, xs.mean(0))
+    ),
+    "identity": Row(lambda f, x: f.identity("tp", x), lambda xs: xs, equal=True),
+    "all_gather slice": Row(
+        lambda f, x: f.all_gather("tp", x, 1, grad="slice"), lambda xs: each(xs, joined(xs, 1)), alike=True
+    ),
+    "all_gather reduce_scatter": Row(
+        lambda f, x: f.all_gather("tp", x, 0, grad="reduce_scatter"), lambda xs: each(xs, joined(xs, 0))
+    ),
+    "reduce_scatter": Row(
+        lambda f, x: f.reduce_scatter("tp", x, -1), lambda xs: parts(xs.sum(0), len(xs), 1)
+    ),
+    "reduce_scatter avg": Row(
+        lambda f, x: f.reduce_scatter("tp", x, 0, "avg"), lambda xs: parts(xs.mean(0), len(xs), 0)
+    ),
+    "slice": Row(lambda f, x: f.slice("tp", x, 1), lambda xs: parts(xs[0], len(xs), 1), equal=True),
+    "all_to_all": Row(lambda f, x: f.all_to_all("tp", x, 0, 1), lambda xs: exchanged(xs, 0, 1)),
+    "all_to_all one axis": Row(lambda f, x: f.all_to_all("tp", x, 1, 1), lambda xs: exchanged(xs, 1, 1)),
+    "shift": Row(lambda f, x: f.shift("tp", x), lambda xs: xs.roll(1, 0)),
+}
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(y: Tensor, scale: Tensor | float) -> Tensor:
+    """Not linear in y, and another weight for each of its elements."""
+    weight = torch.arange(1, y.numel() + 1, dtype=torch.float64).view(y.shape) / 5
+    return (y.sin() * weight).sum() * scale
+
+
+# -- what is done to a function ---------------------------------------------------------------------
+#
+# Each mode takes y(x), loss(x) and three tensors: x, another of its shape, and a batch of them along the last
+# axis. It is asked of this rank's functions, and of those of all ranks at once, so that it is written once.
+
+Function = Callable[[Tensor], Tensor]
+Mode = Callable[[Function, Function, Tensor, Tensor, Tensor], Tensor]
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def backward(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    return torch.autograd.grad(loss(x), x)[0]
+
+
+def twice_backward(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    return torch.autograd.grad((first.sin() * t).sum(), x)[0]
+
+
+def dual_numbers(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(y(forward_ad.make_dual(x, t))).tangent
+        assert tangent is not None, "no tangent"
+        return tangent
+
+
+def recomputed(reentrant: bool, y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    checkpoint(loss, x, use_reentrant=reentrant).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def traced(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    graph = make_fx(torch.func.grad(loss))(torch.zeros_like(x))
+    return graph(x)
+
+
+def in_inference_mode(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return y(x * 1).clone()
+
+
+def without_grad(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return y(leaf(x))
+
+
+FUNC: dict[str, Mode] = {
+    "func.jvp": lambda y, loss, x, t, xs: torch.func.jvp(y, (x,), (t,))[1],
+    "func.grad": lambda y, loss, x, t, xs: torch.func.grad(loss)(x),
+    "func.grad of func.grad": lambda y, loss, x, t, xs: torch.func.grad(
+        lambda x: (torch.func.grad(loss)(x).sin() * t).sum()
+    )(x),
+    "func.jvp of func.grad": lambda y, loss, x, t, xs: torch.func.jvp(torch.func.grad(loss), (x,), (t,))[1],
+    "vmap": lambda y, loss, x, t, xs: torch.vmap(y, -1, -1)(xs),
+    "vmap of func.grad": lambda y, loss, x, t, xs: torch.vmap(torch.func.grad(loss), -1, -1)(xs),
+    "vmap of func.jvp": lambda y, loss, x, t, xs: torch.vmap(
+        lambda x: torch.func.jvp(y, (x,), (t,))[1], -1, -1
+    )(xs),
+}
+EAGER: dict[str, Mode] = {
+    **FUNC,
+    "vmap of vmap": lambda y, loss, x, t, xs: torch.vmap(torch.vmap(y, -1, -1), -1, -1)(
+        torch.stack([xs, xs.cos()], -1)
+    ),
+    "backward": backward,
+    "twice backward": twice_backward,
+    "dual numbers": dual_numbers,
+    "checkpoint": partial(recomputed, False),
+    "checkpoint, reentrant": partial(recomputed, True),
+    "make_fx": traced,
+    "no_grad": without_grad,
+    "inference_mode": in_inference_mode,
+}
+# Those whose result has the shape of x, not of y.
+LIKE_X = {
+    *(name for name in EAGER if "grad" in name and name != "no_grad"),
+    "backward",
+    "twice backward",
+    "checkpoint",
+    "checkpoint, reentrant",
+    "make_fx",
+}
+
+
+def here(mesh: Mesh, row: Row) -> tuple[Function, Function]:
+    scale = 1.0 if row.alike else mesh.coord("tp") + 1.0
+
+    def y(x: Tensor) -> Tensor:
+        return row.mine(mesh.functional, x * 2)
+
+    return y, lambda x: loss_of(y(x), scale)
+
+
+def inputs(row: Row, coord: int) -> tuple[Tensor, Tensor, Tensor]:
+    seed = 0 if row.equal else coord
+    return numbers(4, 4, seed=seed), numbers(4, 4, seed=seed + 10), numbers(4, 4, 3, seed=seed + 20)
+
+
+def wanted(mesh: Mesh, row: Row, name: str) -> Tensor:
+    """What one process gets that has the xs of all ranks, and the sum of their losses."""
+    size, coord = mesh.size("tp"), mesh.coord("tp")
+
+    def ys(x: Tensor) -> Tensor:
+        return row.whole(each_has(x) * 2)
+
+    def each_has(x: Tensor) -> Tensor:
+        return torch.stack([x] * size) if row.equal else x
+
+    def loss(x: Tensor) -> Tensor:
+        found = ys(x)
+        if row.alike:
+            return loss_of(found[0], 1)
+        return torch.stack([loss_of(found[c], c + 1.0) for c in range(size)]).sum()
+
+    given = list(zip(*(inputs(row, c) for c in range(size)), strict=True))
+    x, t, xs = (tensors[0] if row.equal else torch.stack(tensors) for tensors in given)
+    found = EAGER[name](ys, loss, x, t, xs)
+    return found if row.equal and name in LIKE_X else found[coord]
+
+
+def compare(mesh: Mesh, row: str, name: str, got: Tensor) -> None:
+    # float64; only the order of sums differs.
+    torch.testing.assert_close(
+        got.detach(), wanted(mesh, ROWS[row], name).detach(), rtol=1e-10, atol=1e-10, msg=f"{row}, {name}"
+    )
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=60)
+@pytest.mark.parametrize("name", EAGER)
+def test_eager(mesh: Mesh, name: str) -> None:
+    for row in ROWS:
+        compare(mesh, row, name, EAGER[name](*here(mesh, ROWS[row]), *inputs(ROWS[row], mesh.coord("tp"))))
+
+
+# Every operator, for its own sake or as the adjoint of another. Each row more is a second of compilation.
+COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to_all", "shift")
+
+
+# torch has no compiled form of the other modes: they surround what is compiled.
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*(("aot_eager", name) for name in FUNC), ("eager", "vmap"), ("eager", "func.jvp of func.grad")],
+)
+def test_compiled_with_the_transform_in_one_graph(mesh: Mesh, backend: str, name: str) -> None:
+    check_compiled(mesh, name, backend)
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+@pytest.mark.parametrize("name", ["vmap of func.grad", "func.jvp"])
+def test_compiled_by_inductor(mesh: Mesh, name: str) -> None:
+    check_compiled(mesh, name, "inductor", COMPILED[:2])
+
+
+def check_compiled(mesh: Mesh, name: str, backend: str, chosen: Sequence[str] = COMPILED) -> None:
+    """All of them in one graph, which is made once."""
+    torch._dynamo.reset()
+    rows = [ROWS[row] for row in chosen]
+
+    def program(given: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        return [EAGER[name](*here(mesh, row), *one) for row, one in zip(rows, given, strict=True)]
+
+    given = [inputs(row, mesh.coord("tp")) for row in rows]
+    got = torch.compile(program, backend=backend, fullgraph=True)(given)
+    for row, found in zip(chosen, got, strict=True):
+        compare(mesh, row, name, found)
