@@ -16,6 +16,7 @@ ROOT = Path(meshcomm.__file__).parent
 # A file imports from its own folder or from those before it. docs/design/house.md says why.
 ORDER = [
     "errors",
+    "collectives",
     "layout",
     "algorithms",
     "config",
@@ -41,7 +42,7 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "view", "cli",
+    "errors", "collectives", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILE = ROOT / "transport" / "torch_private.py"

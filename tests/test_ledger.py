@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.collectives import Call
 from meshcomm.comm.ledger import Later, Total, counts, total_of
 from meshcomm.config import Config, load
 from meshcomm.errors import MeshClosed
@@ -27,6 +28,9 @@ from meshcomm.train.loop import batches_of
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
 
 GRID = {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}
+
+
+HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def counted(stats: Stats) -> Counted:
@@ -126,9 +130,10 @@ def measured() -> dict[str, Any]:
     with meshcomm.init(**GRID) as mesh:  # type: ignore[arg-type]
         x = torch.ones(4)
         found = program(mesh)
-        # Past the mesh: not counted.
+        # Past the mesh: counted apart, where torch has hooks of groups.
         dist.all_reduce(x, group=mesh.group("tp"))
-        assert counted(mesh.stats()) == found
+        past = {("tp", "all_reduce (torch)", False): (1, 16)}
+        assert counted(mesh.stats()) == found | (past if HAS_HOOKS else {})
         before = mesh.stats()
         if mesh.coord("tp") == 1:
             time.sleep(0.6)
@@ -170,15 +175,16 @@ def test_the_same_counts_and_the_time_on_real_ranks(pool: Pool) -> None:
 def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None:
     def body(mesh: Mesh) -> list[tuple[str, bool, int]]:
         comm = mesh._at["dp"]
-        move, seen = comm.transport.all_to_all_uneven, []
+        start, seen = comm.transport.start, []
 
-        def watched(*arguments: Any) -> Any:
+        def watched(call: Call) -> Any:
             last = comm.recorder.last()
             assert last is not None
-            seen.append((last["call"], last["inside"], last["number"]))
-            return move(*arguments)
+            if call.lengths:
+                seen.append((last["call"], last["inside"], last["number"]))
+            return start(call)
 
-        comm.transport.all_to_all_uneven = watched  # type: ignore[method-assign]
+        comm.transport.start = watched  # type: ignore[method-assign]
         mesh.all_gather("dp", torch.ones(1 + mesh.rank), uneven=True)
         mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
         assert not comm.recorder.inside
@@ -214,7 +220,7 @@ def test_a_failed_call_ends_and_an_unwaited_one_does_not_count() -> None:
     blocking.at_once()
     blocking.waited(now)
     assert (total.calls, total.nbytes, total.later_calls) == (1, 7, 1)
-    assert total_of({("tp", "all_reduce"): total}, "tp", "all_reduce") is total
+    assert total_of({("tp", "all_reduce", False): total}, "tp", "all_reduce") is total
 
 
 # -- predicted ------------------------------------------------------------------------------------

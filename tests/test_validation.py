@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import meshcomm
+from meshcomm import collectives
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshMismatchError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
@@ -131,13 +132,14 @@ def test_shapes_of_very_many_axes(pool: Pool) -> None:
 def how_often(setting: Any) -> list[int]:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, validate_calls=setting) as mesh:
         seen = []
-        original = mesh._transports["dp"].all_gather
+        original = mesh._transports["dp"].start
 
-        def counted(*args: Any) -> Any:
-            seen.append(1)
-            return original(*args)
+        def counted(call: collectives.Call) -> Any:
+            if call.row is collectives.ALL_GATHER:
+                seen.append(1)
+            return original(call)
 
-        mesh._transports["dp"].all_gather = counted  # type: ignore[method-assign]
+        mesh._transports["dp"].start = counted  # type: ignore[method-assign]
         counts = []
         for _ in range(70):
             mesh.all_reduce("dp", torch.ones(3))

@@ -226,6 +226,26 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
     )
 
 
+def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
+    """A factor belongs to premul_sum, and to nothing else."""
+    if factor is not None and op != "premul_sum":
+        raise ShapeError(
+            f"{where()}: factor has no effect with op={op!r}",
+            given=f"op={op!r}, factor={factor}",
+            expected='op="premul_sum" beside a factor',
+            hint='op="premul_sum"',
+        )
+    if factor is None and op == "premul_sum":
+        raise ShapeError(
+            f'{where()}: op="premul_sum" without a factor',
+            given='op="premul_sum"',
+            expected="the number that each rank multiplies its x by before the sum",
+            hint="factor=0.5",
+        )
+    if factor is not None:
+        number_of(factor, dtype, where)
+
+
 def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
     """A list of messages, each with its peer."""
     if isinstance(envelopes, (list, tuple)) and all(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Lock
+from threading import Lock, Thread
 from time import perf_counter as clock
-from types import CodeType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, final
 
 from torch.futures import Future
 
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.ledger import Later
-from meshcomm.comm.site import line_of, place_of_call
+from meshcomm.comm.site import line_of, users_frame
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport import Work
 
@@ -29,7 +28,7 @@ class Caller(Protocol):
     def failed(self, call: str, error: BaseException) -> MeshcommError: ...
 
 
-class UnwaitedHandle(ResourceWarning):
+class UnwaitedHandle(UserWarning):
     """An asynchronous call whose handle was dropped: its result was never known to be there."""
 
 
@@ -40,21 +39,26 @@ class Handle(Generic[T]):
     The tensors of the call must not be used before. A handle that is dropped without a wait is
     reported once, as an UnwaitedHandle warning with the line that made the call.
 
-    Made by `by` for its call `call`, which is over when `works` are. finish: makes the result then; None: it
-    is `result`. source: for a receive, where from. later: told of the wait, where the call is counted as a
-    whole and not by its works. place: of the call in the program, where it is known already. held: what
-    must not go before the wait.
+    Args:
+        works: the backend's Work objects; none where the call is over.
+        by: the communicator that issued the call. call: the operation's name.
+        finish: makes the result when the works are over. result: the result, where there is nothing to make.
+        pending: told of the waits, for counters and traces.
+        source: of a receive, the coord that it is from, or what finds it after the wait.
+        confirm: waits until the other end of a first message means the same; raises where it does not.
+        held: kept until the wait.
     """
 
     __slots__ = (
         "__weakref__",
         "_by",
         "_call",
+        "_confirm",
         "_error",
         "_finish",
         "_held",
-        "_later",
         "_lock",
+        "_pending",
         "_place",
         "_result",
         "_source",
@@ -67,10 +71,11 @@ class Handle(Generic[T]):
         by: Caller,
         call: str,
         finish: Callable[[], T] | None = None,
+        *,
         result: T | None = None,
-        later: Later | None = None,
-        source: int | None = None,
-        place: tuple[CodeType, int] | None = None,
+        pending: Later | None = None,
+        source: int | Callable[[], int] | None = None,
+        confirm: Callable[[], None] | None = None,
         held: object = None,
     ) -> None:
         self._works: Sequence[Work] | None = works
@@ -78,13 +83,15 @@ class Handle(Generic[T]):
         self._call = call
         self._finish = finish
         self._result = result
-        self._later = later
+        self._pending = pending
         self._source = source
+        self._confirm = confirm
         self._held = held
         self._error: Exception | None = None
         self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
-        self._place = place_of_call(2) if place is None else place
+        frame = users_frame(2)
+        self._place = frame.f_code, frame.f_lasti
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(
@@ -116,9 +123,12 @@ class Handle(Generic[T]):
         works = self._works
         if works is None:
             return
-        since = clock() if self._later is None else self._later.waits()
+        pending = self._pending
+        since = clock() if pending is None else pending.waits()
         try:
             try:
+                if self._confirm is not None:
+                    self._confirm()
                 for work in works:
                     if timeout_s is None:
                         work.wait()
@@ -129,16 +139,19 @@ class Handle(Generic[T]):
         except MeshcommError as error:
             self._error = error
         finally:
-            if self._later is not None:
-                self._later.waited(since)
-        if self._error is None and self._finish is not None:
+            if pending is not None:
+                pending.waited(since)
+        if self._error is None:
             try:
-                self._result = self._finish()
+                if callable(self._source):
+                    self._source = self._source()
+                if self._finish is not None:
+                    self._result = self._finish()
             except Exception as error:
                 self._error = error
         self._held = None
         # Last: another thread that sees it goes on, and after an interrupt it can be waited for again.
-        self._works = self._finish = None
+        self._works = self._finish = self._confirm = None
 
     @property
     def _line(self) -> str:
@@ -147,8 +160,8 @@ class Handle(Generic[T]):
 
     def at_once(self) -> None:
         """For the library: the wait follows at once, so that the call counts as a blocking one."""
-        if self._later is not None:
-            self._later.at_once()
+        if self._pending is not None:
+            self._pending.at_once()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, without blocking."""
@@ -184,12 +197,20 @@ class Handle(Generic[T]):
         return self.wait()
 
     def get_future(self) -> Future[T]:
-        """A torch future that has the result once `wait` has returned; calling this waits."""
+        """A torch future that completes by itself, with the result or the error of `wait`; `then` works on it."""
         future: Future[Any] = Future()
-        try:
-            future.set_result(self.wait())
-        except Exception as error:
-            future.set_exception(error)
+
+        def complete() -> None:
+            try:
+                future.set_result(self.wait())
+            except Exception as error:
+                future.set_exception(error)
+
+        if self._works is None:
+            complete()
+        else:
+            # Not every backend has futures of its own, and no backend has one for messages.
+            Thread(target=complete, name=f"meshcomm-{self._call}", daemon=True).start()
         return future
 
     @property
@@ -202,6 +223,7 @@ class Handle(Generic[T]):
                 expected="a receive that has been waited for",
                 hint="handle.wait(), then handle.source",
             )
+        assert not callable(self._source)
         return self._source
 
     def __del__(self) -> None:

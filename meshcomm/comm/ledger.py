@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter as clock
-from typing import Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 from zlib import crc32
-
-# Of these nccl-tests count the whole data, of n ranks n times what one brings.
-_WHOLE: Final = frozenset({"all_gather", "gather"})
 
 # Their bytes may differ from rank to rank: splits of a rank's own, and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")
-
-
-def moved(call: str, nbytes: int, size: int) -> int:
-    """Bytes of a call as nccl-tests count them, from those of the tensor that a rank brings.
-
-    >>> moved("all_reduce", 100, 4), moved("all_gather", 100, 4)
-    (100, 400)
-    """
-    return nbytes * size if call in _WHOLE else nbytes
 
 
 @final
@@ -32,7 +20,8 @@ class Total:
     waiting, later_span_s from start to the end of the wait, whatever was done in between.
 
     sign: stands for the name of the call, the same in every process. alike: whether its bytes are equal
-    on all ranks of a group. waiting: the asynchronous call that the program waits for now.
+    on all ranks of a group. waiting: the asynchronous call that the program waits for now. past: made past
+    the mesh, so that nobody knows how long the program was in it.
     """
 
     __slots__ = (
@@ -45,13 +34,15 @@ class Total:
         "later_span_s",
         "name",
         "nbytes",
+        "past",
         "seconds",
         "sign",
         "waiting",
     )
 
-    def __init__(self, name: str, call: str) -> None:
+    def __init__(self, name: str, call: str, past: bool = False) -> None:
         self.name = name
+        self.past = past
         self.call = call
         self.sign = crc32(call.encode())
         self.alike = not call.startswith(_UNEVEN)
@@ -60,20 +51,21 @@ class Total:
         self.seconds = self.later_seconds = self.later_span_s = 0.0
 
 
-Totals: TypeAlias = dict[tuple[str, str], Total]
+Totals: TypeAlias = dict[tuple[str, str, bool], Total]
 
 
-def total_of(totals: Totals, name: str, call: str) -> Total:
+def total_of(totals: Totals, name: str, call: str, past: bool = False) -> Total:
     """The sums of `call` on the dim `name`, made where it is the first."""
-    found = totals.get((name, call))
+    found = totals.get((name, call, past))
     if found is None:
-        found = totals[name, call] = Total(name, call)
+        found = totals[name, call, past] = Total(name, call, past)
     return found
 
 
 class Count(NamedTuple):
     """Sums of one call on one dim: of blocking calls, or (later) of asynchronous ones.
 
+    call: with " (torch)" behind it for calls past the mesh, whose time nobody knows.
     seconds: that the program spent in the calls; span_s: from start to the end of the wait.
     """
 
@@ -93,7 +85,8 @@ def counts(totals: Iterable[Totals]) -> list[Count]:
         # A copy, as another thread may make the first call of a kind meanwhile.
         for t in list(each.values()):
             if t.calls:
-                found.append(Count(t.name, t.call, False, t.calls, t.nbytes, t.seconds, t.seconds))
+                call = f"{t.call} (torch)" if t.past else t.call
+                found.append(Count(t.name, call, False, t.calls, t.nbytes, t.seconds, t.seconds))
             if t.later_calls:
                 sums = (t.later_calls, t.later_nbytes, t.later_seconds, t.later_span_s)
                 found.append(Count(t.name, t.call, True, *sums))
@@ -108,11 +101,18 @@ class Told(Protocol):
     def waited(self, since: float, now: float) -> None: ...
 
 
+class Log(Protocol):
+    """Where a message shows that this rank waits for."""
+
+    waiting: Any
+
+
 @final
 class Later:
     """A call between its start and the end of its last wait. It counts from its first wait on.
 
-    total: where it counts; None: nowhere. calls: 0 for a part of a call that another part counts for.
+    total: where it counts; None: nowhere. log, message: of a call of messages, which shows there while it is
+    waited for. calls: 0 for a part of a call that another part counts for.
     began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
     """
 
@@ -120,6 +120,8 @@ class Later:
         "_at_once",
         "_calls",
         "_counted_to",
+        "_log",
+        "_message",
         "_nbytes",
         "_seconds",
         "_told",
@@ -136,8 +138,12 @@ class Later:
         left: float,
         told: Told | None = None,
         calls: int = 1,
+        log: Log | None = None,
+        message: Any = None,
     ) -> None:
         self._total = total
+        self._log = log
+        self._message = message
         self._calls = calls
         self._nbytes = nbytes
         self._seconds = left - began
@@ -155,13 +161,17 @@ class Later:
 
     def waits(self) -> float:
         """The program begins to wait; returns when, for `waited`."""
-        if self._total is not None:
+        if self._log is not None:
+            self._log.waiting = self._message
+        elif self._total is not None:
             self._total.waiting = self
         return clock()
 
     def waited(self, since: float) -> None:
         """A wait that began at `since` is over; there may be several, one after the other."""
         self.over = now = clock()
+        if self._log is not None:
+            self._log.waiting = None
         if self._told is not None:
             self._told.waited(since, now)
         total = self._total

@@ -18,6 +18,7 @@ from meshcomm.comm.checks import (
     normal_axis,
 )
 from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.fast_path import usable
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.shapes import join, materialised, pack, split, unpack, unwatched
 from meshcomm.errors import CommunicationError, ShapeError
@@ -52,15 +53,13 @@ def _in_place(
     send: Callable[[Tensor], Any],
 ) -> list[Tensor] | Handle[list[Tensor]]:
     _check_list(comm, tensors, call)
-    kinds = comm.transport.kinds
+    kinds, device = comm.transport.kinds, comm.transport.device
     for x in tensors:
         # Mostly nothing is to be asked, and lists are long.
-        if type(x) is not Tensor or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
+        if not usable(x, device) or x.is_quantized:
             check_tensor(x, kinds, lambda: _where(comm, call))
             check_in_place(x, lambda: _where(comm, call), call)
             check_written(x, lambda: _where(comm, call))
-        elif x.is_quantized or x.is_nested or x.device.type not in kinds:
-            check_tensor(x, kinds, lambda: _where(comm, call))
     under_way: list[tuple[Handle[Tensor], list[Tensor]]] = []
     for group in _messages(tensors):
         flat = pack(group)

@@ -1,78 +1,43 @@
-"""The messages of one rank on one group: how many with whom, and the one that it waits for."""
+"""The messages of one rank on one group: how many with whom, and the ones that it waits for."""
 
 from __future__ import annotations
 
-import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from datetime import timedelta
 from time import perf_counter as clock
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
 from meshcomm.comm.ledger import Later, Totals, total_of
-from meshcomm.comm.message_check import Direction, MessageCheck
-from meshcomm.comm.site import is_ours, line_of
+from meshcomm.comm.message_check import MessageCheck, Unanswered
+from meshcomm.comm.site import line_of, users_frame
 from meshcomm.comm.spans import Span, Spans
-from meshcomm.transport import Work
+from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
-
-End = tuple[Direction, int | None, int, Tensor]
 
 _KEPT: Final = 256
 
-
-@final
-class Lane:
-    """The messages of this rank with one peer, in one direction and with one tag.
-
-    peer: its coord; None: whoever comes first. begun: how many; the number of the last one, as both of its
-    ends count them. text: what errors call such a message.
-    """
-
-    __slots__ = ("begun", "direction", "peer", "tag", "text")
-
-    def __init__(self, direction: Direction, peer: int | None, tag: int) -> None:
-        self.direction = direction
-        self.peer = peer
-        self.tag = tag
-        self.begun = 0
-        self.text = f"{direction} {'to' if direction == 'send' else 'from'} {peer}"
+# Of so many combinations of direction, peer and tag the messages are counted; the oldest go first.
+_CHANNELS: Final = 4096
 
 
 class Part(NamedTuple):
-    """One message. number: how many were on the lane with it; 0 where it is not known yet from whom it comes."""
+    """One message. number: how many were on its channel with it; 0 where it is not known yet from whom it comes."""
 
-    lane: Lane
+    direction: Direction
+    peer: int | None
+    tag: int
     number: int
-
-    @property
-    def direction(self) -> Direction:
-        """Which way it goes."""
-        return self.lane.direction
-
-    @property
-    def peer(self) -> int | None:
-        """The coord at its other end."""
-        return self.lane.peer
-
-    @property
-    def tag(self) -> int:
-        """Its tag."""
-        return self.lane.tag
-
-    def plain(self) -> tuple[Direction, int | None, int, int]:
-        """Direction, peer, tag, number."""
-        return self.lane.direction, self.lane.peer, self.lane.tag, self.number
 
 
 class Message(NamedTuple):
     """A call that sends or receives, with the line that made it.
 
     nbytes: the larger of what it sends and what it receives. calls: 0 where it prepares another that
-    counts. began: in seconds on the monotonic clock. told: its span, where a trace is taken.
+    counts. began: in seconds on the monotonic clock. told: its span, where a trace is taken. unanswered: what
+    was said to other ends that had not come.
     """
 
     name: str
@@ -84,6 +49,7 @@ class Message(NamedTuple):
     calls: int
     began: float
     told: Span | None
+    unanswered: list[Unanswered]
 
 
 @final
@@ -97,7 +63,7 @@ class MessageLog:
     check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "_lanes", "_totals", "label", "recent", "spans", "waiting")
+    __slots__ = ("_check", "_counts", "_pairs", "_totals", "label", "recent", "spans", "waiting")
 
     def __init__(self, totals: Totals, label: str, check: MessageCheck | None = None) -> None:
         self._totals = totals
@@ -105,80 +71,134 @@ class MessageLog:
         self.label = label
         self.recent: deque[tuple[Message, Later | float]] = deque(maxlen=_KEPT)
         self.spans: Spans | None = None
-        self._lanes: dict[tuple[Direction, int, int], Lane] = {}
+        self._counts: dict[tuple[Direction, int, int], int] = {}
+        self._pairs: Counter[tuple[Direction, int]] = Counter()
         self.waiting: Message | None = None
 
     @property
     def begun(self) -> dict[tuple[Direction, int, int], int]:
         """How many messages have begun, by direction, peer's coord and tag."""
-        # A copy first, as another thread may send to somebody else meanwhile.
-        return {key: lane.begun for key, lane in list(self._lanes.items()) if lane.begun}
+        # A copy, as another thread may send to somebody else meanwhile.
+        return dict(self._counts)
 
-    def lane(self, direction: Direction, peer: int | None, tag: int) -> Lane:
-        """Where messages like this are counted; those from whoever comes first are not."""
-        if peer is None:
-            return Lane(direction, None, tag)
-        key = (direction, peer, tag)
-        found = self._lanes.get(key)
-        if found is None:
-            found = self._lanes[key] = Lane(direction, peer, tag)
-        return found
-
-    def settled(self, lane: Lane) -> bool:
-        """Whether its messages are no longer compared, and nobody asks for each of them."""
+    def settled(self, direction: Direction, peer: int) -> bool:
+        """Whether messages with this peer are no longer compared, and nobody asks for each of them."""
         check = self._check
-        return self.spans is None and (check is None or not check.compares(lane.begun + 1))
+        return self.spans is None and (check is None or not check.compares(self._pairs[direction, peer] + 1))
 
     def begin(
-        self, name: str, call: str, ends: Sequence[End], *, calls: int = 1, nbytes: int | None = None
+        self, name: str, call: str, ends: Sequence[P2P], calls: int = 1, nbytes: int | None = None
     ) -> Message:
-        """Count one call's messages, given as (direction, peer's coord, tag, tensor), and remember its line.
+        """Count one call's messages and remember its line; the call is under way until `end` or `later`.
 
-        calls, nbytes: see Message; for the ledger.
+        calls, nbytes: see Message; for the counters.
         Raises CallMismatchError where the other end of one is known to mean another tensor; that
         message is not counted.
         """
-        frame: Any = sys._getframe(2)
-        while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-            frame = frame.f_back
-        parts = []
+        frame = users_frame(2)
+        parts, unanswered = [], []
         sent = came = 0
-        for direction, peer, tag, x in ends:
-            lane, number = self.lane(direction, peer, tag), 0
+        for direction, x, peer, tag in ends:
+            number = 0
             if direction == "send":
                 sent += x.nbytes
             else:
                 came += x.nbytes
             if peer is not None:
-                number = lane.begun + 1
-                if self._check is not None and self._check.compares(number):
-                    facts = (name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})")
-                    site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                    self._check.meet(direction, peer, tag, number, facts, site)
-                lane.begun = number
-            parts.append(Part(lane, number))
+                number = self._counts.get((direction, peer, tag), 0) + 1
+                if self._check is not None:
+                    unanswered += self._met(direction, peer, tag, number, x, frame)
+                self._count(direction, peer, tag, number)
+            elif self._check is not None:
+                self._check.takes_any()
+            parts.append(Part(direction, peer, tag, number))
         if nbytes is None:
             nbytes = sent if sent > came else came
-        code, instruction, told, now = frame.f_code, frame.f_lasti, None, clock()
+        told, now = None, clock()
+        code, instruction = at = frame.f_code, frame.f_lasti
         if self.spans is not None:
-            tensors = [end[3] for end in ends]
-            plain = [each.plain() for each in parts]
-            at = (code, instruction)
-            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=plain)
-        return Message(name, call, tuple(parts), code, instruction, nbytes, calls, now, told)
+            tensors = [end.x for end in ends]
+            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=parts)
+        self.waiting = message = Message(
+            name, call, tuple(parts), code, instruction, nbytes, calls, now, told, unanswered
+        )
+        return message
 
-    def left(self, message: Message, count_as: str | None) -> Later:
-        """The messages of a call are started: who is told of the waits for them.
+    def past(
+        self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
+    ) -> None:
+        """A message that was sent or is received past the mesh; torch does not tell its tag, which counts as 0."""
+        if self._check is not None:
+            self._check.takes_any()
+        number = 0
+        if peer is not None:
+            number = self._counts.get((direction, peer, 0), 0) + 1
+            self._count(direction, peer, 0, number)
+        nbytes = sum(x.nbytes for x in tensors)
+        total = total_of(self._totals, name, direction, True)
+        total.calls += 1
+        total.nbytes += nbytes
+        part, now = Part(direction, peer, 0, number), clock()
+        message = Message(name, direction, (part,), frame.f_code, frame.f_lasti, nbytes, 1, now, None, [])
+        self.recent.append((message, now))
 
-        count_as: under which call the ledger counts it; None: not at all.
-        """
+    def confirm(self, message: Message) -> None:
+        """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError."""
+        if message.unanswered and self._check is not None:
+            self._check.confirm(message.unanswered)
+            message.unanswered.clear()
+
+    def end(self, message: Message, counted: bool) -> None:
+        """A blocking call is over. counted: it is no part of a collective that is done step by step."""
         now = clock()
+        self.waiting = None
+        self.recent.append((message, now))
+        if message.told is not None:
+            message.told.left = message.began
+            message.told.at_once = True
+            message.told.waited(message.began, now)
+        if counted:
+            total = total_of(self._totals, message.name, message.call)
+            total.calls += message.calls
+            total.nbytes += message.nbytes
+            total.seconds += now - message.began
+
+    def later(self, message: Message, counted: bool) -> Later:
+        """The messages of a call are started: who is told of the waits for them."""
+        now = clock()
+        self.waiting = None
         if message.told is not None:
             message.told.left = now
-        total = None if count_as is None else total_of(self._totals, message.name, count_as)
-        later = Later(total, message.nbytes, message.began, now, message.told, message.calls)
+        total = total_of(self._totals, message.name, message.call) if counted else None
+        later = Later(total, message.nbytes, message.began, now, message.told, message.calls, self, message)
         self.recent.append((message, later))
         return later
+
+    def arrived(self, message: Message, src: int, tag: int) -> None:
+        """A receive from whoever comes first was served by coord `src`."""
+        number = self._counts.get(("recv", src, tag), 0) + 1
+        self._count("recv", src, tag, number)
+        if message.told is not None:
+            message.told.parts = (Part("recv", src, tag, number),)
+
+    def _count(self, direction: Direction, peer: int, tag: int, number: int) -> None:
+        counts = self._counts
+        if number == 1 and len(counts) >= _CHANNELS:
+            del counts[next(iter(counts))]
+        counts[direction, peer, tag] = number
+        self._pairs[direction, peer] += 1
+
+    def _met(
+        self, direction: Direction, peer: int, tag: int, number: int, x: Tensor, frame: FrameType
+    ) -> list[Unanswered]:
+        check = self._check
+        if check is None or not check.compares(self._pairs[direction, peer] + 1):
+            return []
+        facts = (name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})")
+        found = check.meet(
+            direction, peer, tag, number, facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        )
+        return [] if found is None else [found]
 
     def history(self) -> list[dict[str, Any]]:
         """The last calls as plain data; see Recorder.history."""
@@ -197,27 +217,9 @@ class MessageLog:
             for message, over in found
         ]
 
-    def differences(self) -> list[str]:
-        """What the other ends found different in the messages that this rank waits for."""
-        if self._check is None or self.waiting is None:
-            return []
-        found = [
-            self._check.difference(each.direction, each.peer, each.tag, each.number)
-            for each in self.waiting.parts
-            if each.peer is not None
-        ]
-        return [text for text in found if text is not None]
-
     def close(self) -> None:
         """Compare no more."""
         self._check = None
-
-    def arrived(self, message: Message, src: int, tag: int) -> None:
-        """A receive from whoever comes first was served by coord `src`."""
-        lane = self.lane("recv", src, tag)
-        lane.begun += 1
-        if message.told is not None:
-            message.told.parts = (Part(lane, lane.begun).plain(),)
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
         """All of it as plain data, peers as global ranks; `ranks` by coord."""
@@ -238,30 +240,3 @@ class MessageLog:
                 "site": f"{waiting.code.co_filename}:{line_of(waiting.code, waiting.instruction)}",
             },
         }
-
-
-@final
-class Awaited:
-    """A Work whose wait shows in the log and in the ledger."""
-
-    __slots__ = ("_later", "_log", "_message", "_work")
-
-    def __init__(self, work: Work, log: MessageLog, message: Message, later: Later) -> None:
-        self._work = work
-        self._later = later
-        self._log = log
-        self._message = message
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the work's own; after a failure the message stays in the log until it was asked about."""
-        self._log.waiting = self._message
-        since = clock()
-        try:
-            done = self._work.wait() if timeout is None else self._work.wait(timeout)
-        finally:
-            self._later.waited(since)
-        self._log.waiting = None
-        return done
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()

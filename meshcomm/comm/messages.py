@@ -2,350 +2,275 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from time import perf_counter as clock
-from typing import Final, TypeAlias, final
+from datetime import timedelta
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from meshcomm.comm import straight_messages
 from meshcomm.comm.checks import (
     OWN_TAGS,
+    check_coord,
     check_envelopes,
     check_in_place,
     check_offset,
-    check_peer,
     check_tag,
     check_tensor,
     check_written,
 )
+from meshcomm.comm.fast_path import usable
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.message_log import Awaited, End, Message
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.shapes import buffer_for, into, leaving, materialised
-from meshcomm.comm.straight import Straight
-from meshcomm.comm.straight_messages import Prepared
-from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
-from meshcomm.transport import Transport, Work
+from meshcomm.comm.shapes import (
+    CARRIED,
+    as_bytes,
+    blank_header,
+    buffer_for,
+    described_by,
+    header_of,
+    into,
+    leaving,
+    materialised,
+)
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.transport import Transport
+from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.profile import labelled, profiling
-from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
-Parcel: TypeAlias = tuple[Tensor, int, int]
 
-_MOST_AXES: Final = 14
-
-# A fixed order, the same on every rank of one torch version: a dtype travels as its index.
-_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
-_DTYPES = [dtype for i, dtype in enumerate(_DTYPES) if dtype not in _DTYPES[:i]]
+# So many kinds of messages are made without asking again; with a new tag for each there would be no end.
+_MOST_FAST = 4096
 
 
 @final
 class Messages:
-    """Point to point along `name`; a communicator has one. Peers are coords."""
+    """Point to point along `name`; a communicator has one. Peers are coords.
 
-    __slots__ = ("_coord", "_kinds", "_name", "_recorder", "_size", "_straight", "_transport", "_who")
+    Every call, of one message or many, blocking or not, goes through `_issue`. What was checked before, with the
+    same peer, tag and dtype, is not checked again where the tensor is `usable` as it is.
+    """
 
-    def __init__(
-        self, name: str, transport: Transport, who: str, recorder: Recorder, straight: Straight
-    ) -> None:
+    __slots__ = ("_fast", "_kinds", "_name", "_own", "_recorder", "_size", "_transport", "_who", "coord")
+
+    def __init__(self, name: str, transport: Transport, who: str, recorder: Recorder) -> None:
         self._name = name
         self._transport = transport
         self._kinds = transport.kinds
         self._size = transport.size
-        self._coord = transport.coord
+        self.coord = transport.coord
         self._who = who
         self._recorder = recorder
-        self._straight = straight
+        self._fast: dict[tuple[object, ...], torch.device] = {}
+        self._own = _ToItself()
+        recorder.quick.append(self._fast)
 
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> None:
         """Send `x` to coord `dst`. See `Mesh.send`."""
-        if (
-            type(dst) is int
-            and type(tag) is int
-            and not handshake
-            and (ready := self._straight.find(("send", dst, tag), x)) is not None
-        ):
-            straight_messages.at_once(self, ready, x)
-            return
+        if handshake or not self._is_fast("send", x, dst, tag):
+            self._send(x, dst, tag, handshake, False)
+        else:
+            self._issue("send", [P2P("send", x, dst, tag)])
+
+    def isend(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False) -> Handle[None]:
+        """Start sending `x` to coord `dst`. See `Mesh.isend`."""
+        if handshake or not self._is_fast("send", x, dst, tag):
+            found: Handle[None] = self._send(x, dst, tag, handshake, True)
+            return found
+        return self._start("send", f"send to {dst}", [P2P("send", x, dst, tag)])
+
+    def _send(self, x: Tensor, dst: int, tag: int, handshake: bool, async_op: bool) -> Any:
+        check_coord(dst, self._size, "dst", lambda: self.where("send"))
+        check_tensor(x, self._kinds, lambda: self.where("send"))
+        self._check_tag(tag, "send")
+        dense = leaving(x)
+        call = f"send to {dst}"
+        if dst == self.coord:
+            self._own.send(self, dense, tag)
+            return Handle((), self, call) if async_op else None
+        going = [P2P("send", dense, dst, tag)]
         if handshake:
-            self.isend(x, dst, tag, True, at_once=True).wait()
-            return
-        check_peer(dst, self._coord, self._size, "dst", lambda: self.where("send"))
-        check_tensor(x, self._kinds, lambda: self.where("send"))
-        dense = leaving(x)
-        message = self._begin("send", [("send", dst, tag, dense)])
-        self._keep(message, [dense], [x])
-        self._now(message, lambda: [self._transport.send(dense, dst, tag)], f"send to {dst}")
-
-    def isend(
-        self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, at_once: bool = False
-    ) -> Handle[None]:
-        """Start sending `x` to coord `dst`. See `Mesh.isend`; at_once: it is waited for at once."""
-        if (
-            type(dst) is int
-            and type(tag) is int
-            and not (handshake or at_once)
-            and (ready := self._straight.find(("send", dst, tag), x)) is not None
-        ):
-            return straight_messages.later(self, ready, x, None)
-        check_peer(dst, self._coord, self._size, "dst", lambda: self.where("send"))
-        check_tensor(x, self._kinds, lambda: self.where("send"))
-        dense = leaving(x)
-        going = [_describe(dense, self.where("send")), dense] if handshake else [dense]
-        message = self._begin("send", [("send", dst, tag, each) for each in going], nbytes=dense.nbytes)
-        if not handshake:
-            self._keep(message, [dense], [x])
-        works = self._start(
-            message,
-            lambda: [self._transport.send(each, dst, tag) for each in going],
-            f"send to {dst}",
-            at_once,
-        )
-        # Holds the copies until the message has left.
-        return Handle(works, self, f"send to {dst}", held=going)
-
-    def irecv(
-        self, out: Tensor, src: int, tag: int = 0, at_once: bool = False, header: bool = False
-    ) -> Handle[Tensor]:
-        """Start receiving into `out` from coord `src`. See `Mesh.irecv`.
-
-        at_once: it is waited for at once. header: it counts with the receive that follows.
-        """
-        if (
-            type(src) is int
-            and type(tag) is int
-            and not (at_once or header)
-            and (ready := self._straight.find(("recv", src, tag), out)) is not None
-        ):
-            written([out])
-            return straight_messages.later(self, ready, out, out, src)
-        check_peer(src, self._coord, self._size, "src", lambda: self.where("recv"))
-        self._door(out, "recv")
-        dense = buffer_for(out)
-        message = self._begin("recv", [("recv", src, tag, out)], header)
-        self._keep(message, [dense], [out])
-        works = self._start(
-            message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}", at_once
-        )
-        return Handle(works, self, f"recv from {src}", lambda: into(out, dense), source=src)
+            going.insert(0, P2P("send", header_of(dense, self.where("send")), dst, tag))
+        else:
+            self._keep("send", dense, x, dst, tag)
+        if async_op:
+            # Holds the copies until the message has left.
+            return self._start("send", call, going, nbytes=dense.nbytes)
+        return self._issue("send", going, nbytes=dense.nbytes)
 
     def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
-        if (
-            type(src) is int
-            and type(tag) is int
-            and out is not None
-            and (ready := self._straight.find(("recv", src, tag), out)) is not None
-        ):
+        if out is not None and self._is_fast("recv", out, src, tag):
             written([out])
-            straight_messages.at_once(self, ready, out)
+            self._issue("recv", [P2P("recv", out, src, tag)])
             return out
+        check_coord(src, self._size, "src", lambda: self.where("recv"))
+        self._check_tag(tag, "recv")
         if out is not None:
-            check_peer(src, self._coord, self._size, "src", lambda: self.where("recv"))
             self._door(out, "recv")
-            dense = buffer_for(out)
-            message = self._begin("recv", [("recv", src, tag, out)])
-            self._keep(message, [dense], [out])
-            self._now(message, lambda: [self._transport.recv(dense, src, tag)], f"recv from {src}")
-            return into(out, dense)
-        header = self.irecv(_blank(self._transport.device), src, tag, at_once=True, header=True).wait()
-        return self.irecv(_described(header), src, tag, at_once=True).wait()
+        if src == self.coord:
+            return self._own.recv(self, out, tag)
+        if out is None:
+            header = blank_header(self._transport.device)
+            self._issue("recv", [P2P("recv", header, src, tag)], header=True)
+            out = described_by(header)
+        dense = buffer_for(out)
+        self._keep("recv", dense, out, src, tag)
+        self._issue("recv", [P2P("recv", dense, src, tag)])
+        return into(out, dense)
+
+    def irecv(self, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
+        """Start receiving into `out` from coord `src`; None: from any. See `Mesh.irecv`."""
+        call = "recv from any coord" if src is None else f"recv from {src}"
+        if self._is_fast("recv", out, src, tag):
+            written([out])
+            return self._start("recv", call, [P2P("recv", out, src, tag)], result=out, source=src)
+        if src is None:
+            self._check_any("irecv")
+        else:
+            check_coord(src, self._size, "src", lambda: self.where("recv"))
+        self._check_tag(tag, "recv")
+        self._door(out, "recv")
+        if src == self.coord:
+            return self._own.irecv(self, out, tag, call)
+        dense = buffer_for(out)
+        if src is not None:
+            self._keep("recv", dense, out, src, tag)
+        return self._start(
+            "recv", call, [P2P("recv", dense, src, tag)], finish=lambda: into(out, dense), source=src
+        )
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
-        if self._size == 1:
-            raise UnsupportedOp(
-                f"{self.where('recv_any')}: there is nobody to receive from",
-                given="a dim of size 1",
-                expected="a dim with another rank",
-                hint="guard the call by mesh.size(dims) > 1",
-            )
-        if not self._transport.any_source:
-            raise UnsupportedOp(
-                f"{self.where('recv_any')}: {self._transport.name} cannot receive from any source",
-                given=f"backend {self._transport.name}",
-                expected="a Gloo dim",
-                hint="name the source: mesh.recv(dims, out, src)",
-            )
-        first = _blank(self._transport.device) if out is None else out
+        self._check_any("recv_any")
+        self._check_tag(tag, "recv_any")
+        first = blank_header(self._transport.device) if out is None else out
         self._door(first, "recv_any")
         dense = buffer_for(first)
-        message = self._begin("recv_any", [("recv", None, tag, first)], out is None)
-        started: list[Work] = []
-
-        def start() -> list[Work]:
-            started.append(self._transport.recv_any(dense, tag))
-            return started
-
-        Handle(self._start(message, start, "recv_any", True), self, "recv_any").wait()
-        src = self._transport.source_of(started[0])
-        self._recorder.messages.arrived(message, src, tag)
+        handle: Handle[None] = self._start(
+            "recv_any", "recv_any", [P2P("recv", dense, None, tag)], header=out is None
+        )
+        handle.at_once()
+        handle.wait()
+        src = handle.source
         if out is not None:
             return into(out, dense), src
-        return self.irecv(_described(dense), src, tag, at_once=True).wait(), src
+        return self.recv(described_by(dense), src, tag), src
 
     def exchange(
-        self,
-        sends: Sequence[Envelope] = (),
-        recvs: Sequence[Envelope] = (),
-        call: str = "exchange",
-        header: bool = False,
+        self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = (), call: str = "exchange"
     ) -> list[Tensor]:
-        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors.
-
-        header: it counts with the call that follows.
-        """
-        if not header and (ends := self._ready(sends, recvs)) is not None:
-            came = [x for _, x in ends[1]]
-            written(came)
-            straight_messages.all_at_once(self, self._recorder, self._name, call, *ends)
-            return came
-        going, coming, message = self._prepared(sends, recvs, call, header)
-        if message is not None:
-            self._now(message, lambda: self._transport.exchange(going, coming), call)
-        return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
+        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
+        batch, finish = self._batch(sends, recvs, call)
+        if batch:
+            self._issue(call, batch)
+        return finish()
 
     def iexchange(
         self, sends: Sequence[Envelope] = (), recvs: Sequence[Envelope] = ()
     ) -> Handle[list[Tensor]]:
         """`exchange`, started only."""
-        if (ends := self._ready(sends, recvs)) is not None:
-            came = [x for _, x in ends[1]]
-            written(came)
-            works = straight_messages.all_later(self, self._recorder, self._name, "exchange", *ends)
-            return Handle(works, self, "exchange", result=came, held=ends)
-        going, coming, message = self._prepared(sends, recvs, "exchange", False)
-        works = []
-        if message is not None:
-            works = self._start(message, lambda: self._transport.exchange(going, coming), "exchange", False)
+        batch, finish = self._batch(sends, recvs, "exchange")
+        if not batch:
+            return Handle((), self, "exchange", finish)
+        return self._start("exchange", "exchange", batch, finish=finish)
 
-        def finish() -> list[Tensor]:
-            return [into(each[0], dense) for each, (dense, _, _) in zip(recvs, coming, strict=True)]
-
-        return Handle(works, self, "exchange", finish, held=going)
-
-    def _ready(
-        self, sends: Sequence[Envelope], recvs: Sequence[Envelope]
-    ) -> tuple[list[Prepared], list[Prepared]] | None:
-        """What leaves and where what comes is put, with what each is prepared by; None where one is not."""
-        if self._transport.together or not (sends or recvs):
-            return None
-        found: tuple[list[Prepared], list[Prepared]] = ([], [])
-        for direction, ends, kept in (("send", sends, found[0]), ("recv", recvs, found[1])):
-            for each in ends if type(ends) is list or type(ends) is tuple else (None,):
-                # What is no message is refused by name where nothing is prepared.
-                if (type(each) is not tuple and type(each) is not list) or not 2 <= len(each) <= 3:
-                    return None
-                x, peer, *rest = each
-                tag = rest[0] if rest else 0
-                if type(peer) is not int or type(tag) is not int:
-                    return None
-                ready = self._straight.find((direction, peer, tag), x)
-                if ready is None:
-                    return None
-                kept.append((ready, x))
-        return found
-
-    def _prepared(
-        self, sends: Sequence[Envelope], recvs: Sequence[Envelope], call: str, header: bool
-    ) -> tuple[list[Parcel], list[Parcel], Message | None]:
-        """What leaves, where what comes is put, both dense, and the call; None where there is nothing."""
+    def _batch(
+        self, sends: Sequence[Envelope], recvs: Sequence[Envelope], call: str
+    ) -> tuple[list[P2P], Callable[[], list[Tensor]]]:
+        """The messages as they travel, receives first, and what gives the received tensors afterwards."""
         check_envelopes(sends, "sends", lambda: self.where(call))
         check_envelopes(recvs, "recvs", lambda: self.where(call))
-        for x, dst, *_tag in sends:
-            check_tensor(x, self._kinds, lambda: self.where(call))
-            check_peer(dst, self._coord, self._size, "dst", lambda: self.where(call))
-        for out, src, *_tag in recvs:
-            check_peer(src, self._coord, self._size, "src", lambda: self.where(call))
-            self._door(out, call)
-        going = [(leaving(x), dst, tag[0] if tag else 0) for x, dst, *tag in sends]
-        coming = [(buffer_for(out), src, tag[0] if tag else 0) for out, src, *tag in recvs]
-        if not going and not coming:
-            return going, coming, None
-        ends: list[End] = [("send", dst, tag, x) for x, dst, tag in going]
-        ends += [("recv", src, tag, out) for out, src, tag in coming]
-        message = self._begin(call, ends, header)
-        given = [each[0] for each in (*sends, *recvs)]
-        self._keep(message, [x for x, _, _ in (*going, *coming)], given)
-        return going, coming, message
+        going: list[P2P] = []
+        coming: list[P2P] = []
+        both: tuple[tuple[Direction, Sequence[Envelope], list[P2P]], ...] = (
+            ("recv", recvs, coming),
+            ("send", sends, going),
+        )
+        for direction, listed, batch in both:
+            for x, peer, *rest in listed:
+                tag = rest[0] if rest else 0
+                if self._is_fast(direction, x, peer, tag):
+                    batch.append(P2P(direction, x, peer, tag))
+                    continue
+                check_tensor(x, self._kinds, lambda: self.where(call))
+                check_coord(
+                    peer, self._size, "dst" if direction == "send" else "src", lambda: self.where(call)
+                )
+                self._check_tag(tag, call)
+                if direction == "recv":
+                    self._door(x, call)
+                dense = leaving(x) if direction == "send" else buffer_for(x)
+                if peer != self.coord:
+                    self._keep(direction, dense, x, peer, tag)
+                batch.append(P2P(direction, dense, peer, tag))
+
+        def finish() -> list[Tensor]:
+            return [into(each[0], message.x) for each, message in zip(recvs, coming, strict=True)]
+
+        for message in (*going, *coming):
+            if message.peer == self.coord:
+                if message.direction == "send":
+                    self._own.send(self, message.x, message.tag)
+                else:
+                    self._own.recv(self, message.x, message.tag)
+        return [message for message in (*coming, *going) if message.peer != self.coord], finish
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
         check_offset(offset, lambda: self.where("shift"))
-        target, source = self._coord + offset, self._coord - offset
+        target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self._size, source % self._size
         goes, comes = 0 <= target < self._size, 0 <= source < self._size
-        if (
-            goes
-            and comes
-            and type(offset) is int
-            and not handshake
-            and not self._transport.together
-            and (sent := self._straight.find(("send", target, 0), x)) is not None
-        ):
-            came = torch.empty_like(x)
-            if (room := self._straight.find(("recv", source, 0), came)) is not None:
-                name, recorder = self._name, self._recorder
-                straight_messages.all_at_once(self, recorder, name, "shift", [(sent, x)], [(room, came)])
-                return came
-        self._door(x, "shift")
-        if target == self._coord:
+        if not goes or handshake or not self._is_fast("send", x, target, 0):
+            self._door(x, "shift")
+        if target == self.coord:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
         if handshake:
-            header = _describe(materialised(x.detach()), self.where("shift"))
-            blank = _blank(self._transport.device)
-            self.exchange(
-                [(header, target)] if goes else [], [(blank, source)] if comes else [], "shift", True
-            )
-            buffer = _described(blank) if comes else buffer
+            header = header_of(materialised(x.detach()), self.where("shift"))
+            blank = blank_header(self._transport.device)
+            first = [P2P("recv", blank, source, 0)] if comes else []
+            if goes:
+                first.append(P2P("send", header, target, 0))
+            self._issue("shift", first, header=True)
+            buffer = described_by(blank) if comes else buffer
         received = self.exchange([(x, target)] if goes else [], [(buffer, source)] if comes else [], "shift")
         return received[0] if received else None
 
-    def announce(self, x: Tensor | None, src: int, problem: MeshcommError | None = None) -> Tensor:
-        """Tell every rank shape and dtype of coord src's `x`: new memory like it, everywhere.
+    def where(self, call: str) -> str:
+        """What opens an error about a call."""
+        return f'{call} along "{self._name}" on {self._who}'
 
-        problem: why coord src has no `x`, which the others are told of and src raises.
-        """
-        header = _blank(self._transport.device)
-        try:
-            if x is not None:
-                header = _describe(x, self.where("scatter"))
-        except ShapeError as error:
-            problem = error
-        if problem is not None:
-            header[0] = -1
-        try:
-            work = self._transport.broadcast(header, src, True)
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            # Part of a collective, whose call the recorder has.
-            raise self.failed("scatter", error) from error
-        if problem is not None:
-            raise problem
-        if header[0] < 0:
-            raise ShapeError(
-                f"{self.where('scatter')}: coord {src} has nothing that can be scattered",
-                given=f"what coord {src}, the source, was called with",
-                expected=f"a tensor there whose axis can be cut into {self._size}",
-                hint=f"look at the error of coord {src}",
-            )
-        return _described(header)
+    def failed(self, call: str, error: BaseException) -> MeshcommError:
+        """The error for a call that the backend gave up on."""
+        return self._recorder.inquire(self._recorder, self.where(call), error)
 
-    def _keep(self, message: Message, dense: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Make messages like these, of which `dense` is what moves for `given`, straight away from now on."""
-        log = self._recorder.messages
-        for (lane, _), moves, x in zip(message.parts, dense, given, strict=True):
-            # The library's own tags stay refused where a user gives them.
-            if moves is x and lane.tag < OWN_TAGS and log.settled(lane):
-                call = self._transport.message_call(lane.direction, x.dtype)
-                found = None if call is None else (call, lane)
-                self._straight.keep((lane.direction, lane.peer, lane.tag), x, found)
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
+        """Whether a message like this was checked before, and `x` travels as it is."""
+        try:
+            device = self._fast.get((direction, peer, type(peer), tag, type(tag), x.dtype))
+            return device is not None and usable(x, device)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+
+    def _keep(self, direction: Direction, dense: Tensor, x: Tensor, peer: int, tag: int) -> None:
+        """Do not check messages like this one again, of which `dense` is what moves for `x`."""
+        # The library's own tags stay refused where a user gives them.
+        if (
+            dense is x
+            and tag < OWN_TAGS
+            and x.dtype in CARRIED
+            and len(self._fast) < _MOST_FAST
+            and self._recorder.messages.settled(direction, peer)
+        ):
+            self._fast[direction, peer, int, tag, int, x.dtype] = x.device
 
     def _door(self, x: Tensor, call: str) -> None:
         check_tensor(x, self._kinds, lambda: self.where(call))
@@ -353,89 +278,177 @@ class Messages:
         if call != "shift":  # whose x only leaves
             check_written(x, lambda: self.where(call))
 
-    def where(self, call: str) -> str:
-        return f'{call} along "{self._name}" on {self._who}'
+    def _check_tag(self, tag: int, call: str) -> None:
+        # The library's own calls, on a line of its own, may use the tags above.
+        if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self._recorder.inside):
+            check_tag(tag, lambda: self.where(call))
 
-    def _begin(
-        self, call: str, ends: Sequence[End], header: bool = False, nbytes: int | None = None
-    ) -> Message:
-        for end in ends:
-            # The library's own calls, on a line of its own, may use the tags above.
-            if type(end[2]) is not int or end[2] < 0 or (end[2] >= OWN_TAGS and not self._recorder.inside):
-                check_tag(end[2], lambda: self.where(call))
-        calls, nbytes = (0, 0) if header else (1, nbytes)
+    def _check_any(self, call: str) -> None:
+        if self._size == 1:
+            raise UnsupportedOp(
+                f"{self.where(call)}: there is nobody to receive from",
+                given="a dim of size 1",
+                expected="a dim with another rank",
+                hint="guard the call by mesh.size(dims) > 1",
+            )
+        if not self._transport.any_source:
+            raise UnsupportedOp(
+                f"{self.where(call)}: {self._transport.name} cannot receive from any source",
+                given=f"backend {self._transport.name}",
+                expected="a Gloo dim",
+                hint="name the source: mesh.recv(dims, out, src=...)",
+            )
+
+    def _issue(self, call: str, batch: list[P2P], header: bool = False, nbytes: int | None = None) -> None:
+        """Start messages and wait for them. header: they count with the call that follows."""
+        recorder, log = self._recorder, self._recorder.messages
+        # Messages of a collective that is done step by step are a part of it.
+        counted = recorder.under_way is None
+        message = None
         try:
-            return self._recorder.messages.begin(self._name, call, ends, calls=calls, nbytes=nbytes)
-        except RuntimeError as error:  # the store, where messages are still compared
-            raise self.failed(call, error) from error
-
-    def _now(self, message: Message, start: Callable[[], Sequence[Work]], call: str) -> None:
-        """Start the messages of a call and wait for them."""
-        log = self._recorder.messages
-        log.waiting = message
-        try:
-            works = self._started(message, start)
-            # Messages of a collective that is done step by step are a part of it.
-            later = log.left(message, None if self._recorder.inside else message.call)
-            later.at_once()
-            since = clock()
-            try:
-                for work in works:
-                    work.wait()
-            finally:
-                later.waited(since)
-        except RuntimeError as error:
-            raise self.failed(call, error) from error
-        log.waiting = None
-
-    def _started(self, message: Message, start: Callable[[], Sequence[Work]]) -> Sequence[Work]:
-        if not profiling():
-            return start()
-        with labelled(f"meshcomm::{message.call} {self._name}{self._recorder.plan}"):
-            return start()
+            message = log.begin(self._name, call, batch, 0 if header else 1, 0 if header else nbytes)
+            log.confirm(message)
+            if profiling():
+                with labelled(f"meshcomm::{call} {self._name}{recorder.plan}"):
+                    works = self._transport.start_p2p(_wired(batch))
+            else:
+                works = self._transport.start_p2p(_wired(batch))
+            for work in works:
+                work.wait()
+        except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
+            raise self.failed(_told(call, batch), error) from error
+        finally:
+            if message is not None:
+                log.end(message, counted)
 
     def _start(
-        self, message: Message, start: Callable[[], Sequence[Work]], call: str, at_once: bool
-    ) -> list[Awaited]:
-        log = self._recorder.messages
-        # A backend may block, or fail, before there is anything to wait for.
-        log.waiting = message
+        self,
+        call: str,
+        told: str,
+        batch: list[P2P],
+        *,
+        finish: Callable[[], Any] | None = None,
+        result: Any = None,
+        source: int | None = None,
+        header: bool = False,
+        nbytes: int | None = None,
+    ) -> Handle[Any]:
+        """Start messages; the handle's `wait` gives the result."""
+        recorder, log = self._recorder, self._recorder.messages
+        counted = recorder.under_way is None
         try:
-            works = self._started(message, start)
+            message = log.begin(self._name, call, batch, 0 if header else 1, 0 if header else nbytes)
+            works = self._transport.start_p2p(_wired(batch))
         except RuntimeError as error:
-            raise self.failed(call, error) from error
-        log.waiting = None
-        # Messages of a collective that is done step by step are a part of it.
-        later = log.left(message, None if self._recorder.inside else message.call)
-        if at_once:
-            later.at_once()
-        return [Awaited(work, log, message, later) for work in works]
+            raise self.failed(told, error) from error
+        finally:
+            log.waiting = None
+        pending = log.later(message, counted)
+        confirm = (lambda: log.confirm(message)) if message.unanswered else None
 
-    def failed(self, call: str, error: BaseException) -> MeshcommError:
-        found = self._recorder.inquire(self._recorder, self.where(call), error)
-        self._recorder.messages.waiting = None
-        return found
+        def find() -> int:
+            src = self._transport.source_of(works[0])
+            log.arrived(message, src, batch[0].tag)
+            return src
 
-
-def _blank(device: torch.device) -> Tensor:
-    return torch.zeros(_MOST_AXES + 2, dtype=torch.int64, device=device)
-
-
-def _describe(x: Tensor, where: str) -> Tensor:
-    """dtype, number of axes, sizes: what a receiver needs to make room."""
-    if x.ndim > _MOST_AXES:
-        raise ShapeError(
-            f"{where}: a handshake cannot tell {x.ndim} axes",
-            given=f"x of shape {tuple(x.shape)}, {name_of(x.dtype)}",
-            expected=f"at most {_MOST_AXES} axes",
-            hint="x.flatten()",
+        return Handle(
+            works,
+            self,
+            told,
+            finish,
+            result=result,
+            pending=pending,
+            source=find if batch[0].peer is None else source,
+            confirm=confirm,
+            held=batch,
         )
-    header = _blank(x.device)
-    facts = [_DTYPES.index(x.dtype), x.ndim, *x.shape]
-    header[: len(facts)] = torch.tensor(facts, dtype=torch.int64, device="cpu")
-    return header
 
 
-def _described(header: Tensor) -> Tensor:
-    index, ndim, *sizes = header.tolist()
-    return torch.empty(sizes[:ndim], dtype=_DTYPES[index], device=header.device)
+def _told(call: str, batch: Sequence[P2P]) -> str:
+    """What an error calls a call: with its peer where it has one."""
+    if len(batch) != 1 or call not in ("send", "recv"):
+        return call
+    return f"{call} {'to' if call == 'send' else 'from'} {batch[0].peer}"
+
+
+def _wired(batch: list[P2P]) -> list[P2P]:
+    """The same messages, in dtypes that every backend carries."""
+    if all(message.x.dtype in CARRIED for message in batch):
+        return batch
+    return [
+        message if message.x.dtype in CARRIED else message._replace(x=as_bytes(message.x.view(-1)))
+        for message in batch
+    ]
+
+
+@final
+class _ToItself:
+    """Messages of a rank to itself: they stay in memory, in order, by tag."""
+
+    # Nothing that leads back to the Messages: they and their group have to go with their last reference.
+    def __init__(self) -> None:
+        self._sent: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._asked: dict[int, deque[_Room]] = defaultdict(deque)
+
+    def send(self, by: Messages, x: Tensor, tag: int) -> None:
+        """Keep a copy of `x`, or put it where an earlier irecv wants it."""
+        if self._asked[tag]:
+            self._fill(by, self._asked[tag].popleft(), x)
+        else:
+            self._sent[tag].append(x.clone())
+
+    def recv(self, by: Messages, out: Tensor | None, tag: int) -> Tensor:
+        """The oldest message with this tag, which must have been sent."""
+        if not self._sent[tag]:
+            raise CommunicationError(
+                f"{by.where('recv')}: this rank has sent itself nothing, and would wait for ever",
+                given=f"src={by.coord}, own coord {by.coord}, tag {tag}",
+                expected="an earlier send to itself with this tag",
+                hint="send first, or irecv before the send",
+            )
+        x = self._sent[tag].popleft()
+        if out is None:
+            return x
+        room = _Room(out)
+        self._fill(by, room, x)
+        return out
+
+    def irecv(self, by: Messages, out: Tensor, tag: int, call: str) -> Handle[Tensor]:
+        """`out` with the oldest message, also with one that is sent before the wait."""
+        room = _Room(out)
+        if self._sent[tag]:
+            self._fill(by, room, self._sent[tag].popleft())
+        else:
+            self._asked[tag].append(room)
+        return Handle((room,), by, call, result=out, source=by.coord)
+
+    def _fill(self, by: Messages, room: _Room, x: Tensor) -> None:
+        out = room.out
+        if out.dtype != x.dtype or out.numel() != x.numel():
+            raise ShapeError(
+                f"{by.where('recv')}: a message to itself does not fit",
+                given=f"sent {tuple(x.shape)}, {x.dtype}; out {tuple(out.shape)}, {out.dtype}",
+                expected="the same dtype and number of elements at both ends",
+                hint="out=torch.empty_like(x)",
+            )
+        into(out, x.view(out.shape))
+        room.filled = True
+
+
+@final
+class _Room:
+    """Where a message to itself goes; a Work for its handle."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+        self.filled = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True where the message was sent; it cannot be sent while this rank waits."""
+        if not self.filled:
+            raise RuntimeError("this rank waits for a message that it has not sent itself")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message was sent."""
+        return self.filled

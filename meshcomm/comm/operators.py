@@ -94,7 +94,7 @@ class _Row:
 
 
 def _all_reduce(comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
-    return _tensor(comm.checked_all_reduce(x.clone(memory_format=torch.contiguous_format), op))
+    return _tensor(comm.all_reduce(x.clone(memory_format=torch.contiguous_format), op))
 
 
 def _slice(comm: Communicator, x: Tensor, axis: int) -> Tensor:

@@ -1,44 +1,61 @@
-"""The last calls on one group: which, with what, from which line, and whether one is under way."""
+"""The calls on one group: which, with what, from which line, and whether one is under way."""
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter as clock
-from types import CodeType
-from typing import Any, Final, final
+from types import CodeType, TracebackType
+from typing import Any, Final, Protocol, final
+from weakref import ref
 
 from torch import Tensor
 
+from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.desync import StepHistory
-from meshcomm.comm.ledger import Later, Total, Totals, moved, total_of
+from meshcomm.comm.ledger import Later, Total, Totals, total_of
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import MessageLog
-from meshcomm.comm.site import is_ours, line_of
+from meshcomm.comm.site import line_of, users_frame
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
+from meshcomm.transport.profile import labelled, profiling
+from meshcomm.transport.support import name_of
+from meshcomm.transport.torch_private import GroupHooks
 
 KEPT: Final = 256
 
-# Where it is summed up, its bytes as the ledger counts them, the place in the program, when it began.
+# Where it is summed up, its bytes as the counters count them, the place in the program, when it began.
 Entry = tuple[Total, int, CodeType, int, float]
 Inquire = Callable[["Recorder", str, BaseException], MeshcommError]
 
 
+class Caller(Protocol):
+    """Whose call it is: makes the error of a call that the backend gave up on."""
+
+    def failed(self, call: str, error: BaseException) -> MeshcommError: ...
+
+
 @final
 class Recorder:
-    """A ring of the last 256 calls on one group, whatever names the group has. Written on every call.
+    """Watches one group, whatever names it has: a ring of its last 256 collectives, their counters, its messages.
 
-    started counts the calls; as ranks of a group call in the same order, the count tells which of
-    them have come to a call. under_way is what a blocking call was given while it is under way, and None
-    while none is. left holds when the program went on after each of the calls in the ring, in seconds on
-    this host's monotonic clock, as the ring holds when they began. totals sums up all calls. messages
-    are kept beside: they are counted by peer. refused are numbers of calls of which nothing was sent, as the
-    ranks were about to make different ones. steps has what was called in each step, where the program tells.
+    There are two ways in. The calls of a mesh are blocks of `with recorder.call(...)`. Calls that others make on the
+    same group, by hand or by DTensor, FSDP, DDP and pipelining, come from the group's own hooks, where torch has them
+    (2.14 and newer): see `watch`.
 
-    plan ends the labels that profilers show. spans takes every call while a trace is taken, span is the last one; quick are dictionaries of prepared calls, which do not
-    ask for it and are emptied for that time.
+    started:   the sequence number of the last collective; ranks of a group call in the same order, so that equal
+               numbers are one call.
+    under_way: what a call was given while it is under way; None while none is.
+    work:      the last Work of a call made past the mesh, until it is known to be over.
+    left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
+    totals:    the counters of all calls. messages: the group's messages, which are counted by peer.
+    refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
+    hooks:     those of `watch`.
+    steps:     what was called in each step, where the program tells.
+    plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
+               one. quick: the
+               dictionaries of prepared calls, emptied for that time, as those do not ask for it.
 
     Args:
         label: the group with its common coords, as in `tp[pp=0 dp=1]`.
@@ -48,6 +65,13 @@ class Recorder:
     """
 
     __slots__ = (
+        "__weakref__",
+        "_caller",
+        "_compare",
+        "_counted",
+        "_outer",
+        "_profiled",
+        "hooks",
         "inquire",
         "label",
         "left",
@@ -63,6 +87,7 @@ class Recorder:
         "steps",
         "totals",
         "under_way",
+        "work",
     )
 
     def __init__(
@@ -74,6 +99,7 @@ class Recorder:
         self.inquire = inquire
         self.started = 0
         self.under_way: object = None
+        self.work: Any = None
         self.ring: list[Entry | None] = [None] * KEPT
         self.left = [0.0] * KEPT
         self.totals: Totals = {}
@@ -83,62 +109,78 @@ class Recorder:
         self.span: Span | None = None
         self.refused: deque[int] = deque(maxlen=KEPT)
         self.steps = StepHistory()
+        self._caller: Caller | None = None
+        self._counted = True
+        self._outer: object = None
+        self._profiled: Any = None
+        self._compare: Callable[[str, dict[str, Any]], None] | None = None
+        self.hooks: GroupHooks | None = None
 
     @property
     def inside(self) -> bool:
-        """Whether a blocking call is under way."""
-        return self.under_way is not None
+        """Whether the group's last collective is under way."""
+        return self.under_way is not None or self.pending
 
-    def start(self, name: str, call: str, x: Tensor | None, depth: int) -> None:
-        """A call on the dim `name` begins; `depth` frames up is the innermost that may be the user's."""
-        frame: Any = sys._getframe(depth)
-        while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-            frame = frame.f_back
-        nbytes = 0 if x is None else moved(call, x.nbytes, max(1, len(self.ranks)))
+    @property
+    def pending(self) -> bool:
+        """Whether a call that was made past the mesh is not over, as far as its backend knows."""
+        work = self.work
+        if work is not None and work.is_completed():
+            self.work = work = None
+        return work is not None
+
+    # -- calls of the mesh ---------------------------------------------------------------------------
+
+    def call(self, caller: Caller, counter: Total, nbytes: int, x: Tensor | None) -> Recorder:
+        """A collective begins; it ends with the block of `with` that this opens.
+
+        A RuntimeError of the block is the backend's, and becomes the error of `caller`.
+        """
+        frame = users_frame(2)
         self.started = number = self.started + 1
-        self.under_way = True if x is None else x
+        self._outer, self.under_way = self.under_way, True if x is None else x
+        self._caller = caller
+        self._counted = True
         # The instruction, not the line: finding the line takes longer than the rest together.
-        entry = (total_of(self.totals, name, call), nbytes, frame.f_code, frame.f_lasti, clock())
+        entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            tensors = () if x is None else (x,)
-            at = (entry[2], entry[3])
-            self.span = self.spans.begin(self.label, name, call, at, entry[4], nbytes, tensors, number=number)
+            self._span(entry, () if x is None else (x,))
+        if profiling():
+            self._profiled = labelled(f"meshcomm::{counter.call} {counter.name}{self.plan}")
+            self._profiled.__enter__()
+        return self
 
-    def end(self) -> None:
-        """The blocking call under way is over, or has failed. Harmless where none is."""
-        if self.under_way is None:
-            return
-        self.under_way = None
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         place = self.started % KEPT
         entry = self.ring[place]
         self.left[place] = now = clock()
-        if entry is not None:
-            total = entry[0]
-            total.calls += 1
-            total.nbytes += entry[1]
-            total.seconds += now - entry[4]
-        if self.span is not None:
-            self.span.left = now
-
-    def resume(self) -> None:
-        """What ended was a part of the call, which goes on."""
-        place = self.started % KEPT
-        entry = self.ring[place]
-        if self.under_way is None and entry is not None:
-            total = entry[0]
-            total.calls -= 1
-            total.nbytes -= entry[1]
-            total.seconds -= self.left[place] - entry[4]
-            self.under_way = True
+        try:
+            if entry is not None and self._counted:
+                total = entry[0]
+                total.calls += 1
+                total.nbytes += entry[1]
+                total.seconds += now - entry[4]
+            if self.span is not None and self._counted:
+                self.span.left = now
+            if self._profiled is not None:
+                self._profiled.__exit__(None, None, None)
+                self._profiled = None
+            if isinstance(error, RuntimeError) and self._caller is not None and entry is not None:
+                raise self._caller.failed(entry[0].call, error) from error
+        finally:
+            self.under_way, self._caller = self._outer, None
 
     def is_of(self, nbytes: int) -> None:
-        """The last call turns out to move so many bytes, by the ledger's count; before it ends for good."""
+        """The call under way turns out to move so many bytes, by the counters' count."""
         place = self.started % KEPT
         entry = self.ring[place]
         if entry is not None:
-            if self.under_way is None:
-                entry[0].nbytes += nbytes - entry[1]
             self.ring[place] = (entry[0], nbytes, *entry[2:])
         if self.span is not None:
             self.span.nbytes = nbytes
@@ -147,19 +189,107 @@ class Recorder:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
 
-    def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note."""
-        self.steps.note(step, number, self.ring, self.started, self.refused, excluded, ended_at)
-
     def later(self) -> Later | None:
-        """The call under way is only started: who is told of the wait for it."""
-        self.under_way = None
+        """The call under way is only started: who is told of the waits for it."""
         place = self.started % KEPT
         entry = self.ring[place]
-        self.left[place] = now = clock()
+        self._counted = False
+        now = clock()
         if self.span is not None:
             self.span.left = now
         return None if entry is None else Later(entry[0], entry[1], entry[4], now, self.span)
+
+    # -- calls past the mesh -------------------------------------------------------------------------
+
+    def watch(self, group: Any, name: str, compare: Callable[[str, dict[str, Any]], None] | None) -> None:
+        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
+
+        compare: told of each collective before it is sent; raises where the ranks are about to differ.
+        """
+        self._compare = compare
+        # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
+        me = ref(self)
+
+        def before(given: Any) -> None:
+            if (recorder := me()) is not None:
+                recorder._before(name, given)
+
+        def after(given: Any) -> None:
+            if (recorder := me()) is not None:
+                recorder._after(given)
+
+        self.hooks = GroupHooks(group, before, after)
+
+    def _before(self, name: str, given: Any) -> None:
+        """A call is about to be issued on the group. One of ours is known already."""
+        if self.under_way is not None or self.messages.waiting is not None:
+            return
+        kind = given.name.name
+        row = HOOKED.get(kind)
+        if row is None:
+            if kind in ("SEND", "RECV"):
+                self._message(name, "send" if kind == "SEND" else "recv", given)
+            return
+        inputs, outputs = given.input_tensors, given.output_tensors
+        nbytes = row.moved(sum(each.nbytes for each in inputs), len(self.ranks))
+        counter = total_of(self.totals, name, row.name, True)
+        frame = users_frame(3)
+        self.started = number = self.started + 1
+        entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
+        self.ring[number % KEPT] = entry
+        if self.spans is not None:
+            self._span(entry, inputs or outputs)
+        if self._compare is not None:
+            # What is compared travels on the same group, and is not a call of its own.
+            self.under_way = True
+            try:
+                self._compare(row.name, _facts(row, kind, inputs, outputs, given.root))
+            except MeshcommError:
+                self.refuse()
+                raise
+            finally:
+                self.under_way = None
+
+    def _after(self, given: Any) -> None:
+        """A call has been issued on the group."""
+        if self.under_way is not None or self.messages.waiting is not None:
+            return
+        if given.name.name not in HOOKED:
+            return
+        place = self.started % KEPT
+        self.left[place] = now = clock()
+        entry = self.ring[place]
+        if entry is not None:
+            entry[0].calls += 1
+            entry[0].nbytes += entry[1]
+        self.work = given.work
+        if self.span is not None:
+            self.span.left = now
+
+    def _message(self, name: str, direction: Any, given: Any) -> None:
+        tensors = given.input_tensors or given.output_tensors
+        peer = given.root if given.root >= 0 else None
+        self.messages.past(name, direction, peer, tensors, users_frame(4))
+
+    # -- what is known -------------------------------------------------------------------------------
+
+    def _span(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        assert self.spans is not None
+        counter, nbytes, code, instruction, began = entry
+        self.span = self.spans.begin(
+            self.label,
+            counter.name,
+            counter.call,
+            (code, instruction),
+            began,
+            nbytes,
+            tensors,
+            number=self.started,
+        )
+
+    def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
+        """A step of the program is over; see StepHistory.note."""
+        self.steps.note(step, number, self.ring, self.started, self.refused, excluded, ended_at)
 
     def trace(self, spans: Spans | None) -> None:
         """Tell `spans` of every call from now on; None: nobody."""
@@ -182,6 +312,9 @@ class Recorder:
         self.trace(None)
         self.quick.clear()
         self.messages.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.work = self._compare = None
 
     def last(self) -> dict[str, Any] | None:
         """The latest call as plain data, or None where there was none. shape: while it is under way."""
@@ -228,3 +361,19 @@ class Recorder:
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.told(),
         }
+
+
+def _facts(
+    row: Collective, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int
+) -> dict[str, Any]:
+    """What is known of a call past the mesh and has to be equal on all ranks."""
+    found: dict[str, Any] = {} if root < 0 else {"root": root}
+    # The parts that a rank scatters, or gathers, are there on one of them only.
+    tensors = outputs[:1] if row.root == "src" and outputs else inputs
+    if row is BARRIER or not tensors:
+        return found
+    found["dtype"] = name_of(tensors[0].dtype)
+    # Lists may be of unequal tensors, and an all-to-all uneven.
+    if not kind.startswith(("ALLTOALL", "ALLGATHER_COALESCED")):
+        found["elements"] = sum(x.numel() for x in tensors)
+    return found

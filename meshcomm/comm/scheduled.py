@@ -19,9 +19,9 @@ from meshcomm.algorithms import (
     two_level,
 )
 from meshcomm.algorithms.schedule import bounds
-from meshcomm.comm.checks import OWN_TAGS, check_written
+from meshcomm.comm.checks import OWN_TAGS
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.shapes import into, unwatched
+from meshcomm.comm.shapes import unwatched
 
 Scheduled: TypeAlias = Literal[
     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "two_level"
@@ -74,25 +74,20 @@ def all_reduce(
     """
     if x.numel() == 0:
         # Every rank meets all the same, so that a skipped call is noticed.
-        return _settled(comm.checked_all_reduce(x, op, False, factor))
-    comm._door(x, "all_reduce", "all_reduce")
-    check_written(x, lambda: comm.where("all_reduce"))
-    comm._check_op(op, x.dtype, factor, "all_reduce")
-    comm._begin("all_reduce", x, op=op, algorithm=algorithm)
-    try:
-        carried, plain_op = comm._carried(x, op, factor, "all_reduce")
-        flat = carried.detach().view(-1)
-        if chunks is None:
-            trees = 2 if algorithm == "double_tree" else 1
-            chunks = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES)))
-        moves = _moves(algorithm, comm.size, inner, chunks, comm.coord, flat.numel())
+        found: Tensor = comm.all_reduce(x, op, False, factor)
+        return found
+
+    def run(flat: Tensor, plain_op: str) -> None:
+        trees = 2 if algorithm == "double_tree" else 1
+        pieces = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES))) if chunks is None else chunks
+        moves = _moves(algorithm, comm.size, inner, pieces, comm.coord, flat.numel())
         with unwatched(flat):
             _run(comm, flat, moves, COMBINE[plain_op], f"all_reduce by {algorithm}")
             if plain_op == "avg":
                 flat.div_(comm.size)
-        return into(x, carried)
-    finally:
-        comm.recorder.end()
+
+    reduced: Tensor = comm.all_reduce(x, op, False, factor, (algorithm, run))
+    return reduced
 
 
 def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -> Schedule:
@@ -158,8 +153,3 @@ def _run(
                 # The lower coord's on the left, so that two partners compute the same.
                 left, right = (mine, out) if own < peer else (out, mine)
                 combine(left, right, out=mine)
-
-
-def _settled(result: object) -> Tensor:
-    assert isinstance(result, Tensor)
-    return result

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from math import prod
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import written
+
+# What every backend carries as it is.
+CARRIED: Final = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+_INTS: Final = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+_MOST_AXES: Final = 14
+# A fixed order, the same on every rank of one torch version: a dtype travels as its index.
+_DTYPES: Final = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 def materialised(x: Tensor) -> Tensor:
@@ -62,11 +89,6 @@ def join(parts: Tensor, axis: int) -> Tensor:
     return parts.movedim(0, axis).reshape(shape)
 
 
-def cut(x: Tensor, axis: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Dense slices of `axis` with these sizes."""
-    return [materialised(part) for part in x.split(list(sizes), axis)]
-
-
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat buffer with the shapes of `like`, one after the other."""
     parts = flat.split([x.numel() for x in like])
@@ -83,6 +105,93 @@ def without(x: Tensor, axis: int) -> Tensor:
     return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
 
 
-def filled(out: Tensor | None, result: Tensor) -> Tensor:
-    """`result`, in `out` where there is one."""
-    return result if out is None else into(out, result)
+def rows_beside(x: Tensor, axis: int) -> int:
+    """Elements for each index of `axis`, also where x is empty."""
+    return prod(size for i, size in enumerate(x.shape) if i != axis)
+
+
+# -- what travels for a tensor ---------------------------------------------------------------------
+
+
+def wire(x: Tensor, added: bool = False) -> Tensor:
+    """The memory of `x`, which is dense, flat and in a dtype that backends carry.
+
+    added: in one that they add: complex numbers as pairs, bool as bytes. Else any other dtype goes as bytes, which
+    is exact.
+    """
+    flat = x.view(-1)
+    if x.dtype in CARRIED:
+        return flat
+    if not added:
+        return as_bytes(flat)
+    if x.dtype.is_complex:
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8) if x.dtype == torch.bool else flat
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes. `flat`: of one axis, contiguous.
+
+    One element of a slice is contiguous with any stride, and torch then finds no bytes in it.
+    """
+    if flat.numel() < 2:
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def is_ordered(dtype: torch.dtype, op: str) -> bool:
+    """Whether `as_ordered` travels for this reduction: backends do not agree on the smaller of a number and NaN."""
+    return op in ("min", "max") and dtype in _INTS
+
+
+def as_ordered(x: Tensor, op: str) -> Tensor:
+    """Whole numbers in the order of the floats in `x`, NaN the last of all: the greatest for max, the least for min.
+
+    The bits of floats, read as whole numbers, are ordered but for those below zero, whose other bits are turned
+    over. So -0.0 is below 0.0, and a NaN of any rank is in the result, as of torch.minimum and torch.maximum.
+    """
+    kind = _INTS[x.dtype]
+    bits = x.detach().view(kind)
+    limits = torch.iinfo(kind)
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    keys.masked_fill_(x.isnan(), limits.max if op == "max" else limits.min)
+    # No backend reduces 16-bit whole numbers.
+    return keys.to(torch.int32) if kind is torch.int16 else keys
+
+
+def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+    """The values of what has travelled; `carried` itself where it did not go as `as_ordered`."""
+    if not is_ordered(dtype, op):
+        return carried
+    kind = _INTS[dtype]
+    keys = carried.to(kind)
+    return torch.where(keys < 0, keys ^ torch.iinfo(kind).max, keys).view(dtype)
+
+
+# -- dtype and shape as a message ------------------------------------------------------------------
+
+
+def blank_header(device: torch.device) -> Tensor:
+    """Room for a header."""
+    return torch.zeros(_MOST_AXES + 2, dtype=torch.int64, device=device)
+
+
+def header_of(x: Tensor, where: str) -> Tensor:
+    """dtype, number of axes, sizes: what a receiver needs to make room. Raises ShapeError for too many axes."""
+    if x.ndim > _MOST_AXES:
+        raise ShapeError(
+            f"{where}: a handshake cannot tell {x.ndim} axes",
+            given=f"x of shape {tuple(x.shape)}, {x.dtype}",
+            expected=f"at most {_MOST_AXES} axes",
+            hint="x.flatten()",
+        )
+    header = blank_header(x.device)
+    facts = [_DTYPES.index(x.dtype), x.ndim, *x.shape]
+    header[: len(facts)] = torch.tensor(facts, dtype=torch.int64, device="cpu")
+    return header
+
+
+def described_by(header: Tensor) -> Tensor:
+    """New memory for what a header tells."""
+    kind, ndim, *sizes = header.tolist()
+    return torch.empty(sizes[:ndim], dtype=_DTYPES[kind], device=header.device)

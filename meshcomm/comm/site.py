@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final
+from typing import Final, final
 
 import torch
 
@@ -16,21 +15,27 @@ _OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _BENCH: Final = str(Path(__file__).parents[1] / "bench")
 
 
-@lru_cache(maxsize=4096)
-def is_ours(file: str) -> bool:
-    """Whether a frame of this file is between the user and the call, not the user's own."""
-    return file.startswith(_OURS) and not file.startswith(_BENCH)
+@final
+class _Ours(dict[str, bool]):
+    """Whether a frame of a file is between the user and the call, not the user's own: by the file's name."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = file.startswith(_OURS) and not file.startswith(_BENCH)
+        return found
+
+
+_ours: Final = _Ours()
+is_ours = _ours.__getitem__
 
 
 def users_frame(depth: int = 1) -> FrameType:
-    """The innermost frame that is the user's, from `depth` frames up on; the outermost where none is.
-
-    What happens at every call (recorder.py, message_log.py, straight.py) has this loop written out: a
-    function more would be seen in the time of a call.
-    """
+    """The innermost frame that is the user's, from `depth` frames up on; the outermost where none is."""
     frame = sys._getframe(depth)
-    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
+    while _ours[frame.f_code.co_filename]:
+        outer = frame.f_back
+        if outer is None:
+            break
+        frame = outer
     return frame
 
 

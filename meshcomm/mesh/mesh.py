@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import WeakSet
@@ -27,7 +28,7 @@ from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.runtime import Watching, prefixed
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMeshes
-from meshcomm.transport import SoloTransport, Transport
+from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -309,6 +310,9 @@ class Mesh(Barriers, Metrics, AlongDims):
             self._recorders[key] = self._watch.record(group.label, ranks, transport)
             self._recorders[key].plan = f", plan {self.plan.fingerprint}"
             self._recorders[key].trace(self.spans)
+            if isinstance(transport, ProcessGroupTransport):
+                check = self._calls[key]
+                self._recorders[key].watch(transport.group, name, partial(check.compare, name))
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
     def _transport_of(self, name: str) -> Transport:

@@ -12,7 +12,6 @@ from meshcomm.errors import CallMismatchError
 from meshcomm.simulator.scheduler import Scheduler
 from meshcomm.simulator.sites import Site
 from meshcomm.simulator.work import SimulatedWork
-from meshcomm.transport.base import as_bytes
 from meshcomm.transport.support import name_of
 
 
@@ -101,7 +100,7 @@ class Mailbox:
             self._scheduler.check()
         if send.x.numel():
             with torch.inference_mode():
-                as_bytes(recv.x.view(-1)).copy_(as_bytes(send.x.view(-1)))
+                recv.x.view(-1).copy_(send.x.view(-1))
         assert send.src is not None
         recv.work.source = send.src
         send.work.complete()

@@ -7,26 +7,25 @@ with different names on their members never meet. Here a group is named by what 
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.futures import Future
 
 from meshcomm.transport.gloo_waits import Address, address_in
 
 __all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
+    "GroupHooks",
     "SoloGroup",
     "backend_of",
     "calls_under_way",
@@ -37,13 +36,15 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "forget_device_meshes",
+    "forward_mode",
     "gloo_address",
     "has_flash_attention",
     "live_groups",
+    "options_type",
     "profiling",
-    "single_names",
     "source_rank",
     "split_color",
+    "transforming",
     "written",
 ]
 
@@ -63,20 +64,48 @@ _OPTIONS_KEY = next(
 )
 
 
-class SingleNames(NamedTuple):
-    """What the methods of a process group that take one flat tensor are called in this torch."""
-
-    all_gather: str
-    reduce_scatter: str
-    all_to_all: str
+def options_type(name: str) -> Any:
+    """The class of a collective's options, as in `AllreduceOptions`."""
+    return getattr(bindings, name)
 
 
-def single_names() -> SingleNames:
-    """The names since torch 2.13, or those before it."""
-    if hasattr(dist.ProcessGroup, "all_gather_single"):
-        return SingleNames("all_gather_single", "reduce_scatter_single", "all_to_all_single")
-    return SingleNames("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+# What no other hook of a group is called.
+_HOOK: Any = 0x6D657368
 
+
+@final
+class GroupHooks:
+    """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
+
+    before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
+    nothing is sent. after: gets name, work. Older torch has no such hooks; then this does nothing.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: Callable[[Any], None], after: Callable[[Any], None]
+    ) -> None:
+        hooks: Any = group
+        self._group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
+        if self._group is not None:
+            self._group.register_pre_hook(_HOOK, before)
+            self._group.register_post_hook(_HOOK, after)
+            # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
+            atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Take the hooks off; harmless when repeated."""
+        atexit.unregister(self.remove)
+        if self._group is not None:
+            self._group.unregister_pre_hook(_HOOK)
+            self._group.unregister_post_hook(_HOOK)
+        self._group = None
+
+
+# Whether a transform of torch.func (vmap, grad, jvp) is under way.
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# Has `_current_level`, below 0 while no level of forward-mode AD is open.
+forward_mode: Any = torch.autograd.forward_ad
 
 # Whether torch.profiler is recording.
 profiling = torch.autograd._profiler_enabled

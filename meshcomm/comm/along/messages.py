@@ -41,8 +41,11 @@ class MessagesAlong(Along):
         """Start a send; `x` must not change before the handle's wait() returns."""
         return self._at.along(dims).messages.isend(x, dst, tag, handshake)
 
-    def irecv(self, dims: Dims, out: Tensor, src: int, tag: int = 0) -> Handle[Tensor]:
-        """Start a receive; the handle's wait() returns `out`, which must not be used before."""
+    def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
+        """Start a receive; the handle's wait() returns `out`, which must not be used before.
+
+        src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
+        """
         return self._at.along(dims).messages.irecv(out, src, tag)
 
     @overload

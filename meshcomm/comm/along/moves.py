@@ -185,7 +185,7 @@ class MovesAlong(Along):
         *,
         async_op: bool = False,
         out: Tensor | None = None,
-    ) -> Tensor | Handle[Tensor]:
+    ) -> Any:
         """Slice c of tensor axis `axis` of coord src's x, on coord c.
 
         Shape:      (b, n*s, d) on src -> (b, s, d) for axis=1.
@@ -242,7 +242,7 @@ class MovesAlong(Along):
         async_op: bool = False,
         splits: Sequence[int] | None = None,
         out: Tensor | None = None,
-    ) -> Tensor | Handle[Tensor]:
+    ) -> Any:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.

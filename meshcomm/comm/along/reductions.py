@@ -158,7 +158,7 @@ class ReductionsAlong(Along):
         *,
         async_op: bool = False,
         factor: float | None = None,
-    ) -> Tensor | Handle[Tensor | None] | None:
+    ) -> Any:
         """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
 
         Shape, op, calling: as for `all_reduce`. Returns new memory.

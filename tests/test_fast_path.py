@@ -1,4 +1,4 @@
-"""Calls that are made straight away: the same values, refusals and records as when they are checked."""
+"""Calls on the fast path: the same values, refusals and records as when they are checked."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def warm(mesh: Mesh) -> None:
 
 
 def kept(mesh: Mesh) -> list[object]:
-    straight = mesh._at["dp"]._straight
-    return sorted(map(str, [*straight.ready, *straight.all_reduces, *straight.later]))
+    return sorted(map(str, mesh._at["dp"]._fast.ready))
 
 
 def values() -> tuple[list[object], dict[str, Any]]:
@@ -193,7 +192,7 @@ def counted() -> tuple[list[tuple[str, int, int]], str]:
         return rows, last["site"]
 
 
-def test_straight_calls_are_counted_and_remembered_with_the_users_line(pool: Pool) -> None:
+def test_fast_calls_are_counted_and_remembered_with_the_users_line(pool: Pool) -> None:
     for rows, site in pool.run(counted, ranks=2):
         assert rows == [("all_gather", 3, 3 * 2 * 16)]
         assert site.startswith(__file__)
@@ -208,5 +207,5 @@ def traced_or_not() -> int:
         return len(kept(mesh))
 
 
-def test_nothing_is_made_straight_away_while_calls_are_compared(pool: Pool) -> None:
+def test_nothing_is_prepared_while_calls_are_compared(pool: Pool) -> None:
     assert pool.run(traced_or_not, ranks=2) == [0, 0]
