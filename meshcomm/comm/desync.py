@@ -23,24 +23,23 @@ _SHOWN: Final = 6
 
 # As comm/recorder.py has them.
 _Entry: TypeAlias = tuple[Total, int, CodeType, int, float]
-_Callsite: TypeAlias = tuple[CodeType, int]
 
 
 class _Run(NamedTuple):
-    """Consecutive steps in which a rank made the same calls on the group.
+    """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: step, by this rank's count. offset: what the program's step numbers are more. calls, nbytes: in
-    each step. digest: of the sequence of operations and their bytes. calls_at: how often which operation
-    was called from where. ended_at: where `mesh.step` was called.
+    first: step, by this rank's count. number: what the program calls it. calls, nbytes: in each step. digest: of
+    the sequence of operations and their bytes. operations: which, from which line, how often. ended_at: the line
+    of `mesh.step`.
     """
 
     first: int
-    offset: int
+    number: int
     calls: int
     digest: int
     nbytes: int
-    calls_at: Mapping[tuple[str, CodeType, int], int]
-    ended_at: _Callsite
+    operations: Sequence[str]
+    ended_at: str
 
 
 @final
@@ -69,7 +68,7 @@ class StepHistory:
         started: int,
         refused: Collection[int],
         excluded: bool,
-        ended_at: _Callsite,
+        ended_at: tuple[CodeType, int],
     ) -> None:
         """Step `step` is over, which the program calls `number`; `started` calls were made up to now.
 
@@ -91,10 +90,17 @@ class StepHistory:
             facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
             digest, nbytes = crc32(array("q", facts).tobytes()), sum(facts[1::2])
         last = self._runs[-1] if self._runs else None
-        offset = number - step
-        if last is None or (last.calls, last.digest, last.offset) != (calls, digest, offset):
-            calls_at = Counter((entry[0].call, entry[2], entry[3]) for entry in entries)
-            self._runs.append(_Run(step, offset, calls, digest, nbytes, calls_at, ended_at))
+        if last is None or (last.calls, last.digest, last.number - last.first) != (
+            calls,
+            digest,
+            number - step,
+        ):
+            counts = Counter((entry[0].call, _line(entry[2], entry[3])) for entry in entries)
+            operations = [
+                f"{call}{f' {times} times' if times > 1 else ''} at {line}"
+                for (call, line), times in counts.items()
+            ]
+            self._runs.append(_Run(step, number, calls, digest, nbytes, operations, _line(*ended_at)))
         self.sums[step] = self._sum = crc32(b"%d %d" % (calls, digest), self._sum)
         self.sums.pop(step - 2 * (step & -step), None)
         # Last: readers in other threads begin with it.
@@ -103,43 +109,17 @@ class StepHistory:
     def told(self) -> dict[str, Any] | None:
         """All of it as plain data; None before the first step.
 
-        runs: each as (first step, offset, calls, digest, bytes, [operation with callsite and count], where it
-        ended). cut: runs before the first one have been forgotten.
+        sums: (step, sum). runs: as _Run. cut: runs before the first one have been forgotten.
         """
         if not self.step:
             return None
-        runs = tuple(self._runs)
-        return {
-            "sums": list(self.sums.items()),
-            "cut": len(runs) == RUNS,
-            "runs": [
-                [
-                    *run[:5],
-                    [
-                        f"{call}{f' {times} times' if times > 1 else ''} at {_place(code, at)}"
-                        for (call, code, at), times in run.calls_at.items()
-                    ],
-                    _place(*run.ended_at),
-                ]
-                for run in runs
-            ],
-        }
+        runs = [list(run) for run in tuple(self._runs)]
+        return {"sums": list(self.sums.items()), "cut": len(runs) == RUNS, "runs": runs}
 
 
 @lru_cache(maxsize=4096)
-def _place(code: CodeType, instruction: int) -> str:
+def _line(code: CodeType, instruction: int) -> str:
     return f"{code.co_filename}:{line_of(code, instruction)}"
-
-
-class _Step(NamedTuple):
-    """What a rank called in one step."""
-
-    number: int
-    calls: int
-    digest: int
-    nbytes: int
-    calls_at: Sequence[str]
-    ended_at: str
 
 
 def last_common(one: Mapping[int, int], other: Mapping[int, int]) -> int:
@@ -184,15 +164,16 @@ def error_of(finding: Mapping[str, Any]) -> CallMismatchError:
     return error
 
 
-def _step(runs: Sequence[Sequence[Any]], step: int) -> _Step:
-    run = next(run for run in reversed(runs) if run[0] <= step)
-    return _Step(step + run[1], *run[2:])
+def _step(runs: Sequence[Sequence[Any]], step: int) -> _Run:
+    """The step by itself."""
+    run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
+    return run._replace(first=step, number=run.number + step - run.first)
 
 
 def _finding(
     label: str,
     signs: Mapping[int, Any],
-    steps: Mapping[int, _Step],
+    steps: Mapping[int, _Run],
     coords: Mapping[int, Mapping[str, int]],
     forgotten: bool,
 ) -> dict[str, Any]:
@@ -232,12 +213,12 @@ def _finding(
     }
 
 
-def _calls(step: _Step, other: _Step) -> str:
+def _calls(step: _Run, other: _Run) -> str:
     """How many calls, and those that `other` does not have from the same line as often."""
     told = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         told += f" of {step.nbytes:,} bytes"
-    lines = [line for line in step.calls_at if line not in other.calls_at] or list(step.calls_at)
+    lines = [line for line in step.operations if line not in other.operations] or list(step.operations)
     if len(lines) > _SHOWN + 1:
         lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more callsites"]
     return f"{told}: {', '.join(lines)}" if lines else told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshcomm.comm.ledger import Count
@@ -171,7 +172,7 @@ def stats(
     machine: what is known of the links; None predicts nothing. timed: whether calls return when they are over; else
     their seconds are not told.
     """
-    predict = _Predictor(plan, machine)
+    predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
     rows = [
         Row(
@@ -183,7 +184,7 @@ def stats(
             count.nbytes,
             count.seconds if timed else None,
             count.span_s if timed else None,
-            predict.seconds(count),
+            predict(count),
         )
         for count in counts
     ]
@@ -234,31 +235,24 @@ def _merged(a: Spread, b: Spread) -> Spread:
     )
 
 
-class _Predictor:
-    """The model's seconds for what was counted, the lines of a dim's operation worked out once."""
+def _predictor(plan: Plan, machine: Machine | None) -> Callable[[Count], float | None]:
+    """The model's seconds for what was counted; None where it has none."""
 
-    def __init__(self, plan: Plan, machine: Machine | None) -> None:
-        self._plan = plan
-        self._machine = machine
-        self._lines: dict[tuple[str, Operation], list[Line]] = {}
+    @cache
+    def algorithms(dim: str, operation: Operation) -> list[Line]:
+        """Those that a backend may choose from; none where a link's speed was not said."""
+        assert machine is not None
+        found = span(plan.layout.groups(dim), machine)
+        if slowest_level(found, machine).assumed:
+            return []
+        every = lines(operation, route(found, machine))
+        return [line for line in every if line.name in ALGORITHMS] or every
 
-    def seconds(self, count: Count) -> float | None:
+    def predict(count: Count) -> float | None:
         operation = _AS.get(count.call)
-        if operation is None or self._machine is None:
-            return None
-        key = (count.dim, operation)
-        if key not in self._lines:
-            self._lines[key] = _modelled(self._plan, count.dim, operation, self._machine)
-        if not self._lines[key]:
+        if operation is None or machine is None or not algorithms(count.dim, operation):
             return None
         mean = count.nbytes / count.calls
-        return count.calls * best(self._lines[key], mean).seconds(mean)
+        return count.calls * best(algorithms(count.dim, operation), mean).seconds(mean)
 
-
-def _modelled(plan: Plan, dim: str, operation: Operation, machine: Machine) -> list[Line]:
-    """The algorithms that a backend may choose from; none where a link's speed was not said."""
-    found = span(plan.layout.groups(dim), machine)
-    if slowest_level(found, machine).assumed:
-        return []
-    every = lines(operation, route(found, machine))
-    return [line for line in every if line.name in ALGORITHMS] or every
+    return predict
