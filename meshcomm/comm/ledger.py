@@ -66,7 +66,7 @@ class Count(NamedTuple):
     """Sums of one call on one dim: of blocking calls, or (later) of asynchronous ones.
 
     call: with " (torch)" behind it for calls past the mesh, whose time nobody knows.
-    seconds: that the program spent in the calls; span_s: from start to the end of the wait.
+    seconds: that the program spent in the calls; span_s: from start to the end of the wait. None: not known.
     """
 
     dim: str
@@ -74,8 +74,8 @@ class Count(NamedTuple):
     later: bool
     calls: int
     nbytes: int
-    seconds: float
-    span_s: float
+    seconds: float | None
+    span_s: float | None
 
 
 def counts(totals: Iterable[Totals]) -> list[Count]:
@@ -85,8 +85,10 @@ def counts(totals: Iterable[Totals]) -> list[Count]:
         # A copy, as another thread may make the first call of a kind meanwhile.
         for t in list(each.values()):
             if t.calls:
-                call = f"{t.call} (torch)" if t.past else t.call
-                found.append(Count(t.name, call, False, t.calls, t.nbytes, t.seconds, t.seconds))
+                if t.past:
+                    found.append(Count(t.name, f"{t.call} (torch)", False, t.calls, t.nbytes, None, None))
+                else:
+                    found.append(Count(t.name, t.call, False, t.calls, t.nbytes, t.seconds, t.seconds))
             if t.later_calls:
                 sums = (t.later_calls, t.later_nbytes, t.later_seconds, t.later_span_s)
                 found.append(Count(t.name, t.call, True, *sums))

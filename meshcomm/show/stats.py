@@ -39,7 +39,9 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
             cells.append(_seconds(row["predicted_s"], each))
             cells.append(_ratio(row["ratio"]))
         listed.append(tuple(cells))
-    notes = ["torch's own calls (FSDP, pipelining, DTensor) are not counted"]
+    notes = []
+    if any(row["call"].endswith("(torch)") for row in rows):
+        notes.append("(torch): calls past the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
     if any(row["seconds"] is None for row in rows):
         notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
     if any(row["async_op"] and row["seconds"] is not None for row in rows):

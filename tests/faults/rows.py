@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.faults import call_rows, death_rows, ending_rows, late_rows, message_rows, opening_rows, step_rows
+from tests.faults import (
+    call_rows,
+    death_rows,
+    ending_rows,
+    late_rows,
+    message_rows,
+    opening_rows,
+    past_rows,
+    step_rows,
+)
 from tests.faults.row import Row
 
 _ALL: Final = [
@@ -15,6 +24,7 @@ _ALL: Final = [
     *message_rows.ROWS,
     *ending_rows.ROWS,
     *step_rows.ROWS,
+    *past_rows.ROWS,
 ]
 
 ROWS: Final[dict[str, Row]] = {row.name: row for row in _ALL}
