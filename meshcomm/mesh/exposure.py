@@ -86,31 +86,17 @@ def listening(port: int) -> list[str] | None:
     if not sys.platform.startswith("linux"):
         return None
     found: list[str] = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
             _, local, _, state, *_ = line.split()
-            address, _, number = local.partition(":")
+            digits, _, number = local.partition(":")
             if state == _LISTENS and int(number, 16) == port:
-                found.append(_address(address))
+                # The kernel shows 32-bit words in its own byte order.
+                words = [
+                    int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)
+                ]
+                found.append(str(ipaddress.ip_address(b"".join(words))))
     return found
-
-
-def _address(digits: str) -> str:
-    """The address that the kernel shows as 32-bit words in its own byte order.
-
-    >>> _address("0100007F") if sys.byteorder == "little" else "127.0.0.1"
-    '127.0.0.1'
-    >>> _address("0" * 32)
-    '::'
-    """
-    words = bytes.fromhex(digits)
-    if sys.byteorder == "little":
-        words = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-    return str(ipaddress.ip_address(words))
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:

@@ -40,14 +40,6 @@ SUPPORT: Final[dict[str, dict[str, Support]]] = {
     "num_keys": _EVERYWHERE,
 }
 
-# (what is missing, what to do instead)
-_REFUSALS: Final[dict[tuple[str, str], tuple[str, str]]] = {
-    ("append", "FileStore"): (
-        "a store that appends in one step; torch's FileStore loses an append that equals what is there",
-        'give each rank a key of its own: store.set(f"log/{rank}", ...)',
-    ),
-}
-
 # What a server that is alive may need beyond the time that it was given.
 GRACE_S: Final = 2.0
 
@@ -127,7 +119,14 @@ class MeshStore:
 
     def append(self, key: str, value: Value) -> None:
         """Put `value` behind what `key` holds, nothing if it is not set. Refused on FileStore."""
-        self._supported("append")
+        lacks = self.kind not in SUPPORT["append"] and not self._store.has_extended_api()
+        if lacks or SUPPORT["append"].get(self.kind) == "refused":
+            raise UnsupportedOp(
+                f"store.append on {self._label()}: not possible on a {self.kind}",
+                given=f"the job's {self.kind}",
+                expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
+                hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
+            )
         data = self._value("append", key, value)
         self._run("append", key, lambda: self._store.append(key, data))
 
@@ -285,19 +284,6 @@ class MeshStore:
 
     def _seconds(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else _checked_timeout(timeout_s, self._label)
-
-    def _supported(self, call: str) -> None:
-        kind = self.kind
-        if kind not in SUPPORT[call] and not self._store.has_extended_api():
-            kind = "FileStore"  # a store of somebody else's that lacks what FileStore lacks
-        if SUPPORT[call].get(kind) == "refused":
-            expected, hint = _REFUSALS[call, kind]
-            raise UnsupportedOp(
-                f"store.{call} on {self._label()}: not possible on a {self.kind}",
-                given=f"the job's {self.kind}",
-                expected=expected,
-                hint=hint,
-            )
 
     def _open(self, call: str) -> None:
         if self._closed:
