@@ -372,7 +372,6 @@ def test_the_table() -> None:
         "dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
         "tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
         "     barrier                1      -    1 ms   0.1%         -         -          -      -",
-        "torch's own calls (FSDP, pipelining, DTensor) are not counted",
         "async: inside is what the program spent on starting and waiting",
     ]
     facts = stats.facts()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshcomm.comm.shapes import as_bytes
 from meshcomm.errors import ObjectError
 
 MAX_DEPTH: Final = 100
@@ -191,7 +192,7 @@ class _Writer:
         if x.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         bits = values.view(_BITS[values.itemsize]).cpu().contiguous()
-        self.blobs.append(bits.view(-1).view(torch.uint8))
+        self.blobs.append(as_bytes(bits.view(-1)))
         return [_name(x.dtype), *x.shape]
 
     def _array(self, x: np.ndarray[Any, Any], path: _Path) -> list[Any]:
