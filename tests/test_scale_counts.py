@@ -201,6 +201,10 @@ class Counting(dist.Store):
         self._tell("compare_set", key, len(expected) + len(desired) + len(value))
         return value
 
+    def deleteKey(self, key: str) -> bool:
+        gone: bool = self.inner.delete_key(key)
+        return gone
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._tell("wait", key, 0)
@@ -250,6 +254,8 @@ def connections() -> set[str]:
 def ours_counted(mesh_config: dict[str, Any]) -> tuple[list[Any], list[Any], int, int]:
     store, rank, world = counted()
     before = connections()
+    # As groups of more than 64 ranks connect; smaller ones do it while they are made.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     with meshcomm.init({"mesh": mesh_config}, store=store, rank=rank, world_size=world) as mesh:
         opened = store.taken()
         # Nobody calls before all have looked; at the store, as the backend would have to connect for it.

@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 from zlib import crc32
 
+from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.comm.ledger import Total
 from meshcomm.comm.site import line_of
-from meshcomm.comm.verdict import name_of_rank
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
 

@@ -237,15 +237,6 @@ class Handle(Generic[T]):
             )
 
 
-def broken(error: BaseException) -> bool:
-    """Whether the backend says that a connection ended, not that time ran out."""
-    text = str(error).lower()
-    return any(
-        word in text
-        for word in ("connection closed", "connection reset", "connection refused", "broken pipe")
-    )
-
-
 def failure(where: str, error: BaseException) -> CommunicationError:
     """The backend's error with the dim, the coords and the operation around it."""
     first = str(error).strip().splitlines()

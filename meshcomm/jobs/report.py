@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshcomm.comm.verdict import doing, name_of_rank, verdict
+from meshcomm.comm.diagnosis import doing_of, name_of_rank, root_cause
 from meshcomm.errors import LaunchError
 
 
@@ -36,9 +36,9 @@ def read_reports(folder: Path) -> dict[int, Any]:
 
 
 def report(folder: Path) -> str:
-    """The verdict of the reports in a folder, as text."""
+    """What the reports in a folder say together, as text."""
     statuses = read_reports(folder)
-    lines = [f"{len(statuses)} report(s) in {folder}", *verdict(statuses)]
+    lines = [f"{len(statuses)} report(s) in {folder}", *root_cause(statuses)]
     for rank, status in statuses.items():
         if status["failed"] is not None:
             failed = status["failed"]
@@ -47,5 +47,5 @@ def report(folder: Path) -> str:
                 f"{failed['label']}, at {failed['site']}: {' '.join(failed['error'])}"
             )
         else:
-            lines.append(f"{name_of_rank(rank, status)} {doing(status)}")
+            lines.append(f"{name_of_rank(rank, status)} {doing_of(status)}")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm.verdict import name_of_rank
+from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.layout import Group, Layout, Plan
 from meshcomm.mesh.agree import agree
@@ -22,7 +22,7 @@ from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rendezvous import Meeting, say_prefix, start_default_group
 from meshcomm.mesh.runtime import Watching, World, prefixed
 from meshcomm.mesh.source import Settings
-from meshcomm.mesh.watch import Watch
+from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
     settings, joined, plan, device = agreed.settings, agreed.joined, agreed.plan, agreed.device
     rank, store, prefix = agreed.rank, agreed.store, agreed.prefix
     bind = settings.process.device_id is not False and device.type != "cpu"
-    connecting = gloo_defaults(joined.launch.one_host)
+    one_host = joined.launch.one_host
     groups_store = dist.PrefixStore("groups", store)
 
     def create(group: Group, split: bool) -> Transport:
-        with _applied(connecting):
+        with _applied(gloo_defaults(one_host, len(group.ranks))):
             return open_group(group, rank, groups_store, prefix, device, split)
 
-    with _applied(connecting):
-        owned = not dist.is_initialized()
-        try:
-            if owned:
+    owned = not dist.is_initialized()
+    try:
+        if owned:
+            with _applied(gloo_defaults(one_host)):
                 start_default_group(
                     joined,
                     dist.PrefixStore("world", store),
@@ -117,32 +117,32 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
                     settings.mesh.timeout_s,
                     bind,
                 )
-                say_prefix(prefix)
-        except RuntimeError as error:
-            if dist.is_initialized():
+            say_prefix(prefix)
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise CommunicationError(
+            f"rank {rank} could not start torch's default group",
+            given=str(error).splitlines()[0],
+            expected=f"backend {plan.defaults.backend} to start, and a store that answers",
+            hint="look for the first error of the process that holds the store",
+        ) from error
+    whole_world = plan.layout.world_size == joined.world_size
+    transports: dict[str, Transport] = {}
+    if agreed.is_member:
+        try:
+            transports = create_transports(
+                plan,
+                rank,
+                device=device,
+                whole_world=whole_world,
+                create=create,
+                existing=_existing(source, plan, rank),
+            )
+        except BaseException:
+            if owned:
                 dist.destroy_process_group()
-            raise CommunicationError(
-                f"rank {rank} could not start torch's default group",
-                given=str(error).splitlines()[0],
-                expected=f"backend {plan.defaults.backend} to start, and a store that answers",
-                hint="look for the first error of the process that holds the store",
-            ) from error
-        whole_world = plan.layout.world_size == joined.world_size
-        transports: dict[str, Transport] = {}
-        if agreed.is_member:
-            try:
-                transports = create_transports(
-                    plan,
-                    rank,
-                    device=device,
-                    whole_world=whole_world,
-                    create=create,
-                    existing=_existing(source, plan, rank),
-                )
-            except BaseException:
-                if owned:
-                    dist.destroy_process_group()
-                raise
+            raise
 
     def on_close() -> None:
         close_transports(transports)
@@ -164,7 +164,7 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
             # A cause that is still silent, a grace after the timeout, will not speak.
             end_rank(error, joined.launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
 
-        watch = Watch(
+        watch = Watchdog(
             watched,
             rank,
             coords,

@@ -117,13 +117,19 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
     return variables
 
 
-def gloo_defaults(one_host: bool) -> dict[str, str]:
-    """How Gloo connects unless the user says otherwise.
+# Every rank of a group that connects while it is made holds a socket to every other rank.
+EAGER_RANKS: Final = 64
 
-    Pairs of ranks connect when they first talk instead of all with all at the start. On one host
-    it stays on the loopback interface, which needs no host name that resolves and no open port.
+
+def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
+    """How the ranks of a Gloo group connect unless the user says otherwise.
+
+    All with all while the group is made, as Gloo then ends every call at its timeout; a group of more than
+    64 ranks, and the default group (ranks: None), when two ranks first talk. On one host Gloo stays on the
+    loopback interface, which needs no host name that resolves and no open port.
     """
-    variables = {"TORCH_GLOO_LAZY_INIT": "1"}
+    lazy = ranks is None or ranks > EAGER_RANKS
+    variables = {"TORCH_GLOO_LAZY_INIT": "1" if lazy else "0"}
     if one_host and (loopback := _loopback()) is not None:
         variables["GLOO_SOCKET_IFNAME"] = loopback
     return variables

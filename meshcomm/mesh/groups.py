@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshcomm.comm.failed_call import INTERFACES, Reason, reason_of
 from meshcomm.errors import CommunicationError, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.mesh.devices import backend_on
@@ -84,7 +85,9 @@ def open_group(
             f"rank {rank} could not create the group {group.label}",
             given=f"{options.backend}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
-            hint="look at the first error of the other ranks; check backend and network",
+            hint=INTERFACES
+            if reason_of(error) is Reason.UNREACHABLE
+            else "look at the first error of the other ranks; check backend and network",
         ) from error
     return ProcessGroupTransport(handle, backend_on(options.backend, device), device, owned=True)
 

@@ -98,6 +98,3 @@ class Transport(ABC):
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
         """`start` for many calls of one kind, their options made once; None where there is no shorter way."""
         return None
-
-    def break_off(self, peers: Any, connected: bool, over: Callable[[], bool]) -> None:
-        return

@@ -22,8 +22,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.futures import Future
 
-from meshcomm.transport.gloo_waits import Address, address_in
-
 __all__ = [
     "GroupHooks",
     "SoloGroup",
@@ -37,7 +35,6 @@ __all__ = [
     "flash_attention_backward",
     "forget_device_meshes",
     "forward_mode",
-    "gloo_address",
     "has_flash_attention",
     "live_groups",
     "options_type",
@@ -158,16 +155,6 @@ def default_store() -> dist.Store:
 def backend_of(group: dist.ProcessGroup) -> str:
     """The backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
-
-
-def gloo_address(group: dist.ProcessGroup, coord: int) -> Address | None:
-    """Where the rank `coord` of a Gloo group listens, as it has told the group's store; None where it has not."""
-    try:
-        # Gloo serves every device by one object, which torch makes for the first.
-        store, key = group.get_group_store(), f"cpu//0/{coord}"
-        return address_in(store.get(key)) if store.check([key]) else None
-    except (AttributeError, RuntimeError, ValueError):
-        return None
 
 
 def live_groups() -> int:

@@ -12,7 +12,6 @@ from meshcomm.mesh import Mesh
 from tests.faults.death_rows import peers
 from tests.faults.row import (
     DIFFERS_S,
-    FIRST_S,
     MISSING_S,
     TIMEOUT_S,
     Program,
@@ -320,7 +319,7 @@ ROWS = [
             _first_call(stays_s),
             {0: "CollectiveTimeout|PeerLost", 1: "", 2: "", 3: ""},
             (1,),
-            FIRST_S,
+            MISSING_S,
         )
         for word, stays_s in (("before", 1.0), ("after", TIMEOUT_S + 2))
     ),

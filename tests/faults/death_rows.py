@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshcomm.layout import Layout
 from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import FIRST_S, MISSING_S, TIMEOUT_S, End, Program, Rank, Row
+from tests.faults.row import MISSING_S, TIMEOUT_S, End, Program, Rank, Row
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
@@ -101,7 +101,7 @@ def _before_the_first_call(how: End) -> Row:
         program,
         peers(dims, "tp", 1, "PeerLost"),
         (1,),
-        FIRST_S,
+        MISSING_S,
     )
 
 

@@ -25,10 +25,6 @@ TIMEOUT_S: Final = 2.0
 DIFFERS_S: Final = 2.0
 MISSING_S: Final = TIMEOUT_S + 2.0
 
-# A first call on a group that Gloo holds while it connects: half a second after the timeout that wait is
-# ended, and then the others are asked.
-FIRST_S: Final = TIMEOUT_S + 2.5
-
 Program: TypeAlias = Callable[["Rank"], object]
 End: TypeAlias = Literal["SIGKILL", "SIGSTOP"]
 # Who holds the store: the test (as a launcher's agent does), a process of its own, rank 0, or nobody,

@@ -274,7 +274,8 @@ who came with what, and all raise what it found.
 ## Connections
 """
 _ASSUMED: Final = """\
-Besides these, each rank has one connection to the store. Gloo under meshcomm connects two ranks when they first talk (`TORCH_GLOO_LAZY_INIT=1` while its groups are made, unless you set it):
+Besides these, each rank has one connection to the store. Counted with `TORCH_GLOO_LAZY_INIT=1`, with which Gloo connects two ranks when they first talk. meshcomm does so, unless you set it, for
+the default group and for groups of more than 64 ranks; those of up to 64 connect all with all while they are made, one address read and one connection for each other rank. Lazily connected,
 all_reduce, all_gather and reduce_scatter need the neighbours of a ring; an all_to_all along a dim connects its ranks all with all.
 
 ## What is assumed

@@ -1,0 +1,480 @@
+"""Each rank has a thread that answers what it is doing, also while it is blocked, and one that ends what the backend holds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, final
+from weakref import WeakMethod, ref
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
+from meshcomm.comm.failed_call import FailedCall, Reason, reason_of
+from meshcomm.comm.handle import failure
+from meshcomm.comm.message_check import MessageCheck
+from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.site import line_of
+from meshcomm.comm.stragglers import host
+from meshcomm.errors import CallMismatchError, MeshcommError
+from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.mesh.status_query import StatusQuery
+from meshcomm.transport import Transport
+from meshcomm.transport.torch_private import calls_under_way
+
+# A call that its backend has not given up so long after the group's timeout: it never will.
+GRACE_S: Final = 5.0
+
+# How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
+_CLOSES_S: Final = 10.0
+
+# Collectives of each group whose operation and callsite a rank tells the others.
+_RECENT: Final = 16
+
+_PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
+_COMM: Final = f"{_PACKAGE}comm{os.sep}"
+_TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
+_C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
+_LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
+
+
+@final
+class Watchdog:
+    """Answers for one rank, asks for it, and ends its process where the backend holds a call for ever.
+
+    A rank whose call failed sets a key for each rank that it asks. Every rank looks at its own key a few times a
+    second (less often in large worlds, so that the store sees 20,000 looks a second at most), and answers with
+    its last calls on each group and the line that its program is at. Both threads end when the mesh is closed, or
+    is gone without.
+
+    Args:
+        store: a torch store under a prefix of this mesh's own.
+        coords: of this rank, by dim.
+        reports: folder for this rank's report, written when it asks or is asked; "": none.
+        compared: how many messages of each pair of ranks are compared at most; None: all.
+        timeouts: seconds by the label of a group.
+        end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
+        alone: the other ranks are no processes, and nobody there says what it does.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        coords: dict[str, int],
+        world_size: int,
+        reports: str,
+        compared: int | None,
+        timeouts: Callable[[str], float],
+        end: Callable[[MeshcommError], None],
+        alone: bool = False,
+    ) -> None:
+        self.timed = True
+        self._store = store
+        self._rank = rank
+        self._coords = coords
+        self._reports = reports
+        self._compared = compared
+        self._interval = max(0.25, world_size / 20_000)
+        self._recorders: list[tuple[Recorder, float]] = []
+        self._timeouts = timeouts
+        self._end = end
+        self._failed: dict[str, Any] | None = None
+        self._timer = CallTimer()
+        self._main = threading.get_ident()
+        self._stop = threading.Event()
+        self._query = StatusQuery(store, rank, self._interval)
+        self._silent = False
+        self._answered = self._failures = 0
+        self._alone = alone
+        own = dist.PrefixStore("desync", store)
+        self._desync = DesyncMonitor(own, rank, coords, self._recorders, world_size)
+        # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
+        self._threads = [
+            threading.Thread(
+                target=_poll, args=(ref(self), look, self._stop, self._interval), name=name, daemon=True
+            )
+            for name, look in (("meshcomm-answer", Watchdog._answer), ("meshcomm-watchdog", Watchdog._look))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._at_exit = partial(_close, ref(self))
+        atexit.register(self._at_exit)
+
+    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
+        """A recorder for one more group, which `transport` carries."""
+        check = None
+        if self._compared != 0:
+            store = dist.PrefixStore("messages", self._store)
+            check = MessageCheck(store, label, ranks, self._rank, self._compared)
+        # Weak, as a group outlives a mesh that is dropped without being closed.
+        inquire = WeakMethod(self._inquire)
+
+        def inquire_if_alive(recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
+            found = inquire()
+            return failure(where, error) if found is None else found(recorder, where, error)
+
+        recorder = Recorder(label, ranks, inquire_if_alive, check)
+        self._recorders.append((recorder, self._timeouts(label)))
+        return recorder
+
+    def noted(self, step: int) -> None:
+        """All groups have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
+        self._desync.noted(step)
+
+    def before_leaving(self) -> CallMismatchError | None:
+        """The error where ranks differ in a step, as far as can be known within seconds, and it was not raised."""
+        return None if self._alone else self._desync.before_leaving()
+
+    def explain(self, error: BaseException) -> MeshcommError | None:
+        """The error to raise from `error`, by which the program leaves the mesh; None where there is nothing to add.
+
+        There is where a backend gave up a call that was made past the mesh, on a group of the mesh.
+        """
+        if not isinstance(error, RuntimeError) or reason_of(error) is Reason.OTHER or self._stop.is_set():
+            return None
+        begun = {
+            recorder: recorder.began(recorder.started)
+            for recorder, _ in self._recorders
+            if _foreign(recorder)
+        }
+        if not begun:
+            return None
+        recorder = max(begun, key=lambda each: begun[each])
+        return self._inquire(recorder, self._past(recorder), error)
+
+    def close(self) -> None:
+        """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
+        if self._stop.is_set():
+            return
+        atexit.unregister(self._at_exit)
+        # The store may end with this rank, and others are still to read what was found.
+        time.sleep(self._desync.linger_s)
+        self._stop.set()
+        store, last = self._store, json.dumps({**self.status(), "closed": True, "raised": _raised()})
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"closed/{self._rank}", last)
+
+        # Nobody waits for a store that has stopped answering, least of all for one that was found so.
+        telling = threading.Thread(target=tell, name="meshcomm-closed", daemon=True)
+        telling.start()
+        telling.join(0.0 if self._silent else _CLOSES_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(0.0 if telling.is_alive() else 5.0)
+        for recorder, _ in self._recorders:
+            recorder.close()
+        # One where nobody answers, in place of a connection.
+        self._store = dist.HashStore()
+        self._query = StatusQuery(self._store, self._rank, self._interval)
+        self._desync.let_go()
+
+    # -- answering --------------------------------------------------------------------------------------
+
+    def _answer(self) -> bool:
+        """Answer what was asked; whether to look again."""
+        try:
+            while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
+                self._answered += 1
+                self._store.set(f"answer/{self._rank}/{self._answered}", json.dumps(self.status()))
+                self._write()
+            if not self._alone:
+                self._desync.look(time.monotonic())
+        except RuntimeError:
+            # Torch prints a trace each time that a store is gone for good.
+            self._failures += 1
+            if self._failures > 1 and not self._stop.is_set():
+                who = name_of_rank(self._rank, {"coords": self._coords})
+                print(
+                    f"meshcomm: {who} has lost the job's store; it no longer answers others", file=sys.stderr
+                )
+            return self._failures < 2
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """What this rank is doing, as plain data."""
+        return {
+            "rank": self._rank,
+            "coords": self._coords,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "time": time.time(),
+            "main": _main_line(self._main),
+            "torch": calls_under_way() if _in_torch(self._main) else [],
+            "failed": self._failed,
+            "differs": self._desync.found,
+            "groups": [{**each.status(), "recent": _recent(each)} for each, _ in self._recorders],
+        }
+
+    def _write(self) -> bool:
+        """Whether this rank's report is there now: its status and its last calls, with the clock of their times."""
+        if not self._reports:
+            return False
+        past = [call for each, _ in self._recorders for call in each.history()]
+        now = time.perf_counter()
+        report = {
+            **self.status(),
+            "clock": {"host": str(host()), "now_s": now, "ahead_s": time.time() - now},
+            "history": sorted(past, key=lambda call: call["began"]),
+        }
+        folder = Path(self._reports)
+        # A report that cannot be written must not hide the error that it is about.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            half = folder / f".rank{self._rank}.json"
+            half.write_text(json.dumps(report, indent=1))
+            half.replace(folder / f"rank{self._rank}.json")
+            return True
+        return False
+
+    # -- watching the backend ---------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Look for a call that its backend holds, and end the process; whether to look again."""
+        late = self._timer.find(self._recorders, time.monotonic())
+        if late is None:
+            return True
+        recorder, call = late
+        past = call is _work_past(recorder)
+        if _is_inside(_C10D if past else _COMM):
+            error = self._held(recorder)
+            # Asking took a while, in which the backend may have given up or come to its end.
+            if self._timer.is_under_way(recorder, call):
+                self._end(error)
+                return False
+            return True
+        # Either way the program is not blocked in it.
+        self._timer.gave_up(recorder)
+        if past:
+            error = self._diagnosed(
+                recorder, self._past(recorder), TimeoutError("its backend has not given it up")
+            )
+            print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
+        return True
+
+    def _held(self, recorder: Recorder) -> MeshcommError:
+        where = f"a call inside the backend at {_main_line(self._main)}"
+        error = self._diagnosed(
+            recorder, where, TimeoutError("the backend does not return; the process was ended")
+        )
+        error.given = f"{error.given}\nthe backend is past its timeout and does not return: the process ends"
+        return error
+
+    # -- asking -----------------------------------------------------------------------------------------
+
+    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        """What each of `ranks` that answers is doing; may wait for seconds."""
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            return {} if self._alone else self._query.limited(lambda: self._query.ask(ranks))
+        return {}
+
+    def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
+        """The error for a call that failed: who has not come, and what they do instead."""
+        self._timer.gave_up(recorder)
+        return self._diagnosed(recorder, where, error)
+
+    def _diagnosed(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
+        failed = FailedCall(recorder, where, error)
+        if failed.reason is Reason.OTHER:
+            return failed.other()
+        # What fails after the first failure mostly follows from it.
+        self._failed = self._failed or failed.facts()
+        reported = self._write()
+        found: dict[str, Any] = {}
+        try:
+            if self._desync.found is None:
+                found = self._query.limited(lambda: self._found(failed))
+        except (TimeoutError, RuntimeError) as lost:
+            self._silent = isinstance(lost, TimeoutError)
+        self._desync.found = self._desync.found or found.get("differs")
+        cause = self._desync.cause({self._rank: self.status()})
+        if cause is not None:
+            return cause
+        if not found:
+            return failed.unasked(self._rank, self._silent)
+        return failed.error(Diagnosis(**found["diagnosis"]), self._reports if reported else "")
+
+    def _found(self, failed: FailedCall) -> dict[str, Any]:
+        """What one rank of the group finds out for all, or for a message this rank for itself."""
+
+        def make() -> dict[str, Any]:
+            statuses = {**self._query.ask(failed.asks(self._rank)), self._rank: self.status()}
+            self._desync.cause(statuses)
+            return {
+                "differs": self._desync.found,
+                "diagnosis": failed.diagnosis(self._rank, statuses)._asdict(),
+            }
+
+        if failed.waiting is not None:
+            return make()
+        found = self._query.shared(f"{failed.label}/{failed.number}", make)
+        # From a failure of the same call before this rank came to it, as by a handle's own short timeout.
+        stale = self._rank in found["diagnosis"]["missing"]
+        return make() if stale else found
+
+    def _past(self, recorder: Recorder) -> str:
+        """What opens an error about the last call on a group, which was made past the mesh."""
+        last = recorder.last() or {"call": "a call", "dim": "?"}
+        who = name_of_rank(self._rank, {"coords": self._coords})
+        return f'{last["call"]} made past the mesh along "{last["dim"]}" on {who}'
+
+
+@final
+class CallTimer:
+    """Since when is each group's blocking call, or the wait for one, under way?
+
+    `find` is called again and again, from another thread than the one that is blocked; a call counts from when it
+    was first seen.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Recorder, tuple[Any, float]] = {}
+        self._given_up: dict[Recorder, Any] = {}
+
+    def gave_up(self, recorder: Recorder) -> None:
+        """The backend has given up the call under way, whose error is being made: it is not overdue."""
+        self._given_up[recorder] = _under_way(recorder)
+
+    def find(self, recorders: Iterable[tuple[Recorder, float]], now: float) -> tuple[Recorder, Any] | None:
+        """The first call that is under way for longer than its group's timeout and a grace. now: in seconds.
+
+        recorders: with the timeouts of their groups, in seconds.
+        """
+        for recorder, timeout_s in recorders:
+            call = _under_way(recorder)
+            seen, since = self._seen.get(recorder, (None, now))
+            if call is None or _same(self._given_up.get(recorder), call):
+                self._seen.pop(recorder, None)
+            elif not _same(seen, call):
+                self._seen[recorder] = (call, now)
+            elif now - since > timeout_s + GRACE_S:
+                # Its backend is asked no sooner: that may disturb the capture of a CUDA graph.
+                if call is not _work_past(recorder) or not call.is_completed():
+                    return recorder, call
+                self.gave_up(recorder)
+        return None
+
+    def is_under_way(self, recorder: Recorder, call: Any) -> bool:
+        """Whether the rank is still in `call`, which the backend has not given up."""
+        now = _under_way(recorder)
+        return now is not None and _same(call, now) and not _same(self._given_up.get(recorder), now)
+
+
+# -- the recorder, as it is seen from other threads -------------------------------------------------------
+
+
+def _under_way(recorder: Recorder) -> Any:
+    """The call or message that blocks the rank now, or a Work of a call made past the mesh; None: none is known."""
+    if recorder.under_way is not None:
+        return recorder.started
+    if recorder.messages.waiting is not None:
+        return recorder.messages.waiting
+    # A copy, as the program may make the first call of a kind meanwhile.
+    waits = (total.waiting for total in list(recorder.totals.values()))
+    return next((later for later in waits if later is not None), None) or _work_past(recorder)
+
+
+def _work_past(recorder: Recorder) -> Any:
+    """The last Work of a call on the group that was made past the mesh; None: there is none, or it is known to be over."""
+    return recorder.work
+
+
+def _same(one: Any, other: Any) -> bool:
+    """The same number, or the same object, is the same call."""
+    return bool(one == other) if isinstance(other, int) else one is other
+
+
+def _foreign(recorder: Recorder) -> bool:
+    """Whether the last call on the group was made past the mesh, and is under way or has failed."""
+    work = _work_past(recorder)
+    return work is not None and not (work.is_completed() and work.exception() is None)
+
+
+def _recent(recorder: Recorder) -> list[tuple[int, str, str]]:
+    """Sequence number, operation and callsite of the group's last collectives, but those that were refused."""
+    found = []
+    for number in recorder.remembered()[-_RECENT:]:
+        entry = recorder.ring[number % len(recorder.ring)]
+        if entry is not None and number not in recorder.refused:
+            found.append((number, entry[0].call, f"{entry[2].co_filename}:{line_of(entry[2], entry[3])}"))
+    return found
+
+
+# -- threads ----------------------------------------------------------------------------------------------
+
+
+def _poll(
+    watchdog: ref[Watchdog], look: Callable[[Watchdog], bool], stop: threading.Event, interval_s: float
+) -> None:
+    while not stop.wait(interval_s):
+        alive = watchdog()
+        if alive is None or not look(alive):
+            return
+        del alive
+
+
+def _close(watchdog: ref[Watchdog]) -> None:
+    alive = watchdog()
+    if alive is not None:
+        alive.close()
+
+
+def _raised() -> str:
+    """The error that the program is leaving by, in one line, "" where it is in none."""
+    error = sys.exception()
+    if error is None or isinstance(error, SystemExit):
+        return ""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _in_torch(thread: int) -> bool:
+    """Whether the program is inside torch now: its recorder also keeps calls that are over."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _is_inside(files: str | tuple[str, ...]) -> bool:
+    """Whether some thread is in a call of these files, and has not come back to the program, as by a signal's handler."""
+    return any(_innermost(frame, files) for frame in sys._current_frames().values())
+
+
+def _innermost(frame: FrameType | None, files: str | tuple[str, ...]) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(files):
+            return True
+        if not _is_not_the_programs(file):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _is_not_the_programs(file: str) -> bool:
+    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
+    of_python = file.startswith(_LIBRARY) and "-packages" not in file
+    return file.startswith((_PACKAGE, _TORCH)) or of_python
+
+
+def _main_line(thread: int) -> str:
+    """file:line and function of the innermost frame of the program itself."""
+    inner = sys._current_frames().get(thread)
+    frame = inner
+    while frame is not None and _is_not_the_programs(frame.f_code.co_filename):
+        frame = frame.f_back
+    chosen = frame if frame is not None else inner
+    if chosen is None:
+        return "an unknown line"
+    return f"{chosen.f_code.co_filename}:{chosen.f_lineno} in {chosen.f_code.co_name}"
