@@ -33,7 +33,7 @@ from meshcomm.bench.algorithms import algorithms
 from meshcomm.comm import scheduled
 from meshcomm.errors import AutogradError, CallMismatchError, LayoutError, UnmatchedMessage, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.simulator.running import run_ranks
+from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "algorithms.md"
@@ -388,11 +388,11 @@ def test_the_simulator_counts_what_the_formulas_say(n: int) -> None:
                 x = torch.arange(length, dtype=torch.float64) + mesh.rank
                 return scheduled.all_reduce(mesh._at["dp"], x, "sum", None, name, inner, chunks).tolist()  # type: ignore[arg-type]
 
-        results, ledger = run_ranks(body, n, 0, 30.0)
+        results, traffic = run_ranks(body, n, 0, 30.0)
         wanted = [n * i + n * (n - 1) / 2 for i in range(length)]
         assert results == [wanted] * n
         sent, messages = [0] * n, [0] * n
-        for (rank, _, kind), (count, nbytes) in ledger.calls.items():
+        for (rank, _, kind), (count, nbytes) in traffic.calls().items():
             assert kind == "send"
             sent[rank], messages[rank] = nbytes, count
         counts = interpret(schedule, 8 * length, 8)

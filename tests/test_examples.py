@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshcomm
 from meshcomm.config import load
-from meshcomm.simulator.running import world_size_of
-from meshcomm.simulator.script import simulate_script
+from meshcomm.simulator.run import simulate_script, world_size_of
 from meshcomm.testing import Pool
 
 ROOT = Path(__file__).parent.parent

@@ -24,8 +24,8 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.errors import BarrierTimeout, MeshcommError, RankFailed, StoreTimeout, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.simulator.reduction import reduced
-from meshcomm.simulator.script import simulate_script
+from meshcomm.simulator.gloo_order import reduced
+from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
 from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
 from tests import random_programs, test_all_collectives, test_collectives

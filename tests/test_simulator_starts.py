@@ -11,7 +11,7 @@ import torch
 import meshcomm
 from meshcomm.errors import DeadlockError
 from meshcomm.mesh import Mesh
-from meshcomm.simulator.starts import Call, Start, Starts
+from meshcomm.simulator.start_order import Call, Start, StartOrder
 
 
 def both(mesh: Mesh, same: bool) -> float:
@@ -64,7 +64,7 @@ def test_the_graph_against_taking_calls_away(seed: int) -> None:
             if at + 1 < len(own) and own[at][0] != own[at + 1][0]:
                 own[at], own[at + 1] = own[at + 1], own[at]
         orders[rank] = own
-    starts, places = Starts(), dict.fromkeys(orders, 0)
+    starts, places = StartOrder(), dict.fromkeys(orders, 0)
     error = None
     while error is None and (left := [rank for rank in orders if places[rank] < len(orders[rank])]):
         rank = draw.choice(left)

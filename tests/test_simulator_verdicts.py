@@ -25,7 +25,7 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
-from meshcomm.simulator.circle import find_circle
+from meshcomm.simulator.diagnosis import find_circle
 from tests import planted_bugs
 from tests.planted_bugs import DIMS, MERGE, PROGRAMS, one
 

@@ -11,7 +11,7 @@ import pytest
 from meshcomm import MeshConfig, load, simulate
 from meshcomm.errors import LaunchError, RankFailed
 from meshcomm.mesh.source import MeshOnly, Settings, settings_of
-from meshcomm.simulator.script import simulate_script
+from meshcomm.simulator.run import simulate_script
 
 CONFIG = (
     '[mesh]\ndims = { dp = 2, tp = 2 }\ndevice = "cpu"\ntimeout_s = 30\n[mesh.options.dp]\ntimeout_s = 60\n'

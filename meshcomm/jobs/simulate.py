@@ -24,7 +24,7 @@ def simulate(
     """
     from contextlib import nullcontext, redirect_stdout
 
-    from meshcomm.simulator.script import simulate_script
+    from meshcomm.simulator.run import simulate_script
 
     with redirect_stdout(sys.stderr) if quiet else nullcontext():
         return simulate_script(config, script, arguments, overrides, world, seed, explore)

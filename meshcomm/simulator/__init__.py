@@ -1,5 +1,5 @@
 """All ranks of a mesh in one process: real data, real control flow, and deadlocks that are proved."""
 
-from meshcomm.simulator.running import simulate
+from meshcomm.simulator.run import simulate
 
 __all__ = ["simulate"]

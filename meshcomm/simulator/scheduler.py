@@ -1,4 +1,4 @@
-"""Ranks as threads of which exactly one runs: who is next, and when nobody can be."""
+"""Ranks as threads of which exactly one runs: which rank runs next, and what happens when none can."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, final
 
 from meshcomm.errors import UnsupportedOp
-from meshcomm.simulator.own import Own
+from meshcomm.simulator.rank_locals import RankLocals
 
 # Ranks keep little on the stack; what Python calls in Python is not there at all.
 _STACK_BYTES: Final = 4 * 1024 * 1024
 
-# So many questions in a row with nothing happening between them: nothing will.
+# After so many polls in a row with nothing between them, nothing will happen.
 _POLLS: Final = 1_000
 
 
@@ -37,52 +37,48 @@ class Actor:
     """One simulated process.
 
     wait: what it waits for, None while it runs or could. ended: its program is over, with `result`
-    or `error`. open: what it started and has not waited for, in order.
-    coords: by dim, in the first mesh that it was a member of.
+    or `error`. unwaited: the works of asynchronous calls and messages not waited for yet, in order.
+    coords: by dim, in the first mesh that it was a member of. saved: its state while it does not run.
     """
 
     __slots__ = (
-        "coords",
-        "ended",
-        "error",
-        "ident",
-        "lock",
-        "open",
-        "own",
-        "rank",
-        "result",
-        "thread",
-        "wait",
-    )
+        "coords", "ended", "error", "ident", "lock", "rank", "result", "saved", "thread", "unwaited", "wait",
+    )  # fmt: skip
 
-    def __init__(self, rank: int, own: Own) -> None:
+    def __init__(self, rank: int, saved: RankLocals) -> None:
         self.rank = rank
-        self.own = own
+        self.saved = saved
         self.coords: dict[str, int] = {}
         self.thread: threading.Thread | None = None
         self.ident = 0
         self.lock = threading.Lock()
         self.lock.acquire()
         self.wait: Wait | None = None
-        self.open: dict[int, Any] = {}
+        self.unwaited: dict[int, Any] = {}
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
 
+    @property
+    def name(self) -> str:
+        """`rank 5 (dp=1 tp=0)`."""
+        inner = " ".join(f"{dim}={coord}" for dim, coord in self.coords.items())
+        return f"rank {self.rank} ({inner})" if inner else f"rank {self.rank}"
+
 
 @final
 class Scheduler:
-    """Hands one baton round. A rank runs until it must wait; then a seeded choice says who is next.
+    """Passes one baton. A rank runs until it has to wait; then a seeded choice says who is next.
 
-    judge: called when nobody can run and not all have ended; it lets somebody run again and returns
-           None, or returns the error that ends the simulation.
+    diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
+              returns the error that ends the simulation.
     """
 
-    def __init__(self, actors: list[Actor], seed: int, judge: Callable[[], BaseException | None]) -> None:
+    def __init__(self, actors: list[Actor], seed: int, diagnose: Callable[[], BaseException | None]) -> None:
         self.actors = actors
         self.over = False
-        self.verdict: BaseException | None = None
-        self._judge = judge
+        self.error: BaseException | None = None
+        self._diagnose = diagnose
         self._random = random.Random(seed)
         self._ready = list(actors)
         self._left = len(actors)
@@ -96,7 +92,7 @@ class Scheduler:
     def run(self, body: Callable[[Actor], Any]) -> None:
         """Call `body` for every actor, each in a thread of its own; return when all have ended."""
         self._body = body
-        present = Own.present()
+        present = RankLocals.present()
         usual = threading.stack_size(_STACK_BYTES)
         try:
             first = self._next()
@@ -162,11 +158,6 @@ class Scheduler:
         actor.wait = None
         self._ready.append(actor)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nobody but the one that runs could run."""
-        return not self._ready
-
     def check_thread(self, actor: Actor) -> None:
         """Raise UnsupportedOp where another thread than the rank's own acts for it."""
         if threading.get_ident() != actor.ident:
@@ -185,12 +176,12 @@ class Scheduler:
         if self.over:
             raise Unwound
 
-    def stop(self, verdict: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
         """End the simulation: every rank that lives is unwound, one after the other."""
         if self.over:
             return
         self.over = True
-        self.verdict = verdict
+        self.error = error
         begun = [actor for actor in self._ready if actor.thread is not None]
         for actor in self.actors:
             if actor.wait is not None:
@@ -207,10 +198,10 @@ class Scheduler:
         following = self._next()
         if following is not actor:
             assert following is not None
-            actor.own.leave()
+            actor.saved.leave()
             self._hand_to(following)
             actor.lock.acquire()
-            actor.own.enter()
+            actor.saved.enter()
         if self.over:
             raise Unwound
 
@@ -221,13 +212,13 @@ class Scheduler:
             if self._left == 0:
                 return None
             try:
-                verdict = self._judge()
-                if verdict is None and not self._ready:
-                    verdict = AssertionError("the judge let nobody run and gave no verdict")
+                found = self._diagnose()
+                if found is None and not self._ready:
+                    found = AssertionError("the diagnosis woke no rank and returned no error")
             except BaseException as error:
-                verdict = error
-            if verdict is not None:
-                self.stop(verdict)
+                found = error
+            if found is not None:
+                self.stop(found)
         ready = self._ready
         place = int(self._random.random() * len(ready))
         ready[place], ready[-1] = ready[-1], ready[place]
@@ -245,7 +236,7 @@ class Scheduler:
 
     def _live(self, actor: Actor) -> None:
         actor.ident = threading.get_ident()
-        actor.own.enter()
+        actor.saved.enter()
         try:
             actor.result = self._body(actor)
         except Unwound:
@@ -254,7 +245,7 @@ class Scheduler:
             if not self.over:
                 actor.error = error
         try:
-            actor.own.leave()
+            actor.saved.leave()
             actor.ended = True
             self._left -= 1
             following = self._next()
@@ -262,7 +253,7 @@ class Scheduler:
                 self._hand_to(following)
         except BaseException as error:
             # Nobody is left who could hand the baton on; the caller must not wait for ever.
-            self.verdict, following = error, None
+            self.error, following = error, None
         if following is None:
             self._main.release()
 

@@ -1,4 +1,4 @@
-"""The job's store in one process: what a rank waits for in it, the scheduler knows."""
+"""The job's store in one process; the scheduler knows which rank waits for which key."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshcomm.simulator.scheduler import Actor, Scheduler
 
 
 @dataclass
-class Shelf:
-    """What all ranks share. came: who has written under a key. waits: who waits, by a key that is missing."""
+class InMemoryStore:
+    """What all ranks share. writers: the ranks that wrote a key. waits: who waits, by a key that is missing."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    came: dict[str, list[int]] = field(default_factory=dict)
+    writers: dict[str, list[int]] = field(default_factory=dict)
     waits: dict[str, list[StoreWait]] = field(default_factory=dict)
 
     def missing(self, keys: Sequence[str]) -> str | None:
@@ -30,6 +30,27 @@ class Shelf:
         if key is not None:
             self.waits.setdefault(key, []).append(wait)
         return key is not None
+
+    def expire(self, scheduler: Scheduler, under_s: float) -> bool:
+        """End the shortest wait of less than `under_s`, as time would; whether there was one.
+
+        Called when no rank can run: then only time can pass.
+        """
+        live = [
+            (wait.timeout_s, wait)
+            for waits in self.waits.values()
+            for wait in waits
+            if wait.actor.wait is wait
+        ]
+        timeout_s, first = min(live, key=lambda each: each[0], default=(under_s, None))
+        if first is None or timeout_s >= under_s:
+            return False
+        for waits in self.waits.values():
+            if first in waits:
+                waits.remove(first)
+        first.expired = True
+        scheduler.wake(first.actor)
+        return True
 
 
 @final
@@ -53,17 +74,17 @@ _Store: Any = dist.Store
 class SimulatedStore(_Store):  # type: ignore[misc]
     """One rank's view of the shared values, under a prefix. A torch store; PrefixStore works over it."""
 
-    def __init__(self, scheduler: Scheduler, actor: Actor, shelf: Shelf, prefix: str = "") -> None:
+    def __init__(self, scheduler: Scheduler, actor: Actor, shared: InMemoryStore, prefix: str = "") -> None:
         super().__init__()
         self._scheduler = scheduler
         self._actor = actor
-        self._shelf = shelf
+        self._shared = shared
         self._prefix = prefix
         self._timeout = timedelta(days=1)
 
     def prefixed(self, prefix: str) -> SimulatedStore:
         """The same store, keys under `prefix`."""
-        return SimulatedStore(self._scheduler, self._actor, self._shelf, f"{self._prefix}{prefix}/")
+        return SimulatedStore(self._scheduler, self._actor, self._shared, f"{self._prefix}{prefix}/")
 
     @property
     def timeout(self) -> timedelta:
@@ -79,21 +100,21 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         self._await([key], self._timeout)
-        return self._shelf.values[self._prefix + key]
+        return self._shared.values[self._prefix + key]
 
     def add(self, key: str, amount: int) -> int:
         self._touch()
-        total = int(self._shelf.values.get(self._prefix + key, b"0")) + amount
+        total = int(self._shared.values.get(self._prefix + key, b"0")) + amount
         self._write(key, str(total).encode())
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
         self._touch()
-        self._write(key, self._shelf.values.get(self._prefix + key, b"") + _bytes(value))
+        self._write(key, self._shared.values.get(self._prefix + key, b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         self._touch()
-        held = self._shelf.values.get(self._prefix + key)
+        held = self._shared.values.get(self._prefix + key)
         if held is None and _bytes(expected):
             # Reading by comparing is how the mesh's store looks at a key.
             self._ask([key])
@@ -115,14 +136,14 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         self._touch()
-        return self._shelf.values.pop(self._prefix + key, None) is not None
+        return self._shared.values.pop(self._prefix + key, None) is not None
 
     # What torch calls when a PrefixStore deletes.
     deleteKey = delete_key
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self._await(keys, self._timeout)
-        return [self._shelf.values[self._prefix + key] for key in keys]
+        return [self._shared.values[self._prefix + key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -130,7 +151,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def list_keys(self) -> list[str]:
         self._touch()
-        found = [key for key in self._shelf.values if key.startswith(self._prefix)]
+        found = [key for key in self._shared.values if key.startswith(self._prefix)]
         return [key.removeprefix(self._prefix) for key in found]
 
     def num_keys(self) -> int:
@@ -148,16 +169,16 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._scheduler.maybe_pause(self._actor)
 
     def _there(self, keys: Sequence[str]) -> bool:
-        return self._shelf.missing([self._prefix + key for key in keys]) is None
+        return self._shared.missing([self._prefix + key for key in keys]) is None
 
     def _write(self, key: str, value: bytes) -> None:
         self._scheduler.check()
         whole = self._prefix + key
-        self._shelf.values[whole] = value
-        self._shelf.came.setdefault(whole, []).append(self._actor.rank)
-        for wait in self._shelf.waits.pop(whole, ()):
+        self._shared.values[whole] = value
+        self._shared.writers.setdefault(whole, []).append(self._actor.rank)
+        for wait in self._shared.waits.pop(whole, ()):
             # A rank that was refused the wait does not wait.
-            if wait.actor.wait is wait and not self._shelf.await_(wait):
+            if wait.actor.wait is wait and not self._shared.await_(wait):
                 self._scheduler.wake(wait.actor)
 
     def _ask(self, keys: Sequence[str]) -> None:
@@ -167,7 +188,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def _await(self, keys: Sequence[str], timeout: timedelta) -> None:
         self._touch()
         wait = self._wait_for(keys, timeout)
-        if not self._shelf.await_(wait):
+        if not self._shared.await_(wait):
             return
         self._scheduler.wait(self._actor, wait)
         if wait.expired:
@@ -177,28 +198,6 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> StoreWait:
         return StoreWait(self._actor, [self._prefix + key for key in keys], timeout.total_seconds())
-
-
-def expire(scheduler: Scheduler, shelf: Shelf, under_s: float) -> bool:
-    """End the shortest wait that lasts less than `under_s`, as time would; whether there was one.
-
-    Called when nobody can run: then only time can pass.
-    """
-    short = [
-        wait
-        for waits in shelf.waits.values()
-        for wait in waits
-        if wait.timeout_s < under_s and wait.actor.wait is wait
-    ]
-    if not short:
-        return False
-    first: StoreWait = min(short, key=lambda wait: wait.timeout_s)
-    for waits in shelf.waits.values():
-        if first in waits:
-            waits.remove(first)
-    first.expired = True
-    scheduler.wake(first.actor)
-    return True
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
+from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.handle import failure
 from meshcomm.comm.recorder import Recorder
+from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.devices import backend_on
 from meshcomm.mesh.launch_environment import Launch
-from meshcomm.simulator.desync import SimulatedSteps
-from meshcomm.simulator.mailbox import Mailbox
-from meshcomm.simulator.rendezvous import Rendezvous
+from meshcomm.simulator.group import SimulatedGroup
 from meshcomm.simulator.scheduler import Actor, Scheduler
-from meshcomm.simulator.starts import Starts
-from meshcomm.simulator.store import Shelf, SimulatedStore
-from meshcomm.simulator.traffic import Ledger
+from meshcomm.simulator.start_order import StartOrder
+from meshcomm.simulator.store import InMemoryStore, SimulatedStore
+from meshcomm.simulator.traffic import Traffic
 from meshcomm.simulator.transport import SimulatorTransport
 from meshcomm.transport import Transport
 
@@ -27,35 +27,72 @@ _CPU = torch.device("cpu")
 
 
 @final
-class Ground:
-    """What the ranks of one simulation share."""
+class SharedState:
+    """What the ranks of one simulation share.
+
+    groups: by prefix of the mesh, name and ranks; in the order of their first use.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.shelf = Shelf()
-        self.ledger = Ledger()
-        self.starts = Starts()
+        self.store = InMemoryStore()
+        self.traffic = Traffic()
+        self.start_order = StartOrder()
         self.steps = SimulatedSteps(scheduler)
-        # By prefix of the mesh, name and ranks; in the order of their first use.
-        self.groups: dict[tuple[str, str, tuple[int, ...]], tuple[Group, Rendezvous, Mailbox]] = {}
+        self.groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = {}
 
-    def group(self, prefix: str, group: Group) -> tuple[Rendezvous, Mailbox]:
-        """The one group that all its ranks mean."""
-        key = (prefix, group.name, group.ranks)
-        if key not in self.groups:
-            meets = Rendezvous(self.scheduler, group.name, group.label, group.ranks)
-            self.groups[key] = (group, meets, Mailbox(self.scheduler, group.label, group.ranks))
-        return self.groups[key][1:]
+
+@final
+class SimulatedSteps:
+    """The calls of each step of all ranks: compared when the last rank of a group ends the step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._coords: dict[tuple[str, int], Mapping[str, int]] = {}
+        # By mesh and group, then by rank.
+        self._groups: dict[tuple[str, str], dict[int, Recorder]] = {}
+
+    def add(self, prefix: str, rank: int, coords: Mapping[str, int], recorder: Recorder) -> None:
+        """One more group of `rank`, on the mesh with this prefix."""
+        self._coords[prefix, rank] = coords
+        self._groups.setdefault((prefix, recorder.label), {})[rank] = recorder
+
+    def noted(self, prefix: str, recorders: Sequence[Recorder]) -> None:
+        """A rank has ended a step: ends the simulation where it is the last of a group, and ranks differ."""
+        for recorder in recorders:
+            group = self._groups[prefix, recorder.label].values()
+            mine = recorder.steps
+            if len(group) < len(recorder.ranks) or any(other.steps.step < mine.step for other in group):
+                continue
+            sums = [other.steps.sums for other in group]
+            common = [last_common(mine.sums, each) for each in sums]
+            if all(mine.sums.get(at) == each.get(at) for at, each in zip(common, sums, strict=True)):
+                continue
+            error = self._error_of(prefix, recorder.label)
+            if error is not None:
+                self._scheduler.stop(error)
+                self._scheduler.check()
+
+    def error(self) -> CallMismatchError | None:
+        """Where ranks differ already, though not all have come as far: for ranks that can go no further."""
+        return next(filter(None, (self._error_of(*key) for key in self._groups)), None)
+
+    def _error_of(self, prefix: str, label: str) -> CallMismatchError | None:
+        group = self._groups[prefix, label]
+        ranks = next(iter(group.values())).ranks
+        histories = {rank: group[rank].steps.told() for rank in ranks if rank in group}
+        found = find_desync(label, histories, {rank: self._coords[prefix, rank] for rank in group})
+        return None if found is None else error_of(found)
 
 
 @final
 class SimulatedWorld:
     """One rank's World; see meshcomm.mesh.runtime."""
 
-    def __init__(self, ground: Ground, actor: Actor, size: int) -> None:
+    def __init__(self, shared: SharedState, actor: Actor, size: int) -> None:
         self.launch = Launch("simulator", actor.rank, size, actor.rank, size)
-        self.store: dist.Store = SimulatedStore(ground.scheduler, actor, ground.shelf)
-        self._ground = ground
+        self.store: dist.Store = SimulatedStore(shared.scheduler, actor, shared.store)
+        self._shared = shared
         self._actor = actor
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
@@ -64,17 +101,19 @@ class SimulatedWorld:
         return _CPU, str(dist.get_default_backend_for_device(device))
 
     def open(self, group: Group, prefix: str) -> SimulatorTransport:
-        meets, box = self._ground.group(prefix, group)
+        shared, key = self._shared, (prefix, group.name, group.ranks)
+        if key not in shared.groups:
+            shared.groups[key] = SimulatedGroup(shared.scheduler, group)
         backend = backend_on(group.options.backend, _CPU)
-        starts = self._ground.starts if "nccl" in backend else None
+        order = shared.start_order if "nccl" in backend else None
         return SimulatorTransport(
-            self._ground.scheduler, self._actor, meets, box, self._ground.ledger, backend, starts
+            shared.scheduler, self._actor, shared.groups[key], shared.traffic, backend, order
         )
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> SimulatedWatch:
         if not self._actor.coords:
             self._actor.coords = dict(coords)
-        return SimulatedWatch(self._ground.steps, self._actor.rank, coords, prefix)
+        return SimulatedWatch(self._shared.steps, self._actor.rank, coords, prefix)
 
 
 @final
@@ -91,7 +130,7 @@ class SimulatedWatch:
         self._recorders: list[Recorder] = []
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
-        recorder = Recorder(label, ranks, _failed)
+        recorder = Recorder(label, ranks, lambda _, where, error: failure(where, error))
         self._recorders.append(recorder)
         self._steps.add(self._prefix, self._rank, self._coords, recorder)
         return recorder
@@ -107,7 +146,3 @@ class SimulatedWatch:
 
     def close(self) -> None:
         return None
-
-
-def _failed(recorder: Recorder, where: str, error: BaseException) -> Any:
-    return failure(where, error)

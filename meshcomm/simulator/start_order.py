@@ -25,7 +25,7 @@ class Start(NamedTuple):
 
 
 @final
-class Starts:
+class StartOrder:
     """Who started what before what, over all NCCL groups of a simulation.
 
     Calls on one communicator are matched by their order. Between communicators NCCL knows no order, and a
@@ -33,7 +33,7 @@ class Starts:
     documentation calls concurrent groups unsafe for that reason. So where one rank starts A before B and
     another B before A, the program may wait for ever, or not, by luck. That is a circle in the graph of
     starts. A call that all its ranks have started, with none left before it, is in no circle and is
-    forgotten, so what is kept is what is under way.
+    forgotten, so that only calls under way are kept.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,14 @@
-"""`meshcomm.simulate`: a program as every rank of a mesh, in this process."""
+"""`meshcomm.simulate`: a function or a script as every rank of a mesh, in this process."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -14,14 +17,15 @@ from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.config import Config, DimOptions, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import with_variables
+from meshcomm.mesh.launch_environment import how_many_ranks
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.mesh.source import beside_the_job
-from meshcomm.simulator.own import Own
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job
+from meshcomm.simulator.diagnosis import Diagnosis
+from meshcomm.simulator.rank_locals import RankLocals
 from meshcomm.simulator.scheduler import Actor, Scheduler
-from meshcomm.simulator.traffic import Ledger
-from meshcomm.simulator.verdicts import Judge
-from meshcomm.simulator.world import Ground, SimulatedWorld
+from meshcomm.simulator.traffic import Traffic
+from meshcomm.simulator.world import SharedState, SimulatedWorld
 
 T = TypeVar("T")
 
@@ -95,28 +99,86 @@ def simulate(
     return found
 
 
+def simulate_script(
+    config: Path | None,
+    script: Path,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    world: int | None,
+    seed: int,
+    explore: int,
+) -> dict[str, Any]:
+    """Run `script` as every rank under `explore` schedules; the traffic of the first, as plain data.
+
+    Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK; modules that the script imports
+    are shared. Raises what `simulate` raises; an exit with a code other than 0 is a RankFailed.
+    """
+    if config is None and world is None:
+        raise how_many_ranks("simulate")
+    # The script says its own mesh; what matters of this one is the number of ranks.
+    settings = load({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
+    size = world_size_of(settings, world)
+    settings.resolved(size)
+    try:
+        code = compile(script.read_bytes(), str(script), "exec")
+    except SyntaxError as error:
+        raise LaunchError(
+            f"{script} is no Python program",
+            given=f"line {error.lineno}: {error.msg}",
+            expected="a Python file",
+            hint=f"python -m py_compile {script}",
+        ) from error
+
+    def rank_locals(rank: int, environment: dict[str, str]) -> RankLocals:
+        main = ModuleType("__main__")
+        main.__file__ = str(script)
+        return RankLocals(rank, environment, main, [str(script), *arguments])
+
+    def body(actor: Actor) -> None:
+        try:
+            exec(code, sys.modules["__main__"].__dict__)
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise
+
+    variables: dict[str, str] = {}
+    if config is not None:
+        variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
+    paths = list(sys.path)
+    # As `python SCRIPT` does: imports are looked for beside the script first.
+    sys.path.insert(0, str(script.resolve().parent))
+    found: dict[str, Any] = {}
+    try:
+        with with_variables(variables):
+            for each in range(seed, seed + explore):
+                _, traffic = run_ranks(body, size, each, settings.mesh.timeout_s, rank_locals)
+                if each == seed:
+                    facts = traffic.facts(settings.topology.ranks_per_node)
+                    found = {"world": size, "schedules": explore, **facts}
+    finally:
+        sys.path[:] = paths
+    return found
+
+
 def run_ranks(
     body: Callable[[Actor], Any],
     size: int,
     seed: int,
     timeout_s: float,
-    own: Callable[[int, dict[str, str]], Own] | None = None,
-) -> tuple[list[Any], Ledger]:
+    rank_locals: Callable[[int, dict[str, str]], RankLocals] = RankLocals,
+) -> tuple[list[Any], Traffic]:
     """Call `body` as each of `size` ranks; what they returned, and what they sent.
 
-    timeout_s: of the mesh: a wait in the store for less than half of it ends by itself when nothing
-               else can happen; a longer one is a deadlock.
-    own:       what a rank has to itself, from its number and its launcher's variables.
+    timeout_s:   of the mesh; see `Diagnosis`.
+    rank_locals: makes a rank's own state, from its number and the variables that a launcher would set.
     """
-    made = own or (lambda rank, environment: Own(rank, environment))
-    actors = [Actor(rank, made(rank, launched_as(rank, size))) for rank in range(size)]
-    judge = Judge(timeout_s)
-    scheduler = Scheduler(actors, seed, judge)
-    ground = Ground(scheduler)
-    judge.ground = ground
+    actors = [Actor(rank, rank_locals(rank, launched_as(rank, size))) for rank in range(size)]
+    diagnosis = Diagnosis(timeout_s)
+    scheduler = Scheduler(actors, seed, diagnosis)
+    shared = diagnosis.shared = SharedState(scheduler)
 
     def live(actor: Actor) -> Any:
-        WORLD.set(SimulatedWorld(ground, actor, size))
+        WORLD.set(SimulatedWorld(shared, actor, size))
         return body(actor)
 
     threads = torch.get_num_threads()
@@ -128,17 +190,17 @@ def run_ranks(
             with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
             warnings.catch_warnings(),
         ):
-            # It ends in an error here.
+            # A handle that is not waited for ends in an error here.
             warnings.simplefilter("ignore", UnwaitedHandle)
             scheduler.run(live)
-            verdict = scheduler.verdict or judge.at_the_end()
+            error = scheduler.error or diagnosis.at_the_end()
     finally:
         torch.set_num_threads(threads)
-    if verdict is not None:
-        if isinstance(verdict, MeshcommError):
-            verdict.hint = f"{verdict.hint}; schedule seed {seed} repeats it"
-        raise verdict
-    return [actor.result for actor in actors], ground.ledger
+    if error is not None:
+        if isinstance(error, MeshcommError):
+            error.hint = f"{error.hint}; schedule seed {seed} repeats it"
+        raise error
+    return [actor.result for actor in actors], shared.traffic
 
 
 def launched_as(rank: int, size: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a process has to itself and a thread does not: put aside when a rank stops, put back when it runs."""
+"""State that each process has and threads share: saved when a rank stops running, restored when it goes on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from meshcomm.mesh.environment import put
 
-# What a launcher tells each process of itself. Everything else in the environment is the process's.
-_TOLD = ("RANK", "LOCAL_RANK")
+# What a launcher sets for each rank; the rest of the environment is this process's.
+_PER_RANK = ("RANK", "LOCAL_RANK")
 
 
 @final
-class Own:
+class RankLocals:
     """The state of one rank while it does not run.
 
     torch's, Python's and NumPy's random generators, torch's default dtype, sys.argv, `__main__`, and
@@ -41,19 +41,19 @@ class Own:
         self._rank = rank
         self._numpy: Any = None
         self._dtype = torch.get_default_dtype()
-        self._told = None if environment is None else {name: environment.get(name) for name in _TOLD}
+        self._variables = None if environment is None else {name: environment.get(name) for name in _PER_RANK}
         self._main = main
         self._argv = argv
 
     @classmethod
-    def present(cls) -> Own:
-        """What is there now: taken by `leave`, to be put back by `enter`."""
+    def present(cls) -> RankLocals:
+        """The state of the process as it is now; `enter` restores it."""
         found = cls(0, dict(os.environ), sys.modules["__main__"], sys.argv)
         found.leave()
         return found
 
     def leave(self) -> None:
-        """Remember what is there."""
+        """Save the state: this rank stops running."""
         self._torch = torch.default_generator.get_state()
         self._python = random.getstate()
         numpy = sys.modules.get("numpy.random")
@@ -64,7 +64,7 @@ class Own:
             self._argv = sys.argv
 
     def enter(self) -> None:
-        """Put back what was remembered."""
+        """Restore the state: this rank goes on."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         numpy = sys.modules.get("numpy.random")
@@ -74,7 +74,7 @@ class Own:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        put(self._told or {})
+        put(self._variables or {})
         if self._main is not None:
             sys.modules["__main__"] = self._main
         if self._argv is not None:
