@@ -63,7 +63,7 @@ class MessageLog:
     check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "_counts", "_pairs", "_totals", "label", "recent", "spans", "waiting")
+    __slots__ = ("_check", "_counts", "_pairs", "_posted", "_totals", "label", "recent", "spans", "waiting")
 
     def __init__(self, totals: Totals, label: str, check: MessageCheck | None = None) -> None:
         self._totals = totals
@@ -73,6 +73,7 @@ class MessageLog:
         self.spans: Spans | None = None
         self._counts: dict[tuple[Direction, int, int], int] = {}
         self._pairs: Counter[tuple[Direction, int]] = Counter()
+        self._posted: deque[tuple[Message, Any]] = deque()
         self.waiting: Message | None = None
 
     @property
@@ -126,7 +127,7 @@ class MessageLog:
 
     def past(
         self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
-    ) -> None:
+    ) -> Message:
         """A message that was sent or is received past the mesh; torch does not tell its tag, which counts as 0."""
         if self._check is not None:
             self._check.takes_any()
@@ -141,6 +142,20 @@ class MessageLog:
         part, now = Part(direction, peer, 0, number), clock()
         message = Message(name, direction, (part,), frame.f_code, frame.f_lasti, nbytes, 1, now, None, [])
         self.recent.append((message, now))
+        return message
+
+    def posted(self, message: Message, work: Any) -> None:
+        """`work` is the backend's for a message past the mesh; it is kept until it is over."""
+        while self._posted and (self._posted[0][1].is_completed() or len(self._posted) > _KEPT):
+            self._posted.popleft()
+        self._posted.append((message, work))
+
+    def unfinished(self) -> Message | None:
+        """The message past the mesh that its backend gave up, else the oldest that is not over."""
+        posted = list(self._posted)
+        failed = [message for message, work in posted if work.is_completed() and work.exception() is not None]
+        waiting = [message for message, work in posted if not work.is_completed()]
+        return next(iter((*failed, *waiting)), None)
 
     def confirm(self, message: Message) -> None:
         """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError."""
@@ -218,8 +233,9 @@ class MessageLog:
         ]
 
     def close(self) -> None:
-        """Compare no more."""
+        """Compare no more, and let go of what the backend holds."""
         self._check = None
+        self._posted.clear()
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
         """All of it as plain data, peers as global ranks; `ranks` by coord."""

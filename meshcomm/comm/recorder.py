@@ -15,7 +15,7 @@ from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.ledger import Later, Total, Totals, total_of
 from meshcomm.comm.message_check import MessageCheck
-from meshcomm.comm.message_log import MessageLog
+from meshcomm.comm.message_log import Message, MessageLog
 from meshcomm.comm.site import line_of, users_frame
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
@@ -70,6 +70,7 @@ class Recorder:
         "_compare",
         "_counted",
         "_outer",
+        "_past",
         "_profiled",
         "hooks",
         "inquire",
@@ -112,6 +113,7 @@ class Recorder:
         self._caller: Caller | None = None
         self._counted = True
         self._outer: object = None
+        self._past: Message | None = None
         self._profiled: Any = None
         self._compare: Callable[[str, dict[str, Any]], None] | None = None
         self.hooks: GroupHooks | None = None
@@ -201,10 +203,12 @@ class Recorder:
 
     # -- calls past the mesh -------------------------------------------------------------------------
 
-    def watch(self, group: Any, name: str, compare: Callable[[str, dict[str, Any]], None] | None) -> None:
+    def watch(
+        self, group: Any, name: str, who: str, compare: Callable[[str, dict[str, Any]], None] | None
+    ) -> None:
         """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
 
-        compare: told of each collective before it is sent; raises where the ranks are about to differ.
+        who: this rank with its coords, for errors. compare: told of each collective before it is sent; raises where the ranks are about to differ.
         """
         self._compare = compare
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
@@ -212,7 +216,7 @@ class Recorder:
 
         def before(given: Any) -> None:
             if (recorder := me()) is not None:
-                recorder._before(name, given)
+                recorder._before(name, who, given)
 
         def after(given: Any) -> None:
             if (recorder := me()) is not None:
@@ -220,7 +224,7 @@ class Recorder:
 
         self.hooks = GroupHooks(group, before, after)
 
-    def _before(self, name: str, given: Any) -> None:
+    def _before(self, name: str, who: str, given: Any) -> None:
         """A call is about to be issued on the group. One of ours is known already."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
@@ -247,6 +251,9 @@ class Recorder:
             except MeshcommError:
                 self.refuse()
                 raise
+            except RuntimeError as error:
+                where = f'{row.name} made past the mesh along "{name}" on {who}'
+                raise self.inquire(self, where, error) from error
             finally:
                 self.under_way = None
 
@@ -255,6 +262,9 @@ class Recorder:
         if self.under_way is not None or self.messages.waiting is not None:
             return
         if given.name.name not in HOOKED:
+            if self._past is not None:
+                self.messages.posted(self._past, given.work)
+                self._past = None
             return
         place = self.started % KEPT
         self.left[place] = now = clock()
@@ -269,7 +279,7 @@ class Recorder:
     def _message(self, name: str, direction: Any, given: Any) -> None:
         tensors = given.input_tensors or given.output_tensors
         peer = given.root if given.root >= 0 else None
-        self.messages.past(name, direction, peer, tensors, users_frame(4))
+        self._past = self.messages.past(name, direction, peer, tensors, users_frame(4))
 
     # -- what is known -------------------------------------------------------------------------------
 

@@ -248,7 +248,12 @@ class Mesh(Barriers, Metrics, AlongDims):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        explained = None
+        if error is not None and self._watch is not None and not self.closed:
+            explained = self._watch.explain(error)
         self._close(compare=kind is None)
+        if explained is not None:
+            raise explained from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # as a copied module still communicates with the same ranks
@@ -312,7 +317,7 @@ class Mesh(Barriers, Metrics, AlongDims):
             self._recorders[key].trace(self.spans)
             if isinstance(transport, ProcessGroupTransport):
                 check = self._calls[key]
-                self._recorders[key].watch(transport.group, name, partial(check.compare, name))
+                self._recorders[key].watch(transport.group, name, self.label, partial(check.compare, name))
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
     def _transport_of(self, name: str) -> Transport:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.recorder import Recorder
-from meshcomm.errors import CallMismatchError
+from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.launch_environment import Launch
 from meshcomm.transport import Transport
@@ -34,6 +34,10 @@ class Watching(Protocol):
 
     def before_leaving(self) -> CallMismatchError | None:
         """The error where ranks differ in a step and this rank has not raised it; may wait for seconds."""
+        ...
+
+    def explain(self, error: BaseException) -> MeshcommError | None:
+        """The error to raise from `error`, where that is a backend's about a call past the mesh; may wait for seconds."""
         ...
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:

@@ -24,6 +24,7 @@ from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
 from meshcomm.comm.failed_call import FailedCall, Reason, reason_of
 from meshcomm.comm.handle import failure
 from meshcomm.comm.message_check import MessageCheck
+from meshcomm.comm.message_log import Message
 from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.site import line_of
 from meshcomm.comm.stragglers import host
@@ -144,15 +145,21 @@ class Watchdog:
         """
         if not isinstance(error, RuntimeError) or reason_of(error) is Reason.OTHER or self._stop.is_set():
             return None
-        begun = {
-            recorder: recorder.began(recorder.started)
-            for recorder, _ in self._recorders
-            if _foreign(recorder)
-        }
+        begun: dict[Recorder, float] = {}
+        messages: dict[Recorder, Message] = {}
+        for recorder, _ in self._recorders:
+            if _foreign(recorder):
+                begun[recorder] = recorder.began(recorder.started)
+            elif (message := recorder.messages.unfinished()) is not None:
+                begun[recorder], messages[recorder] = message.began, message
         if not begun:
             return None
         recorder = max(begun, key=lambda each: begun[each])
-        return self._inquire(recorder, self._past(recorder), error)
+        recorder.messages.waiting = message = messages.get(recorder)
+        try:
+            return self._inquire(recorder, self._past(recorder, message), error)
+        finally:
+            recorder.messages.waiting = None
 
     def close(self) -> None:
         """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
@@ -325,11 +332,12 @@ class Watchdog:
         stale = self._rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
-    def _past(self, recorder: Recorder) -> str:
-        """What opens an error about the last call on a group, which was made past the mesh."""
+    def _past(self, recorder: Recorder, message: Message | None = None) -> str:
+        """What opens an error about the last call on a group, or a message, that was made past the mesh."""
         last = recorder.last() or {"call": "a call", "dim": "?"}
+        call, dim = (last["call"], last["dim"]) if message is None else (message.call, message.name)
         who = name_of_rank(self._rank, {"coords": self._coords})
-        return f'{last["call"]} made past the mesh along "{last["dim"]}" on {who}'
+        return f'{call} made past the mesh along "{dim}" on {who}'
 
 
 @final

@@ -138,6 +138,9 @@ class SimulatedWatch:
     def noted(self, step: int) -> None:
         self._steps.noted(self._prefix, self._recorders)
 
+    def explain(self, error: BaseException) -> None:
+        return None
+
     def before_leaving(self) -> None:
         return None
 
