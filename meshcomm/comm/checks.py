@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
-from meshcomm.transport.torch_private import is_fwd_grad_enabled, is_wrapped, transforms_active, unpack_dual
+from meshcomm.transport.torch_private import is_fwd_grad_enabled, is_wrapped, transforming, unpack_dual
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
     Calls of torch would take others and fail late, or give the parts of a DTensor a meaning of
     their own. plain: the call has no rule for torch.func, whose tensors stand for others.
     """
-    if plain and transforms_active() and isinstance(x, Tensor) and is_wrapped(x):
+    if plain and transforming() and isinstance(x, Tensor) and is_wrapped(x):
         raise UnsupportedOp(
             f"{where()} has no rule for vmap, nor for the other transforms of torch.func",
             given=f"a tensor of shape {tuple(x.shape)} that stands for a batch, or is being differentiated",
@@ -110,6 +110,11 @@ def has_tangent(x: Tensor) -> bool:
     """Whether forward-mode AD follows `x`. Takes microseconds: ask for an open level before."""
     # Not forward_ad.unpack_dual, which knows nothing of the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
+
+
+def followed(x: Tensor) -> bool:
+    """Whether what is made of `x` is differentiated, or a transform of torch.func is under way."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or transforming()
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:

@@ -69,7 +69,8 @@ class Functional:
                   grad="reduce_scatter": dx = this rank's slice of the sum of all dy, for ranks
                   that go on differently.
         """
-        _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
+        if grad != operators.UNDETERMINED:
+            _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
         comm = self._checked(dims, x, "all_gather")
         axis = _axis(comm, x, axis, "all_gather")
         return operators.call("all_gather", x, self._groups.place(comm), axis, grad)

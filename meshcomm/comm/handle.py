@@ -16,6 +16,7 @@ from meshcomm.comm.ledger import Later
 from meshcomm.comm.site import line_of, users_frame
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport import Work
+from meshcomm.transport.torch_private import outside_graphs
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class UnwaitedHandle(UserWarning):
     """An asynchronous call whose handle was dropped: its result was never known to be there."""
 
 
+@outside_graphs
 @final
 class Handle(Generic[T]):
     """One call under way. `wait()` returns what the blocking call would have returned.

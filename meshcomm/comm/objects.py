@@ -18,6 +18,7 @@ from meshcomm.comm.directory import Directory
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
+from meshcomm.transport.torch_private import outside_graphs
 
 MAX_BYTES: Final = 64 << 20
 
@@ -40,6 +41,7 @@ class _Offer(NamedTuple):
     pickle: bool
 
 
+@outside_graphs
 @final
 class Objects:
     """`mesh.objects`: broadcast, all_gather, gather, scatter, send and recv of Python objects along dims.

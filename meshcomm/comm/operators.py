@@ -34,8 +34,11 @@ from meshcomm.transport.torch_private import (
     below_autograd,
     only_device,
     single_level,
-    transforms_active,
+    transforming,
 )
+
+# The rule of a gather that nobody is expected to differentiate.
+UNDETERMINED: Final[Any] = "undetermined"
 
 Place: TypeAlias = tuple[str, int, bool]
 
@@ -122,6 +125,13 @@ def _all_reduce_adjoint(dy: Tensor, place: Place, op: str, grad: str) -> Tensor:
 
 
 def _all_gather_adjoint(dy: Tensor, place: Place, axis: int, grad: str) -> Tensor:
+    if grad == UNDETERMINED:
+        raise AutogradError(
+            f"the gradient through the all_gather along {place[0].partition('/')[2]} is not determined",
+            given="rearrange without grad=, then a gradient by torch.func",
+            expected='grad="slice" or grad="reduce_scatter"',
+            hint="docs/guide/gradients.md says which is right when",
+        )
     if grad == "slice":
         return call("slice", dy, place, axis)
     return call("reduce_scatter", dy, place, axis, "sum")
@@ -200,7 +210,7 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
     def forward(ctx: Any, x: Tensor, row: _Row, keys: Any, place: Place, args: tuple[Any, ...]) -> Tensor:
         # What derivatives call has not been traced apart from them.
         ctx.row, ctx.place, ctx.args = row, (*place[:2], False), args
-        if not transforms_active():
+        if not transforming():
             return _below(row, keys, x, place, args)
         # Function has switched these off for all transforms, of which this is only the innermost.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
@@ -220,7 +230,7 @@ def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...])
     if only_device(keys):
         return row.run(_communicator(place[0]), x, *args)
     with below_autograd():
-        if row.shape is None and not transforms_active():
+        if row.shape is None and not transforming():
             return x.view_as(x)  # what a tracer knows; it has no rule for views of others' operators
         result: Tensor = getattr(torch.ops.meshcomm, row.name).default.redispatch(keys, x, *place, *args)
         return result
@@ -229,7 +239,7 @@ def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...])
 def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
     keys, place = keyset & after_autograd, (group, size, traced)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    transforms, level = transforms_active(), forward_ad._current_level
+    transforms, level = transforming(), forward_ad._current_level
     # A graph opens levels of forward mode without telling Python.
     if not (needs_grad or transforms or traced or level >= 0):
         return _below(row, keys, x, place, args)

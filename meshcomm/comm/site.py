@@ -9,8 +9,10 @@ from typing import Final, final
 
 import torch
 
-# Frames that are not the user's: this package, and torch between it and the user (autograd).
-_OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+from meshcomm.transport.torch_private import compiled_files
+
+# Frames that are not the user's: this package, and torch between it and the user (autograd, what it compiled).
+_OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), *compiled_files())
 # A user of the package inside of the package.
 _BENCH: Final = str(Path(__file__).parents[1] / "bench")
 

@@ -19,8 +19,10 @@ from meshcomm.mesh.runtime import Watching, prefixed
 from meshcomm.mesh.store import GRACE_S
 from meshcomm.mesh.store_connect import kind_of, wait_for, within
 from meshcomm.mesh.topology_queries import TopologyQueries
+from meshcomm.transport.torch_private import outside_graphs
 
 
+@outside_graphs
 class Barriers(TopologyQueries):
     """Barriers, the first use of each group, and a rank in the debugger. `Mesh` has them."""
 

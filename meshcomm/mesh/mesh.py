@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, Directory, Functional
@@ -158,6 +159,10 @@ class Mesh(Barriers, Metrics, AlongDims):
                     `mesh.functional.all_gather`; everything else has one meaning.
         Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
         """
+        if is_compiling():
+            from meshcomm.pattern.apply import rearrange_in_graph
+
+            return rearrange_in_graph(self, x, pattern, partial, grad, sizes)
         if self._rearranger is None:
             from meshcomm.pattern.apply import Rearranger
 

@@ -20,6 +20,7 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.topology_queries import TopologyQueries
+from meshcomm.transport.torch_private import outside_graphs
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from meshcomm.mesh.tracing import Trace
 
 
+@outside_graphs
 class Metrics(TopologyQueries):
     """The part of `Mesh` that tells of its calls over time."""
 

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm import Directory, Functional
-from meshcomm.comm.checks import check_tensor
+from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
-from meshcomm.errors import AutogradError, PatternError, ShapeError
+from meshcomm.comm.operators import UNDETERMINED
+from meshcomm.errors import AutogradError, MeshcommError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
-from meshcomm.pattern.recipe import Recipe, Step
+from meshcomm.pattern.recipe import Recipe
 from meshcomm.pattern.roles import Sizes
+from meshcomm.transport.torch_private import once_in_graphs
 
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 
 _RULES = ("slice", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A method of Functional, its dim, what else it takes. Without a dim: what the tensor is reshaped or permuted to."""
+
+    kind: str
+    dim: str
+    args: tuple[Any, ...]
+    rule: GatherGrad | None
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What a graph is made from. It can hold such values, and no plain tuples of them."""
+
+    steps: tuple[_Call, ...]
 
 
 @final
@@ -71,13 +91,10 @@ class Rearranger:
             )
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}")
-        try:
-            recipe = self._recipe(pattern, x.shape, partial, tuple(sizes.items()) if sizes else ())
-        except TypeError:
-            # Something that no cache can hold, such as a list: planning says what is wrong with it.
-            recipe = self._plan(pattern, x.shape, partial, tuple(sizes.items()))
-        if x.requires_grad and torch.is_grad_enabled():
-            return self._differentiable(recipe, x, grad)
+        given = tuple(sizes.items()) if sizes else ()
+        recipe = self.recipe(pattern, x.shape, partial, given)
+        if followed(x):
+            return _through(self._functional, self.calls(recipe, x.shape, grad, _needs_grad(x)), x)
         if grad is not None:
             self._check_rules(recipe, grad)
         for step in recipe.steps:
@@ -88,8 +105,16 @@ class Rearranger:
             elif step.dim:
                 x = getattr(self._at[step.dim], step.kind)(x, *step.args)
             else:
-                x = _local(step, x)
+                x = _local(step.kind, x, step.args if step.kind == "permute" else step.shape)
         return x
+
+    def recipe(self, pattern: str, shape: tuple[int, ...], partial: str | None, sizes: Sizes) -> Recipe:
+        """The steps for a tensor of this shape. Raises PatternError."""
+        try:
+            return self._recipe(pattern, shape, partial, sizes)
+        except TypeError:
+            # Something that no cache can hold, such as a list: planning says what is wrong with it.
+            return self._plan(pattern, shape, partial, sizes)
 
     def _plan(self, pattern: object, shape: tuple[int, ...], partial: object, sizes: Sizes) -> Recipe:
         try:
@@ -98,31 +123,40 @@ class Rearranger:
             error.given = f"{error.given}, {self._who}"
             raise
 
-    def _differentiable(self, recipe: Recipe, x: Tensor, grad: GatherRules | None) -> Tensor:
-        rules = self._rules(recipe, x, grad)
-        if recipe.partial not in (None, "sum", "avg"):
+    def calls(
+        self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
+    ) -> _Calls:
+        """The steps as calls that have derivatives. Raises AutogradError, PatternError."""
+        rules = self._rules(recipe, shape, grad, needs_grad)
+        if needs_grad and recipe.partial not in (None, "sum", "avg"):
             raise AutogradError(
                 f'rearrange: partial="{recipe.partial}" has no gradient',
-                given=f'"{recipe.text}" on {self._who}\n{_needs_grad(x)}',
+                given=f'"{recipe.text}" on {self._who}\n{_shown(shape)}',
                 expected='partial="sum" or partial="avg", or a tensor without gradients',
                 hint="x.detach()",
             )
-        for step in recipe.steps:
-            if step.dim:
-                rule = {"grad": rules[step.dim]} if step.kind == "all_gather" else {}
-                x = getattr(self._functional, step.kind)(step.dim, x, *step.args, **rule)
-            else:
-                x = _local(step, x)
-        return x
+        return _Calls(
+            tuple(
+                _Call(
+                    step.kind,
+                    step.dim,
+                    step.args if step.kind != "reshape" else step.shape or (),
+                    rules.get(step.dim, UNDETERMINED) if step.kind == "all_gather" else None,
+                )
+                for step in recipe.steps
+            )
+        )
 
-    def _rules(self, recipe: Recipe, x: Tensor, grad: GatherRules | None) -> Mapping[str, GatherGrad]:
+    def _rules(
+        self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
+    ) -> Mapping[str, GatherGrad]:
         if grad is not None:
             return self._check_rules(recipe, grad)
-        if recipe.gathered:
+        if recipe.gathered and needs_grad:
             dims = " and ".join(f'"{dim}"' for dim in recipe.gathered)
             raise AutogradError(
                 f"rearrange: the gradient through the all_gather along {dims} is not determined",
-                given=f'"{recipe.text}" on {self._who}\n{_needs_grad(x)}, no grad=',
+                given=f'"{recipe.text}" on {self._who}\n{_shown(shape)}, no grad=',
                 expected='grad="slice" where all ranks along the dim go on alike and compute one and the '
                 'same loss,\ngrad="reduce_scatter" where they go on differently and their losses add up',
                 hint='grad="reduce_scatter" for what each rank uses on its own data or weights, '
@@ -154,9 +188,61 @@ class Rearranger:
         return rules
 
 
-def _local(step: Step, x: Tensor) -> Tensor:
-    return x.reshape(step.shape) if step.kind == "reshape" else x.permute(step.args)  # type: ignore[arg-type]
+def rearrange_in_graph(
+    mesh: Any,
+    x: Tensor,
+    pattern: str,
+    partial: str | None,
+    grad: GatherRules | None,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """`Rearranger.run` on this mesh, as torch.compile traces it: planned while tracing, for the shape of `x`."""
+    # Only text makes a number of a size that is to be one for good.
+    shape = tuple(int(f"{size}") for size in x.shape)
+    given = (pattern, shape, partial, tuple(sizes.items()), grad, _needs_grad(x))
+    calls = _calls_in_graph(mesh, mesh.layout, *given)
+    if isinstance(calls, MeshcommError):
+        raise calls
+    return _through(mesh.functional, calls, x)
 
 
-def _needs_grad(x: Tensor) -> str:
-    return f"x of shape {tuple(x.shape)} with requires_grad=True"
+@once_in_graphs
+def _calls_in_graph(
+    mesh: Any,
+    layout: Layout,
+    pattern: str,
+    shape: tuple[int, ...],
+    partial: str | None,
+    sizes: Sizes,
+    grad: GatherRules | None,
+    needs_grad: bool,
+) -> _Calls | MeshcommError:
+    """The calls, or why there are none: an error of ours has to be raised by what is traced."""
+    planner = Rearranger(layout, mesh._at, mesh.functional, mesh.label)
+    try:
+        return planner.calls(planner.recipe(pattern, shape, partial, sizes), shape, grad, needs_grad)
+    except MeshcommError as error:
+        return error
+
+
+def _through(functional: Functional, calls: _Calls, x: Tensor) -> Tensor:
+    for call in calls.steps:
+        if not call.dim:
+            x = _local(call.kind, x, call.args)
+        elif call.rule is not None:
+            x = functional.all_gather(call.dim, x, *call.args, grad=call.rule)
+        else:
+            x = getattr(functional, call.kind)(call.dim, x, *call.args)
+    return x
+
+
+def _local(kind: str, x: Tensor, args: tuple[int, ...] | None) -> Tensor:
+    return x.reshape(args) if kind == "reshape" else x.permute(args)  # type: ignore[arg-type]
+
+
+def _needs_grad(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return f"x of shape {tuple(shape)} with requires_grad=True"

@@ -10,15 +10,19 @@ from __future__ import annotations
 import atexit
 import inspect
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from types import FunctionType
+from typing import Any, TypeVar, final
 
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.futures import Future
 
@@ -119,15 +123,44 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 single_level: Any = enable_single_level_autograd_function
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 after_autograd: Any = torch._C._after_autograd_keyset
-# Whether a transform of torch.func is under way.
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Whether a tensor is one of those that such a transform hands out.
+# Whether a tensor is one of those that a transform of torch.func hands out.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether forward-mode AD is switched on, and a tensor's value and tangent (None) at its only level, 0.
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
 
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def outside_graphs(target: C) -> C:
+    """Keep a function, or all methods of a class, out of what torch.compile makes: the graph breaks around a call.
+
+    As torch.compiler.disable, which imports the compiler at once, and whose wrapper costs every call.
+    """
+    for function in vars(target).values() if isinstance(target, type) else (target,):
+        if isinstance(function, FunctionType):
+            # Read where a call is traced; the flag of the code, where its frame is to run between two graphs.
+            function.__dict__["_torchdynamo_disable"] = True
+            function.__dict__["_torchdynamo_disable_msg"] = "it communicates; mesh.functional compiles"
+            set_code_exec_strategy(
+                function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+            )
+    return target
+
+
+def compiled_files() -> tuple[str, str]:
+    """How the names of files begin that torch.compile makes: of graphs, and of what inductor writes."""
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return "<eval_with_key>", kept
+
+
+def once_in_graphs(function: C) -> C:
+    """What `function` returns for plain values is the same each time: tracing calls it, and does not look into it."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
 
 
 def only_device(keys: Any) -> bool:

@@ -11,8 +11,10 @@ from meshcomm.comm.along.base import Along
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.messages import Envelope
 from meshcomm.layout import Dims
+from meshcomm.transport.torch_private import outside_graphs
 
 
+@outside_graphs
 class MessagesAlong(Along):
     """send, recv, exchange, shift and their kin. See AlongDims."""
 

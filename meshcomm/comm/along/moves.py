@@ -11,8 +11,10 @@ from meshcomm.comm import lists
 from meshcomm.comm.along.base import Along, X
 from meshcomm.comm.handle import Handle
 from meshcomm.layout import Dims
+from meshcomm.transport.torch_private import outside_graphs
 
 
+@outside_graphs
 class MovesAlong(Along):
     """broadcast, all_gather, gather, scatter, all_to_all. See AlongDims."""
 

@@ -12,10 +12,12 @@ from meshcomm.comm.along.base import Along, X
 from meshcomm.comm.handle import Handle
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
+from meshcomm.transport.torch_private import outside_graphs
 
 Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
 
+@outside_graphs
 class ReductionsAlong(Along):
     """all_reduce, reduce, reduce_scatter. See AlongDims."""
 

@@ -21,10 +21,10 @@ from meshcomm.parallel.context.block import attend_block, block_gradients, merge
 from meshcomm.parallel.context.check import prepared
 from meshcomm.parallel.context.order import Order
 from meshcomm.parallel.context.turns import block_at, rows
-from meshcomm.parallel.context.uncompiled import uncompiled
+from meshcomm.transport.torch_private import outside_graphs
 
 
-@uncompiled
+@outside_graphs
 def ring_attention(
     mesh: Mesh,
     dim: str,

@@ -16,10 +16,10 @@ from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.check import prepared
 from meshcomm.parallel.context.order import Order, natural, zigzag
-from meshcomm.parallel.context.uncompiled import uncompiled
+from meshcomm.transport.torch_private import outside_graphs
 
 
-@uncompiled
+@outside_graphs
 def ulysses_attention(
     mesh: Mesh,
     dim: str,

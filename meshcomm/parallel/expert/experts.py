@@ -15,6 +15,7 @@ from meshcomm.parallel.expert.load import Load, Tally
 from meshcomm.parallel.expert.router import Router, balance, counts
 from meshcomm.parallel.expert.weights import ExpertWeights
 from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.transport.torch_private import outside_graphs
 
 
 @final
@@ -86,6 +87,7 @@ class Experts(nn.Module):
         """How this rank's tokens spread since the last call; counting starts again from zero."""
         return self._tally.take()
 
+    @outside_graphs  # how many rows travel follows from the data, which a graph cannot
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Send every token through its experts.
 
@@ -103,13 +105,6 @@ class Experts(nn.Module):
         Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently,
                     compared in the first two calls.
         """
-        if torch.compiler.is_compiling():
-            # How many rows travel follows from the data, which a graph cannot; it breaks here.
-            y: Tensor = torch.compiler.disable(self._eager)(x, positions)
-            return y
-        return self._eager(x, positions)
-
-    def _eager(self, x: Tensor, positions: Tensor | None) -> Tensor:
         check_input(self.mesh, x, self.width)
         # Routing looks at whole samples, so what lies along the sequence between layers is gathered.
         samples = self.tensor.gather(x if x.ndim == 3 else x.unsqueeze(0))

@@ -1,0 +1,237 @@
+"""What a transform or a compiler cannot do with a call is refused by name; what it can is checked and recorded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+import meshcomm
+from meshcomm.errors import (
+    AutogradError,
+    CallMismatchError,
+    CollectiveTimeout,
+    MeshClosed,
+    MeshcommError,
+    PeerLost,
+    UnsupportedOp,
+)
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+
+PLAIN: dict[str, Callable[[Mesh, Tensor], Any]] = {
+    "all_reduce": lambda m, x: m.all_reduce("tp", x),
+    "reduce": lambda m, x: m.reduce("tp", x, 0),
+    "broadcast": lambda m, x: m.broadcast("tp", x, 0),
+    "all_gather": lambda m, x: m.all_gather("tp", x),
+    "gather": lambda m, x: m.gather("tp", x, 0),
+    "scatter": lambda m, x: m.scatter("tp", x, 0),
+    "reduce_scatter": lambda m, x: m.reduce_scatter("tp", x),
+    "all_to_all": lambda m, x: m.all_to_all("tp", x),
+    "shift": lambda m, x: m.shift("tp", x),
+}
+
+
+def both_do(mesh: Mesh, x: Tensor) -> None:
+    """A call of each kind, so that those that follow are made again without being checked again."""
+    for call in PLAIN.values():
+        call(mesh, x)
+
+
+@pytest.mark.mesh(tp=2, via="gloo", validate_calls=2)
+def test_plain_calls_refuse_a_tensor_with_a_tangent(mesh: Mesh) -> None:
+    x = torch.ones(4)
+    both_do(mesh, x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(4))
+        for name, call in PLAIN.items():
+            # Only the source of a scatter has an x; the others hear of it.
+            kind = AutogradError if name != "scatter" or mesh.coord("tp") == 0 else MeshcommError
+            with pytest.raises(kind, match=rf"{name} along"):
+                call(mesh, dual)
+        # A tensor that nobody differentiates is nothing else than before.
+        assert torch.equal(mesh.all_reduce("tp", torch.ones(4)), torch.full((4,), 2.0))
+
+
+@pytest.mark.mesh(tp=2, via=("gloo", "simulator"))
+@pytest.mark.parametrize("name", [name for name in PLAIN if name != "scatter"])
+def test_plain_calls_refuse_a_batch_of_vmap(mesh: Mesh, name: str) -> None:
+    both_do(mesh, torch.ones(4))
+    with pytest.raises(UnsupportedOp, match=rf"{name} along.*no rule for vmap"):
+        torch.vmap(lambda x: PLAIN[name](mesh, x))(torch.ones(3, 4))
+    assert torch.equal(mesh.all_gather("tp", torch.ones(1)), torch.ones(2))
+
+
+def slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.func.grad(lambda x: f(x).sum())(x)
+
+
+def backward(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return f(x.clone().requires_grad_()).sum().backward()
+
+
+def tangent(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.mesh(tp=2, via="gloo")
+@pytest.mark.parametrize("mode", [backward, slope, tangent])
+def test_a_maximum_has_no_derivative_in_any_mode(mesh: Mesh, mode: Callable[..., Any]) -> None:
+    f, x = mesh.functional, torch.arange(4.0) + mesh.rank
+    for call in (
+        lambda x: f.all_reduce("tp", x, "max", grad="sum"),
+        lambda x: f.reduce_scatter("tp", x, 0, "max"),
+    ):
+        with pytest.raises(AutogradError, match="has no gradient for op='max'"):
+            mode(call, x)
+    batch = torch.vmap(lambda x: f.all_reduce("tp", x, "max", grad="sum"))(torch.stack([x, -x]))
+    assert torch.equal(batch, torch.stack([torch.arange(4.0) + 1, -torch.arange(4.0)]))
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
+    """Inductor's code would take the value and leave the tangent behind, as it does for torch.sin."""
+    f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x * 2, grad="sum") + 1)
+    x = torch.ones(4)
+    f(x)
+    with forward_ad.dual_level():
+        try:
+            found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones(4)))).tangent
+            text = "no tangent" if found is None else str(found)
+        except (AutogradError, RuntimeError) as error:  # torch 2.15 refuses what it compiles for dual tensors
+            text = str(error)
+    assert "forward-mode AD" in text
+    assert "tangents" in text or "tangent" in text
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_rearrange_and_shift_compile_without_a_break(mesh: Mesh) -> None:
+    patterns: list[tuple[str, dict[str, Any], bool]] = [
+        ("a b -> a (tp b)", {"grad": "slice"}, True),
+        ("a b -> (tp a) b", {"grad": "reduce_scatter"}, True),
+        ("a (tp b) -> (tp a) b", {}, True),
+        ("(tp a) b -> a b", {"partial": "sum"}, True),
+        ("(tp a) b -> b a", {}, True),
+        ("a b -> b (tp a)", {}, False),
+        ("(tp a) b -> a b", {"partial": "max"}, False),
+    ]
+
+    def program(xs: list[Tensor]) -> list[Tensor]:
+        ys = [mesh.rearrange(x * 2, text, **more) for x, (text, more, _) in zip(xs, patterns, strict=True)]
+        return [*ys, mesh.functional.shift("tp", xs[0])]
+
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    for rows in (4, 6):  # a second shape makes torch.compile try for all shapes at once
+        found = []
+        for function in (program, compiled):
+            xs = [
+                (torch.arange(rows * 4.0).view(rows, 4) + mesh.rank).requires_grad_(needs_grad)
+                for _, _, needs_grad in patterns
+            ]
+            ys = function(xs)
+            torch.stack([y.sin().sum() for y in ys if y.requires_grad]).sum().backward()
+            found.append([*ys, *(x.grad for x in xs if x.grad is not None)])
+        assert len(found[0]) == len(patterns) + 1 + 5
+        torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_a_wrong_pattern_is_named_in_a_compiled_function(mesh: Mesh) -> None:
+    for text in ("a b -> a (pt b)", "a b -> a (tp b)"):
+        with pytest.raises(MeshcommError, match=r"no dim of that name|not determined"):
+            torch.compile(lambda x: mesh.rearrange(x, text), backend="eager")(
+                torch.ones(2, 2).requires_grad_()
+            )
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_plain_calls_break_the_graph_and_run_as_they_are(mesh: Mesh) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def program(x: Tensor) -> Tensor:
+        y = mesh.all_reduce("tp", x * 2) + 1
+        handle = mesh.all_reduce("tp", y.clone(), async_op=True)
+        z = mesh.all_gather("tp", x.sin()).sum() + mesh.shift("tp", x)
+        mesh.barrier("tp")
+        return handle.wait() + z * mesh.objects.all_gather("tp", mesh.rank)[1]
+
+    x = torch.arange(4.0) + mesh.rank
+    compiled = torch.compile(program, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), program(x))
+    assert 2 <= len(graphs) <= 6
+    # Nothing of this package has become a graph by itself.
+    assert not any("meshcomm" in (node.stack_trace or "") for graph in graphs for node in graph.graph.nodes)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"it communicates; mesh\.functional compiles"):
+        torch.compile(program, backend=backend, fullgraph=True)(x)
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_a_compiled_call_is_checked_counted_and_works_as_an_eager_one(mesh: Mesh) -> None:
+    f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x, grad="sum"), backend="aot_eager")
+    x = torch.full((3,), mesh.rank + 1, dtype=torch.int16)
+    before = mesh.stats()
+    assert torch.equal(f(x), torch.full((3,), 3, dtype=torch.int16))
+    made = mesh.stats().since(before)
+    assert [(row.dim, row.call, row.calls) for row in made.rows] == [("tp", "all_reduce", 1)]
+    wrong = torch.ones(3 + mesh.rank)
+    with pytest.raises(CallMismatchError, match="rank 1 is") as caught:
+        f(wrong)
+    assert Path(__file__).name in str(caught.value)
+
+
+def after_a_break() -> list[str]:
+    with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=3) as mesh:
+        f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x, grad="sum"), backend="aot_eager")
+        f(torch.ones(2))
+        texts: list[str] = []
+        if mesh.rank:
+            mesh.store.get("done", timeout_s=60)
+            return texts
+        for _ in range(2):
+            try:
+                f(torch.ones(2))
+            except (CollectiveTimeout, PeerLost) as error:
+                texts.append(error.what)
+        mesh.store.set("done", "1")
+        return texts
+
+
+def test_a_compiled_call_on_a_broken_group_says_who_and_where(pool: Pool) -> None:
+    found = pool.run(after_a_break, ranks=2)
+    assert len(found[0]) == 2
+    assert all('all_reduce along "tp" on rank 0 (tp=0)' in text for text in found[0]), found
+
+
+def closed() -> list[str]:
+    texts = []
+    for keep in (True, False):
+        mesh: Any = meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30)
+        x = torch.ones(2, requires_grad=True)
+        y = mesh.functional.all_reduce("tp", x, grad="sum").sum()
+        mesh.close()
+        if not keep:
+            del mesh
+            gc.collect()
+        try:
+            y.backward()
+        except MeshClosed as error:
+            texts.append(error.what)
+    return texts
+
+
+def test_a_backward_after_the_mesh_names_it(pool: Pool) -> None:
+    texts = pool.run(closed, ranks=2)[0]
+    assert "is closed on rank 0 (tp=0)" in texts[0]
+    assert texts[1] == 'a call along "tp" belongs to a mesh that is gone'
