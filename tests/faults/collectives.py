@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from meshcomm.collectives import Call
 from meshcomm.mesh import Mesh
 from tests.faults.row import End, Rank, check
 
@@ -82,15 +83,17 @@ CALLS: Final[dict[str, Callable[[Mesh, str], None]]] = {
 def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
     """From now on, this rank ends when it has started its part of the backend's `call` along `dim`."""
     transport: Any = mesh._transports[dim]
-    original = getattr(transport, call)
+    original = transport.start
 
-    def instead(*arguments: Any) -> None:
-        *others, _blocking = arguments
-        work = original(*others, False)
+    def instead(given: Call) -> Any:
+        if given.row.name != call:
+            return original(given)
+        work = original(given._replace(blocking=False))
         me.end(how)
         del work
+        return None
 
-    setattr(transport, call, instead)
+    transport.start = instead
     # Calls that were made before have the backend's own functions in hand.
     for prepared in mesh._at[dim].recorder.quick:
         prepared.clear()
