@@ -1,0 +1,506 @@
+"""Communication along dims by name: what a mesh can say to its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, overload
+
+from torch import Tensor
+
+from meshcomm.comm import hierarchical, lists, scheduled
+from meshcomm.comm.directory import Directory
+from meshcomm.comm.handle import Handle
+from meshcomm.comm.messages import Envelope
+from meshcomm.errors import UnsupportedOp
+from meshcomm.layout import Dims, Layout
+from meshcomm.transport.torch_private import outside_graphs
+
+Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
+
+# What is given comes back: a tensor, or a list of them. A tuple comes back as a list.
+X = TypeVar("X", Tensor, list[Tensor], Sequence[Tensor])
+
+
+@outside_graphs
+class AlongDims:
+    """Collectives and messages whose first argument says along which dims. `Mesh` is one.
+
+    Peers and roots are coords along the dims. A subclass has `layout`, `label` (this rank with its
+    coords, for errors) and a Directory of communicators.
+    """
+
+    layout: Layout
+    _at: Directory
+
+    @property
+    def label(self) -> str:
+        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        raise NotImplementedError
+
+    def _only_plain(self, call: str, **given: bool) -> None:
+        for name, is_given in given.items():
+            if is_given:
+                raise UnsupportedOp(
+                    f"{call} of a list on {self.label}: {name} has no effect",
+                    given=f"a list of tensors and {name}",
+                    expected=f"{name} beside a single tensor",
+                    hint="one call for each tensor",
+                )
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    @overload
+    def all_reduce(
+        self,
+        dims: Dims,
+        x: X,
+        op: str = ...,
+        *,
+        async_op: Literal[False] = ...,
+        factor: float | None = ...,
+        algorithm: Algorithm = ...,
+    ) -> X: ...
+    @overload
+    def all_reduce(
+        self,
+        dims: Dims,
+        x: X,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        factor: float | None = ...,
+        algorithm: Algorithm = ...,
+    ) -> Handle[X]: ...
+    def all_reduce(
+        self,
+        dims: Dims,
+        x: Tensor | Sequence[Tensor],
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        factor: float | None = None,
+        algorithm: Algorithm = "flat",
+    ) -> Any:
+        """Reduce `x` over `dims`, in place, and return it.
+
+        Shape:      any, equal on all ranks; any memory layout. A list of tensors, of any shapes and
+                    dtypes, travels as one message per dtype.
+        Called by:  every rank along `dims`, in the same program order.
+        op:         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum" (each
+                    rank's x times its `factor`, then the sum). What a backend lacks is refused.
+        async_op:   return a Handle at once; its wait() returns x.
+        algorithm:  "flat": one call on the group of `dims`. "hierarchical", for a tuple of dims:
+                    inside the last dim, across the others on the slice, and back; needs no group
+                    over all of them. Equal up to rounding.
+                    "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", and for
+                    two or more dims "two_level": step by step over messages, bit-equal on all
+                    ranks; which sums come first: `meshcomm.algorithms`. For one tensor, without
+                    async_op, as "hierarchical". On Gloo with several ranks for each core "tree"
+                    was faster than "flat" up to 1 MiB (docs/benchmarks.md); nothing else is known
+                    to pay, and nothing switches by itself.
+        Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
+        Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
+        """
+        if algorithm == "flat":
+            # Written out where a call more would be felt: see Directory.along.
+            try:
+                comm = self._at[dims]
+            except TypeError:
+                comm = self._at.along(dims)
+            if isinstance(x, Tensor):
+                return comm.all_reduce(x, op, async_op, factor)
+            return lists.all_reduce(comm, x, op, async_op, factor)
+        return self._by_algorithm(dims, x, op, async_op, factor, algorithm)
+
+    def _by_algorithm(
+        self,
+        dims: Dims,
+        x: Tensor | Sequence[Tensor],
+        op: str,
+        async_op: bool,
+        factor: float | None,
+        algorithm: str,
+    ) -> Tensor:
+        self.layout.digits(dims)
+        expanded = self.layout.expand(dims)
+        levels = algorithm in ("hierarchical", "two_level")
+        known = levels or algorithm in scheduled.SCHEDULED
+        if not known or async_op or not isinstance(x, Tensor) or (levels and len(expanded) < 2):
+            choices = '"ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"'
+            raise UnsupportedOp(
+                f"all_reduce on {self.label}: this call has no algorithm {algorithm!r}",
+                given=f"dims {dims!r}, algorithm={algorithm!r}, async_op={async_op}, x a {type(x).__name__}",
+                expected=f"for one tensor, without async_op: {choices}, "
+                'and over two or more dims "hierarchical", "two_level"; else "flat"',
+                hint='algorithm="flat"',
+            )
+        self.layout.digits(expanded)
+        if algorithm == "hierarchical":
+            return hierarchical.all_reduce([self._at[name] for name in expanded], x, op, factor)
+        inner = self.layout.size(expanded[-1]) if levels else 1
+        return scheduled.all_reduce(self._at.along(dims), x, op, factor, algorithm, inner)  # type: ignore[arg-type]
+
+    @overload
+    def reduce(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        op: str = ...,
+        *,
+        async_op: Literal[False] = ...,
+        factor: float | None = ...,
+    ) -> Tensor | None: ...
+    @overload
+    def reduce(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        factor: float | None = ...,
+    ) -> Handle[Tensor | None]: ...
+    def reduce(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        factor: float | None = None,
+    ) -> Any:
+        """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
+
+        Shape, op, calling: as for `all_reduce`. Returns new memory.
+        """
+        return self._at.along(dims).reduce(x, dst, op, async_op, factor)
+
+    @overload
+    def reduce_scatter(
+        self,
+        dims: Dims,
+        x: X,
+        axis: int = ...,
+        op: str = ...,
+        *,
+        async_op: Literal[False] = ...,
+        out: Tensor | None = ...,
+        factor: float | None = ...,
+    ) -> X: ...
+    @overload
+    def reduce_scatter(
+        self,
+        dims: Dims,
+        x: X,
+        axis: int = ...,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        out: Tensor | None = ...,
+        factor: float | None = ...,
+    ) -> Handle[X]: ...
+    def reduce_scatter(
+        self,
+        dims: Dims,
+        x: Tensor | Sequence[Tensor],
+        axis: int = 0,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        out: Tensor | None = None,
+        factor: float | None = None,
+    ) -> Any:
+        """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
+
+        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`. Lists travel together.
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    slice number `mesh.coord(dims)`, in new memory or `out`; `x` is unchanged.
+        Gradient:   none; see `mesh.functional.reduce_scatter`.
+        Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
+        """
+        if isinstance(x, Tensor):
+            return self._at.along(dims).reduce_scatter(x, axis, op, async_op, out, factor)
+        self._only_plain("reduce_scatter", out=out is not None)
+        return lists.reduce_scatter(self._at.along(dims), x, axis, op, async_op, factor)
+
+    # -- moving data ----------------------------------------------------------------------------
+
+    @overload
+    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Literal[False] = ...) -> X: ...
+    @overload
+    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Literal[True]) -> Handle[X]: ...
+    def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
+        """Overwrite `x` with the x of coord `src`, and return it. Lists travel together.
+
+        Shape, calling, gradient: as for `all_reduce`; any dtype.
+        """
+        if isinstance(x, Tensor):
+            return self._at.along(dims).broadcast(x, src, async_op)
+        return lists.broadcast(self._at.along(dims), x, src, async_op)
+
+    @overload
+    def all_gather(
+        self,
+        dims: Dims,
+        x: X,
+        axis: int = ...,
+        *,
+        async_op: Literal[False] = ...,
+        out: Tensor | None = ...,
+        uneven: bool = ...,
+    ) -> X: ...
+    @overload
+    def all_gather(
+        self,
+        dims: Dims,
+        x: X,
+        axis: int = ...,
+        *,
+        async_op: Literal[True],
+        out: Tensor | None = ...,
+        uneven: bool = ...,
+    ) -> Handle[X]: ...
+    def all_gather(
+        self,
+        dims: Dims,
+        x: Tensor | Sequence[Tensor],
+        axis: int = 0,
+        *,
+        async_op: bool = False,
+        out: Tensor | None = None,
+        uneven: bool = False,
+    ) -> Any:
+        """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
+
+        Shape:      (b, s, d) -> (b, n*s, d) for axis=1, n the size of `dims`; equal on all ranks.
+                    A 0-dim x counts as shape (1,). uneven=True: the sizes of `axis` may differ from
+                    rank to rank, 0 included; they are exchanged first.
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    new memory or `out`, or a Handle whose wait() returns it; for a list, a list.
+        Gradient:   none; see `mesh.functional.all_gather`.
+        Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
+        """
+        if isinstance(x, Tensor):
+            return self._at.along(dims).all_gather(x, axis, async_op, out, uneven)
+        self._only_plain("all_gather", out=out is not None, uneven=uneven)
+        return lists.all_gather(self._at.along(dims), x, axis, async_op)
+
+    @overload
+    def gather(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int = ...,
+        *,
+        async_op: Literal[False] = ...,
+        uneven: bool = ...,
+        out: Tensor | None = ...,
+    ) -> Tensor | None: ...
+    @overload
+    def gather(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int = ...,
+        *,
+        async_op: Literal[True],
+        uneven: bool = ...,
+        out: Tensor | None = ...,
+    ) -> Handle[Tensor | None]: ...
+    def gather(
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int = 0,
+        *,
+        async_op: bool = False,
+        uneven: bool = False,
+        out: Tensor | None = None,
+    ) -> Any:
+        """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
+        return self._at.along(dims).gather(x, dst, axis, async_op, uneven, out)
+
+    @overload
+    def scatter(
+        self,
+        dims: Dims,
+        x: Tensor | None,
+        src: int,
+        axis: int = ...,
+        *,
+        async_op: Literal[False] = ...,
+        out: Tensor | None = ...,
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self,
+        dims: Dims,
+        x: Tensor | None,
+        src: int,
+        axis: int = ...,
+        *,
+        async_op: Literal[True],
+        out: Tensor | None = ...,
+    ) -> Handle[Tensor]: ...
+    def scatter(
+        self,
+        dims: Dims,
+        x: Tensor | None,
+        src: int,
+        axis: int = 0,
+        *,
+        async_op: bool = False,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Slice c of tensor axis `axis` of coord src's x, on coord c.
+
+        Shape:      (b, n*s, d) on src -> (b, s, d) for axis=1.
+        x:          a tensor on src, ignored elsewhere (None will do).
+        out:        on every rank or on none. Without it the shape is told to the ranks first.
+        Returns:    new memory or `out`.
+        """
+        return self._at.along(dims).scatter(x, src, axis, async_op, out)
+
+    @overload
+    def all_to_all(
+        self,
+        dims: Dims,
+        x: Tensor,
+        split_axis: int = ...,
+        concat_axis: int = ...,
+        *,
+        async_op: Literal[False] = ...,
+        splits: Sequence[int] | None = ...,
+        out: Tensor | None = ...,
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        dims: Dims,
+        x: Tensor,
+        split_axis: int = ...,
+        concat_axis: int = ...,
+        *,
+        async_op: Literal[True],
+        splits: Sequence[int] | None = ...,
+        out: Tensor | None = ...,
+    ) -> Handle[Tensor]: ...
+    def all_to_all(
+        self,
+        dims: Dims,
+        x: Tensor,
+        split_axis: int = 0,
+        concat_axis: int = 0,
+        *,
+        async_op: bool = False,
+        splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
+
+        Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
+        splits:     how much of `split_axis` goes to each coord, where that is not equal; how much
+                    comes from each is exchanged first.
+        Called by:  every rank along `dims`, in the same program order.
+        Returns:    new memory or `out`; `x` is unchanged.
+        Gradient:   none; see `mesh.functional.all_to_all`.
+        Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
+        """
+        return self._at.along(dims).all_to_all(x, split_axis, concat_axis, async_op, splits, out)
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def send(self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False) -> None:
+        """Send `x` to coord `dst` along `dims`; returns when `x` may be changed.
+
+        handshake: send shape and dtype first, for a receiver that gives no buffer.
+        tag:       only messages with equal tags meet (Gloo; NCCL matches by order).
+        """
+        self._at.along(dims).messages.send(x, dst, tag, handshake)
+
+    def recv(self, dims: Dims, out: Tensor | None = None, *, src: int, tag: int = 0) -> Tensor:
+        """Receive from coord `src` along `dims` into `out`, and return it.
+
+        out: of the sender's shape and dtype; None: the message has a handshake, the result is new.
+        """
+        return self._at.along(dims).messages.recv(out, src, tag)
+
+    def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
+        """Receive from whichever coord sends first; returns the tensor and that coord. Gloo only."""
+        return self._at.along(dims).messages.recv_any(out, tag)
+
+    def isend(
+        self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False
+    ) -> Handle[None]:
+        """Start a send; `x` must not change before the handle's wait() returns."""
+        return self._at.along(dims).messages.isend(x, dst, tag, handshake)
+
+    def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
+        """Start a receive; the handle's wait() returns `out`, which must not be used before.
+
+        src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
+        """
+        return self._at.along(dims).messages.irecv(out, src, tag)
+
+    @overload
+    def exchange(
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = ...,
+        recvs: Sequence[Envelope] = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> list[Tensor]: ...
+
+    @overload
+    def exchange(
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = ...,
+        recvs: Sequence[Envelope] = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[list[Tensor]]: ...
+    def exchange(
+        self,
+        dims: Dims,
+        sends: Sequence[Envelope] = (),
+        recvs: Sequence[Envelope] = (),
+        *,
+        async_op: bool = False,
+    ) -> list[Tensor] | Handle[list[Tensor]]:
+        """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
+
+        All are started before any is waited for, so no order of them can deadlock. Between two
+        ranks, messages of one tag meet in the order in which they are listed; a tag may follow the
+        coord: (x, dst, tag).
+        Returns: the received tensors, in the order of `recvs`; with async_op a handle whose wait()
+                 returns them, until which no tensor of the call may be used.
+        """
+        messages = self._at.along(dims).messages
+        return messages.iexchange(sends, recvs) if async_op else messages.exchange(sends, recvs)
+
+    @overload
+    def shift(
+        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: Literal[True] = ..., handshake: bool = ...
+    ) -> Tensor: ...
+    @overload
+    def shift(
+        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool, handshake: bool = ...
+    ) -> Tensor | None: ...
+    def shift(
+        self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True, handshake: bool = False
+    ) -> Tensor | None:
+        """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
+
+        wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
+        are those of MPI_Cart_shift followed by MPI_Sendrecv.
+        Shape:   equal on all ranks, or any with handshake=True; new memory.
+        """
+        return self._at.along(dims).messages.shift(x, offset, wrap, handshake)
