@@ -1,4 +1,4 @@
-"""Every private name of torch that meshcomm uses, each wrapped once. Tried on torch 2.13.0 and 2.15.0.
+"""Every private name of torch that meshcomm uses, each wrapped once. Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
 Why private names at all: `dist.new_group` names a group by counters that differ between ranks as
 soon as two ranks create different groups (two meshes on different ranks are enough), and groups
