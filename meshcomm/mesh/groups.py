@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from meshcomm.comm.failed_call import INTERFACES, Reason, reason_of
-from meshcomm.errors import CommunicationError, UnsupportedOp
+from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.mesh.devices import backend_on
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
@@ -58,6 +59,10 @@ def create_transports(
     return transports
 
 
+# Gloo's word for an address that a coord of the group has not put into the store.
+_AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
+
+
 def open_group(
     group: Group,
     rank: int,
@@ -81,6 +86,17 @@ def open_group(
             split=split,
         )
     except (RuntimeError, ValueError, AssertionError) as error:
+        awaited = _AWAITED.search(str(error))
+        if awaited is not None and int(awaited[1]) < len(group.ranks):
+            missing = group.ranks[int(awaited[1])]
+            lost = PeerLost(
+                f"rank {rank} could not create the group {group.label}: rank {missing} has not come to it",
+                given=f"{options.backend} on ranks {list(group.ranks)}: {str(error).splitlines()[0]}",
+                expected=f"every rank of the group to create it within {options.timeout_s:g} s",
+                hint=f"look at the first error of rank {missing}",
+            )
+            lost.missing = (missing,)
+            raise lost from error
         raise CommunicationError(
             f"rank {rank} could not create the group {group.label}",
             given=f"{options.backend}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",

@@ -237,7 +237,10 @@ def _environment(**odd: str) -> Callable[[int], Mapping[str, str]]:
 
 _MERGE = {"both": ["dp", "tp"]}
 # Rank 1 is lost before the groups are used along tp, and along dp.
-_LOST = {"tp": {0: "PeerLost", 2: "", 3: ""}, "dp": {0: "", 2: "", 3: "PeerLost"}}
+# Rank 1 is gone before or in the creation of dp, the first: rank 3 waits for it there, rank 0 along tp, and rank 2 for
+# rank 3, which has raised; or in that of tp.
+_LOST = {"tp": {0: "PeerLost", 2: "", 3: ""}, "dp": {0: "PeerLost", 2: "PeerLost", 3: "PeerLost"}}
+_NAMED: dict[str, dict[int, tuple[int, ...]]] = {"tp": {0: (1,)}, "dp": {0: (1,), 2: (3,), 3: (1,)}}
 _NO_ONE = everyone("MeshMismatchError")
 
 ROWS = [
@@ -353,8 +356,8 @@ ROWS = [
             "agreement, signed in",
             "tp",
             _ends_signed_in(how),
-            _LOST["tp"],
-            (1,),
+            _LOST["dp"],
+            _NAMED["dp"],
         )
         for how in ("SIGKILL", "SIGSTOP")
     ),
@@ -365,8 +368,8 @@ ROWS = [
             "creation, torch's default group",
             "all",
             _in_default_group(lambda me, how=how: me.end(how)),
-            _LOST["tp"],
-            (1,),
+            _LOST["dp"],
+            _NAMED["dp"],
         )
         for how in ("SIGKILL", "SIGSTOP")
     ),
@@ -378,7 +381,7 @@ ROWS = [
             dim,
             _in_creation(dim, lambda me, how=how: me.end(how)),
             _LOST[dim],
-            (1,),
+            _NAMED[dim],
         )
         for how in ("SIGKILL", "SIGSTOP")
         for dim in ("dp", "tp")
