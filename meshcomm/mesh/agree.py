@@ -21,6 +21,8 @@ _COUNT: Final = (1 << _COUNT_BITS) - 1
 
 # How long ranks wait for the one that reads who came.
 _TELL_S: Final = 10.0
+# How long the rank that holds the store waits for the others to know: one that has ended never says so.
+_LEAVES_S: Final = 3.0
 
 
 def agree(
@@ -92,10 +94,10 @@ def _agree(
 def leave_together(store: Any, stays: bool) -> None:
     """Called by every rank of an agreement that failed, when it knows why.
 
-    stays: on the rank whose process may hold the store. It waits until all that came know why too, ten seconds
+    stays: on the rank whose process may hold the store. It waits until all that came know why too, three seconds
     at most: with its process the store would end, and they would hear of that instead.
     """
-    deadline = time.monotonic() + _TELL_S
+    deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
         left = store.add("left", 1)
         while stays and left < store.add("come", 0) & _COUNT and time.monotonic() < deadline:
