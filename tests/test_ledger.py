@@ -376,7 +376,7 @@ def test_the_table() -> None:
     ]
     facts = stats.facts()
     assert facts["rows"][1]["algbw"] == pytest.approx(2e8)
-    head, table, _ = stats_page(facts, steps=4)
+    head, table, *_ = stats_page(facts, steps=4)
     assert isinstance(head, Line) and head.text.endswith("in each step")
     assert isinstance(table, Cells) and table.rows[0][2] == "2.5"
     assert "no call along a dim" in str(Stats("rank 0", 1.0, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import threading
 import time
@@ -525,6 +526,13 @@ def watched(mesh: Mesh, steps: int, skip: tuple[int, int]) -> None:
         mesh.step()
 
 
+def copied(error: CallMismatchError) -> CallMismatchError:
+    """Without its traceback, whose frames would keep the group, so that the others would not notice that it is closed."""
+    made = pickle.loads(pickle.dumps(error))
+    assert isinstance(made, CallMismatchError)
+    return made
+
+
 def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None, int, float]:
     """The error, at which step, and after how many seconds."""
     began, at = time.monotonic(), 0
@@ -535,11 +543,11 @@ def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None
             try:
                 watched(mesh, steps, skip)
             except CallMismatchError as error:
-                found = error
+                found = copied(error)
             at = mesh._steps
     except CallMismatchError as error:
         assert found is None
-        found = error
+        found = copied(error)
     return found, at, time.monotonic() - began
 
 

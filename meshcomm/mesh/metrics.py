@@ -106,8 +106,8 @@ class Metrics(TopologyQueries):
         """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
 
         Counted always: collectives, messages and objects along dims of size 2 or more that are made
-        through the mesh; not what torch does by itself on `group` or `device_mesh`, FSDP and pipelining
-        among it. Where [topology] says how fast the links are, with what the model predicts. Prints as a
+        through the mesh; from torch 2.14 on also what torch does by itself on `group` or `device_mesh`,
+        FSDP and pipelining among it, as `all_gather (torch)` without its time. Where [topology] says how fast the links are, with what the model predicts. Prints as a
         table; `after.since(before)` is what came between two of them. Asks no other rank.
 
         Seconds are those that the program was blocked in calls. On devices other than cpu a call returns when it is
