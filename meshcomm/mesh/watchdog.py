@@ -450,8 +450,21 @@ def _raised() -> str:
 
 def _in_torch(thread: int) -> bool:
     """Whether the program is inside torch now: its recorder also keeps calls that are over."""
+    return any(file.startswith(_TORCH) for file, _, _ in _stack(thread)[:1])
+
+
+def _stack(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, the innermost first.
+
+    No frame is kept: one that holds itself keeps its callers' locals, the tensors and connections of a failed call among
+    them, until Python looks for cycles.
+    """
+    found = []
     frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
 
 
 def _is_inside(files: str | tuple[str, ...]) -> bool:
@@ -478,11 +491,9 @@ def _is_not_the_programs(file: str) -> bool:
 
 def _main_line(thread: int) -> str:
     """file:line and function of the innermost frame of the program itself."""
-    inner = sys._current_frames().get(thread)
-    frame = inner
-    while frame is not None and _is_not_the_programs(frame.f_code.co_filename):
-        frame = frame.f_back
-    chosen = frame if frame is not None else inner
-    if chosen is None:
+    stack = _stack(thread)
+    own = [place for place in stack if not _is_not_the_programs(place[0])]
+    if not stack:
         return "an unknown line"
-    return f"{chosen.f_code.co_filename}:{chosen.f_lineno} in {chosen.f_code.co_name}"
+    file, line, name = (own or stack)[0]
+    return f"{file}:{line} in {name}"
