@@ -132,8 +132,8 @@ time.sleep(1000)
 def test_a_rank_that_left_out_a_call_is_named_with_both_operations(tmp_path: Path) -> None:
     script = """
 import torch, meshcomm
-facts = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 3, "validate_calls": 0, "reports": ""}
-with meshcomm.init({"mesh": facts}) as mesh:
+facts = {"dims": {"dp": 4}, "device": "cpu", "validate_calls": 0, "reports": ""}
+with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeout_s": 3}}}}) as mesh:
     for step in range(10):
         if step != 6 or mesh.rank != 2:
             mesh.all_reduce("dp", torch.ones(1000))
