@@ -533,11 +533,11 @@ def copied(error: CallMismatchError) -> CallMismatchError:
     return made
 
 
-def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None, int, float]:
-    """The error, at which step, and after how many seconds."""
-    began, at = time.monotonic(), 0
+def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None, int]:
+    """The error, and at which step; the timeout is longer than the test may take."""
+    at = 0
     found: CallMismatchError | None = None
-    config = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 10, "validate_calls": 2, "reports": ""}
+    config = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 600, "validate_calls": 2, "reports": ""}
     try:
         with meshcomm.init({"mesh": config}) as mesh:
             try:
@@ -548,23 +548,21 @@ def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None
     except CallMismatchError as error:
         assert found is None
         found = copied(error)
-    return found, at, time.monotonic() - began
+    return found, at
 
 
 def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> None:
     """Of a long one tests/faults/step_rows.py tells, with its seconds."""
     found = pool.run(outcome, 5, (2, 3), ranks=4)
-    for rank, (error, _, seconds) in enumerate(found):
+    for rank, (error, _) in enumerate(found):
         assert error is not None, rank
         assert (error.odd_ranks, error.step) == ((2,), 3)
         assert error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) made 1 collective fewer'
         assert f"3 collectives: all_reduce 3 times at {__file__}:" in str(error)
         # Also where it is raised by the `with` block, the error says where in the program the step ended.
         assert f"step 3 ended at {__file__}:{watched.__code__.co_firstlineno + 6}" in str(error)
-        # The timeout of the call that the others wait in, at the latest.
-        assert seconds < 30
     # The odd rank was through; the others waited in their last step for one call more.
-    assert [at for _, at, _ in found] == [4, 4, 5, 4]
+    assert [at for _, at in found] == [4, 4, 5, 4]
 
 
 def correct(steps: int) -> tuple[int, int, list[float]]:
