@@ -143,7 +143,9 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if failed is not None:
         # What it does since then mostly follows from that.
         closed = "has closed the mesh, and " if status.get("closed") else ""
-        return f"{closed}was in {failed['call']}, at {failed['site']}, which failed"
+        ranks = failed.get("waited_for")
+        why = f": it waited for rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}" if ranks else ""
+        return f"{closed}was in {failed['call']}, at {failed['site']}, which failed{why}"
     inside = [last for group in status["groups"] if (last := group["last"]) is not None and last["inside"]]
     if inside:
         last = inside[-1]

@@ -51,22 +51,28 @@ _TEXTS: Final[Mapping[str, Sequence[tuple[str, Reason]]]] = {
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Why the backend ended a call, by the type of its error first."""
+    """Why the backend ended a call, by the type of its error first; what raised another error from it counts too."""
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
     if isinstance(error, ConnectionError):
         return Reason.CLOSED
     text = str(error).lower()
-    return next((why for texts in _TEXTS.values() for said, why in texts if said in text), Reason.OTHER)
+    found = next((why for texts in _TEXTS.values() for said, why in texts if said in text), Reason.OTHER)
+    if found is Reason.OTHER and error.__cause__ is not None:
+        return reason_of(error.__cause__)
+    return found
 
 
-def shorten(error: BaseException) -> str:
-    """The first line of the backend's error, which is all that it keeps: the rest is a trace through C++."""
-    first = next(iter(str(error).splitlines()), type(error).__name__)
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def shorten(error: BaseException) -> None:
+    """Keep the first line of the backend's error alone: the rest is a trace through C++, and its frames are ours."""
     if isinstance(error, RuntimeError):
-        error.args = (first,)
+        error.args = (first_line(error),)
     error.__traceback__ = None
-    return first
 
 
 @final
@@ -85,16 +91,17 @@ class FailedCall:
         found = recorder.status()
         self.label = recorder.label
         self.ranks = recorder.ranks
-        self.waiting: Mapping[str, Any] | None = found["messages"]["waiting"]
+        # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
+        inside = recorder.under_way is not None
+        self.waiting: Mapping[str, Any] | None = None if inside else found["messages"]["waiting"]
         self.number: int = found["started"]
         self.reason = reason_of(error)
-        self._said = shorten(error)
+        self._said = first_line(error)
         self._where = where
         # As `CommunicationError.call` has it.
         self._call: Mapping[str, Any] | None = None
-        if recorder.inside or self.waiting is None:
+        if self.waiting is None:
             last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "site": "?"}
-            self.waiting = None
             self._call = {"label": self.label, **last}
             call, self._told = (
                 f"call {self.number}",

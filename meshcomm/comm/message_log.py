@@ -153,7 +153,7 @@ class MessageLog:
     def unfinished(self) -> Message | None:
         """The message past the mesh that its backend gave up, else the oldest that is not over."""
         posted = list(self._posted)
-        failed = [message for message, work in posted if work.is_completed() and work.exception() is not None]
+        failed = [message for message, work in posted if work.is_completed() and has_failed(work)]
         waiting = [message for message, work in posted if not work.is_completed()]
         return next(iter((*failed, *waiting)), None)
 
@@ -256,3 +256,12 @@ class MessageLog:
                 "site": f"{waiting.code.co_filename}:{line_of(waiting.code, waiting.instruction)}",
             },
         }
+
+
+def has_failed(work: Any) -> bool:
+    """Whether a Work that is over has failed; to ask it for its exception is deprecated."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False

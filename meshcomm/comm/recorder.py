@@ -47,7 +47,7 @@ class Recorder:
     started:   the sequence number of the last collective; ranks of a group call in the same order, so that equal
                numbers are one call.
     under_way: what a call was given while it is under way; None while none is.
-    work:      the last Work of a call made past the mesh, until it is known to be over.
+    work:      the Work of the last collective made past the mesh.
     left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
     totals:    the counters of all calls. messages: the group's messages, which are counted by peer.
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
@@ -126,10 +126,7 @@ class Recorder:
     @property
     def pending(self) -> bool:
         """Whether a call that was made past the mesh is not over, as far as its backend knows."""
-        work = self.work
-        if work is not None and work.is_completed():
-            self.work = work = None
-        return work is not None
+        return self.work is not None and not self.work.is_completed()
 
     # -- calls of the mesh ---------------------------------------------------------------------------
 

@@ -98,7 +98,9 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
     settings, joined, plan, device = agreed.settings, agreed.joined, agreed.plan, agreed.device
     rank, store, prefix = agreed.rank, agreed.store, agreed.prefix
     bind = settings.process.device_id is not False and device.type != "cpu"
-    one_host = joined.launch.one_host
+    # The mesh keeps what ends the process; not the store with it.
+    launch = joined.launch
+    one_host = launch.one_host
     groups_store = dist.PrefixStore("groups", store)
 
     def create(group: Group, split: bool) -> Transport:
@@ -162,7 +164,7 @@ def create_groups(agreed: Agreed, source: object, environment: Environment) -> M
             from meshcomm.mesh.rank_failure import end_rank
 
             # A cause that is still silent, a grace after the timeout, will not speak.
-            end_rank(error, joined.launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
+            end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
 
         watch = Watchdog(
             watched,

@@ -10,10 +10,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, final
 from weakref import WeakMethod, ref
 
@@ -21,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
-from meshcomm.comm.failed_call import FailedCall, Reason, reason_of
+from meshcomm.comm.failed_call import FailedCall, Reason, reason_of, shorten
 from meshcomm.comm.handle import failure
 from meshcomm.comm.message_check import MessageCheck
-from meshcomm.comm.message_log import Message
+from meshcomm.comm.message_log import Message, has_failed
 from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.site import line_of
+from meshcomm.comm.site import is_ours, line_of
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
@@ -85,6 +84,7 @@ class Watchdog:
         self._store = store
         self._rank = rank
         self._coords = coords
+        self._who = name_of_rank(rank, {"coords": coords})
         self._reports = reports
         self._compared = compared
         self._interval = max(0.25, world_size / 20_000)
@@ -93,6 +93,7 @@ class Watchdog:
         self._end = end
         self._failed: dict[str, Any] | None = None
         self._timer = CallTimer()
+        self._told: object = None
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._query = StatusQuery(store, rank, self._interval)
@@ -127,7 +128,8 @@ class Watchdog:
             return failure(where, error) if found is None else found(recorder, where, error)
 
         recorder = Recorder(label, ranks, inquire_if_alive, check)
-        self._recorders.append((recorder, self._timeouts(label)))
+        # A group that is lent has a timeout of its own.
+        self._recorders.append((recorder, max(self._timeouts(label), transport.timeout_s)))
         return recorder
 
     def noted(self, step: int) -> None:
@@ -139,25 +141,23 @@ class Watchdog:
         return None if self._alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error to raise from `error`, by which the program leaves the mesh; None where there is nothing to add.
+        """The error to raise from `error`, by which the program leaves the mesh: of a call made past the mesh.
 
-        There is where a backend gave up a call that was made past the mesh, on a group of the mesh.
+        None where it is no backend's, or no such call on a group of the mesh has failed or is under way.
         """
         if not isinstance(error, RuntimeError) or reason_of(error) is Reason.OTHER or self._stop.is_set():
             return None
-        begun: dict[Recorder, float] = {}
-        messages: dict[Recorder, Message] = {}
+        found: dict[float, tuple[Recorder, Message | None]] = {}
         for recorder, _ in self._recorders:
-            if _foreign(recorder):
-                begun[recorder] = recorder.began(recorder.started)
+            if recorder.pending or (recorder.work is not None and has_failed(recorder.work)):
+                found[recorder.began(recorder.started)] = recorder, None
             elif (message := recorder.messages.unfinished()) is not None:
-                begun[recorder], messages[recorder] = message.began, message
-        if not begun:
+                found[message.began] = recorder, message
+        if not found:
             return None
-        recorder = max(begun, key=lambda each: begun[each])
-        recorder.messages.waiting = message = messages.get(recorder)
+        recorder, recorder.messages.waiting = found[max(found)]
         try:
-            return self._inquire(recorder, self._past(recorder, message), error)
+            return self._diagnosed(FailedCall(recorder, self._past(recorder), error))
         finally:
             recorder.messages.waiting = None
 
@@ -204,10 +204,8 @@ class Watchdog:
             # Torch prints a trace each time that a store is gone for good.
             self._failures += 1
             if self._failures > 1 and not self._stop.is_set():
-                who = name_of_rank(self._rank, {"coords": self._coords})
-                print(
-                    f"meshcomm: {who} has lost the job's store; it no longer answers others", file=sys.stderr
-                )
+                lost = "has lost the job's store; it no longer answers others"
+                print(f"meshcomm: {self._who} {lost}", file=sys.stderr)
             return self._failures < 2
         return True
 
@@ -220,6 +218,7 @@ class Watchdog:
             "process": os.getpid(),
             "time": time.time(),
             "main": _main_line(self._main),
+            # Its recorder also keeps calls that are over.
             "torch": calls_under_way() if _in_torch(self._main) else [],
             "failed": self._failed,
             "differs": self._desync.found,
@@ -250,35 +249,25 @@ class Watchdog:
     # -- watching the backend ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Look for a call that its backend holds, and end the process; whether to look again."""
-        late = self._timer.find(self._recorders, time.monotonic())
-        if late is None:
-            return True
-        recorder, call = late
-        past = call is _work_past(recorder)
-        if _is_inside(_C10D if past else _COMM):
-            error = self._held(recorder)
-            # Asking took a while, in which the backend may have given up or come to its end.
-            if self._timer.is_under_way(recorder, call):
-                self._end(error)
-                return False
-            return True
-        # Either way the program is not blocked in it.
-        self._timer.gave_up(recorder)
-        if past:
-            error = self._diagnosed(
-                recorder, self._past(recorder), TimeoutError("its backend has not given it up")
-            )
-            print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
+        """Look for calls that their backend holds; whether to look again."""
+        for recorder, call in self._timer.overdue(self._recorders, time.monotonic()):
+            past = call is recorder.work
+            if _is_inside(_C10D if past else _COMM):
+                where = f"a call inside the backend at {_main_line(self._main)}"
+                held = TimeoutError("the backend is past its timeout and does not return: the process ends")
+                error = self._diagnosed(FailedCall(recorder, where, held))
+                error.given = f"{error.given}\n{held}"
+                # Asking took a while, in which the backend may have given up or come to its end.
+                again = self._timer.overdue([(recorder, 0.0)], time.monotonic())
+                if (recorder, call) in again and _is_inside(_C10D if past else _COMM):
+                    self._end(error)
+                    return False
+            elif past and call is not self._told:
+                self._told = call
+                held = TimeoutError("its backend has not given it up")
+                error = self._diagnosed(FailedCall(recorder, self._past(recorder), held))
+                print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
         return True
-
-    def _held(self, recorder: Recorder) -> MeshcommError:
-        where = f"a call inside the backend at {_main_line(self._main)}"
-        error = self._diagnosed(
-            recorder, where, TimeoutError("the backend does not return; the process was ended")
-        )
-        error.given = f"{error.given}\nthe backend is past its timeout and does not return: the process ends"
-        return error
 
     # -- asking -----------------------------------------------------------------------------------------
 
@@ -290,11 +279,11 @@ class Watchdog:
 
     def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
         """The error for a call that failed: who has not come, and what they do instead."""
-        self._timer.gave_up(recorder)
-        return self._diagnosed(recorder, where, error)
-
-    def _diagnosed(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
         failed = FailedCall(recorder, where, error)
+        shorten(error)
+        return self._diagnosed(failed)
+
+    def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         if failed.reason is Reason.OTHER:
             return failed.other()
         # What fails after the first failure mostly follows from it.
@@ -312,7 +301,9 @@ class Watchdog:
             return cause
         if not found:
             return failed.unasked(self._rank, self._silent)
-        return failed.error(Diagnosis(**found["diagnosis"]), self._reports if reported else "")
+        diagnosis = Diagnosis(**found["diagnosis"])
+        self._failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
+        return failed.error(diagnosis, self._reports if reported else "")
 
     def _found(self, failed: FailedCall) -> dict[str, Any]:
         """What one rank of the group finds out for all, or for a message this rank for itself."""
@@ -332,93 +323,65 @@ class Watchdog:
         stale = self._rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
-    def _past(self, recorder: Recorder, message: Message | None = None) -> str:
-        """What opens an error about the last call on a group, or a message, that was made past the mesh."""
-        last = recorder.last() or {"call": "a call", "dim": "?"}
+    def _past(self, recorder: Recorder) -> str:
+        """What opens an error about a message on a group, or its last collective, that was made past the mesh."""
+        last, message = recorder.last() or {"call": "a call", "dim": "?"}, recorder.messages.waiting
         call, dim = (last["call"], last["dim"]) if message is None else (message.call, message.name)
-        who = name_of_rank(self._rank, {"coords": self._coords})
-        return f'{call} made past the mesh along "{dim}" on {who}'
+        return f'{call} made past the mesh along "{dim}" on {self._who}'
 
 
 @final
 class CallTimer:
     """Since when is each group's blocking call, or the wait for one, under way?
 
-    `find` is called again and again, from another thread than the one that is blocked; a call counts from when it
-    was first seen.
+    Asked again and again, from another thread than the one that is blocked; a call counts from when it was first seen.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Recorder, tuple[Any, float]] = {}
-        self._given_up: dict[Recorder, Any] = {}
 
-    def gave_up(self, recorder: Recorder) -> None:
-        """The backend has given up the call under way, whose error is being made: it is not overdue."""
-        self._given_up[recorder] = _under_way(recorder)
+    def overdue(self, recorders: Sequence[tuple[Recorder, float]], now: float) -> list[tuple[Recorder, Any]]:
+        """The calls that are under way for longer than their group's timeout and a grace. now: in seconds.
 
-    def find(self, recorders: Iterable[tuple[Recorder, float]], now: float) -> tuple[Recorder, Any] | None:
-        """The first call that is under way for longer than its group's timeout and a grace. now: in seconds.
-
-        recorders: with the timeouts of their groups, in seconds.
+        recorders: with the timeouts of their groups, in seconds. A call is a sequence number, a message, what waits
+        for one, or the Work of a collective past the mesh.
         """
+        found = []
         for recorder, timeout_s in recorders:
             call = _under_way(recorder)
             seen, since = self._seen.get(recorder, (None, now))
-            if call is None or _same(self._given_up.get(recorder), call):
+            if call is None:
                 self._seen.pop(recorder, None)
-            elif not _same(seen, call):
+            elif seen is not call and not (isinstance(call, int) and seen == call):
                 self._seen[recorder] = (call, now)
-            elif now - since > timeout_s + GRACE_S:
-                # Its backend is asked no sooner: that may disturb the capture of a CUDA graph.
-                if call is not _work_past(recorder) or not call.is_completed():
-                    return recorder, call
-                self.gave_up(recorder)
-        return None
-
-    def is_under_way(self, recorder: Recorder, call: Any) -> bool:
-        """Whether the rank is still in `call`, which the backend has not given up."""
-        now = _under_way(recorder)
-        return now is not None and _same(call, now) and not _same(self._given_up.get(recorder), now)
-
-
-# -- the recorder, as it is seen from other threads -------------------------------------------------------
+            # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
+            elif now - since > timeout_s + GRACE_S and (call is not recorder.work or recorder.pending):
+                found.append((recorder, call))
+        return found
 
 
 def _under_way(recorder: Recorder) -> Any:
-    """The call or message that blocks the rank now, or a Work of a call made past the mesh; None: none is known."""
+    """The call or message that blocks the rank now, or the last Work past the mesh; None: none is known."""
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
         return recorder.messages.waiting
     # A copy, as the program may make the first call of a kind meanwhile.
     waits = (total.waiting for total in list(recorder.totals.values()))
-    return next((later for later in waits if later is not None), None) or _work_past(recorder)
-
-
-def _work_past(recorder: Recorder) -> Any:
-    """The last Work of a call on the group that was made past the mesh; None: there is none, or it is known to be over."""
-    return recorder.work
-
-
-def _same(one: Any, other: Any) -> bool:
-    """The same number, or the same object, is the same call."""
-    return bool(one == other) if isinstance(other, int) else one is other
-
-
-def _foreign(recorder: Recorder) -> bool:
-    """Whether the last call on the group was made past the mesh, and is under way or has failed."""
-    work = _work_past(recorder)
-    return work is not None and not (work.is_completed() and work.exception() is None)
+    return next((later for later in waits if later is not None), None) or recorder.work
 
 
 def _recent(recorder: Recorder) -> list[tuple[int, str, str]]:
     """Sequence number, operation and callsite of the group's last collectives, but those that were refused."""
-    found = []
-    for number in recorder.remembered()[-_RECENT:]:
-        entry = recorder.ring[number % len(recorder.ring)]
-        if entry is not None and number not in recorder.refused:
-            found.append((number, entry[0].call, f"{entry[2].co_filename}:{line_of(entry[2], entry[3])}"))
-    return found
+    entries = [
+        (number, recorder.ring[number % len(recorder.ring)]) for number in recorder.remembered()[-_RECENT:]
+    ]
+    return [
+        (number, counter.call, f"{code.co_filename}:{line_of(code, instruction)}")
+        for number, entry in entries
+        if entry is not None and number not in recorder.refused
+        for counter, _, code, instruction, _ in (entry,)
+    ]
 
 
 # -- threads ----------------------------------------------------------------------------------------------
@@ -448,11 +411,6 @@ def _raised() -> str:
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def _in_torch(thread: int) -> bool:
-    """Whether the program is inside torch now: its recorder also keeps calls that are over."""
-    return any(file.startswith(_TORCH) for file, _, _ in _stack(thread)[:1])
-
-
 def _stack(thread: int) -> list[tuple[str, int, str]]:
     """File, line and function of each frame of a thread, the innermost first.
 
@@ -467,33 +425,34 @@ def _stack(thread: int) -> list[tuple[str, int, str]]:
     return found
 
 
+def _in_torch(thread: int) -> bool:
+    """Whether the program is inside torch now."""
+    return any(file.startswith(_TORCH) for file, _, _ in _stack(thread)[:1])
+
+
 def _is_inside(files: str | tuple[str, ...]) -> bool:
-    """Whether some thread is in a call of these files, and has not come back to the program, as by a signal's handler."""
-    return any(_innermost(frame, files) for frame in sys._current_frames().values())
+    """Whether some thread is in a call of these files, and has not come back to the program, as by a signal's handler.
 
-
-def _innermost(frame: FrameType | None, files: str | tuple[str, ...]) -> bool:
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(files):
-            return True
-        if not _is_not_the_programs(file):
-            return False
-        frame = frame.f_back
+    Not one whose call has failed, and that is asking why.
+    """
+    for thread in list(sys._current_frames()):
+        for file, _, _ in _stack(thread):
+            if file.startswith(files):
+                return True
+            if file == __file__ or not _is_library(file):
+                break
     return False
 
 
-def _is_not_the_programs(file: str) -> bool:
+def _is_library(file: str) -> bool:
     """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
-    of_python = file.startswith(_LIBRARY) and "-packages" not in file
-    return file.startswith((_PACKAGE, _TORCH)) or of_python
+    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
 def _main_line(thread: int) -> str:
     """file:line and function of the innermost frame of the program itself."""
     stack = _stack(thread)
-    own = [place for place in stack if not _is_not_the_programs(place[0])]
-    if not stack:
-        return "an unknown line"
-    file, line, name = (own or stack)[0]
-    return f"{file}:{line} in {name}"
+    own = [place for place in stack if not _is_library(place[0])]
+    for file, line, name in (own or stack)[:1]:
+        return f"{file}:{line} in {name}"
+    return "an unknown line"

@@ -67,6 +67,8 @@ class Transport(ABC):
     device: torch.device
     group_name: str
     any_source: bool
+    # After so long the backend ends a call by itself; 0.0: not known.
+    timeout_s: float = 0.0
     # Whether messages of one call have to be started as one operation.
     together: bool = False
 

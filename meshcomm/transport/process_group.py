@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshcomm.collectives import Call, Collective
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
-from meshcomm.transport.torch_private import options_type, source_rank
+from meshcomm.transport.torch_private import options_type, source_rank, timeout_of
 
 _OPS: Final[dict[str, Any]] = {
     "sum": dist.ReduceOp.SUM,
@@ -40,6 +40,7 @@ class ProcessGroupTransport(Transport):
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
+        self.timeout_s = timeout_of(group, device)
         self.any_source = backend in ("gloo", "mpi")
         self._owned = owned
         self.together = "nccl" in backend and device.type == "cuda"

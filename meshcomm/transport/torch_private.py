@@ -45,6 +45,7 @@ __all__ = [
     "profiling",
     "source_rank",
     "split_color",
+    "timeout_of",
     "transforming",
     "written",
 ]
@@ -188,6 +189,15 @@ def default_store() -> dist.Store:
 def backend_of(group: dist.ProcessGroup) -> str:
     """The backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds after which a group's backend for `device` ends a call; 0.0 where it does not tell."""
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+        return timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return 0.0
 
 
 def live_groups() -> int:
