@@ -491,7 +491,8 @@ config: 1 problem
   parallel.expert: all is a merged dim
     given:    expert = "all", mesh.dims = { dp = 8 }, mesh.views = { expert = { edp = 2, ep = 4 } }
     expected: a dim of one of mesh.views that is no dim of mesh.dims: edp, ep
-    try:      parallel.expert = "ep", or
+    try:      parallel.expert = "edp", or
+              parallel.expert = "ep", or
               remove parallel.expert
 """,
     ),
