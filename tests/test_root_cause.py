@@ -188,6 +188,9 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
     assert failure_of(odd, 2, LAYOUT[2]).follows
     assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
     assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")
+    assert left[2].text.startswith(
+        "rank 4 (pp=1 tp=0): PeerLost: all_reduce lost a peer\nmore\ncalled from:\n  File "
+    )
     assert left[1].text == "rank 3 (pp=0 tp=3): CallMismatchError: calls differ\n  given:    a"
     assert left[3].summary.startswith("rank 5 (pp=1 tp=1) failed: LayoutError, at ")
     assert not leave(left[0], tmp_path / "gone", 1)

@@ -713,12 +713,13 @@ def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1, folder: st
 def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a call that a signal's handler left by an exception, should its record not be cleared."""
     monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
         left = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
         left.under_way = True
-        time.sleep(1.5)  # "saving"
+        time.sleep(3.0)  # "saving"
         assert ended == []
         # One that is blocked is still ended.
         monkeypatch.setattr("meshcomm.mesh.watchdog._COMM", __file__)
@@ -730,6 +731,36 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
         assert "the backend is past its timeout and does not return" in str(ended[0])
     finally:
         watchdog.close()
+
+
+def test_a_call_that_an_interrupt_leaves_is_over() -> None:
+    recorder = Recorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    counter = total_of(recorder.totals, "tp", "all_reduce")
+    with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+    assert not recorder.inside
+    timer = CallTimer()
+    assert [timer.overdue([(recorder, 3.0)], now) for now in (0.0, 100.0)] == [[], []]
+
+
+def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The program is elsewhere, and goes on."""
+    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
+    ended: list[Any] = []
+    watchdog = watchdog_of(dist.HashStore(), ended)
+    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
+    counter = total_of(recorder.totals, "dp", "all_gather")
+    with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+        recorder.work = _Work(False)
+    time.sleep(3.0)
+    watchdog.close()
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and ended == []
+    assert said[0].startswith('meshcomm: all_gather made past the mesh along "dp" on rank 0 (dp=0)')
+    assert "rank 1 does not answer" in said[0]
 
 
 class _GoneStore(dist.Store):

@@ -78,7 +78,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         time.time(),
         ": ".join([type(error).__name__, *str(error).splitlines()[:1]]),
         _frame(error),
-        f"{who}: {type(error).__name__}: {error}" if misused else f"{who}:\n{_traceback(error)}",
+        f"{who}: {_diagnosis(error)}" if isinstance(error, MeshcommError) else f"{who}:\n{_traceback(error)}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
         follows=lost or bool(mismatched and rank not in mismatched),
         mismatched=rank in mismatched,
@@ -99,12 +99,25 @@ def _starts_scripts(file: str) -> bool:
     return "runpy" in file or file.startswith(_STARTERS)
 
 
-def _frame(error: BaseException) -> str:
-    frames = [
+def _diagnosis(error: MeshcommError) -> str:
+    """The error, then, where it may be another rank's, how the program came to its call."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, CommunicationError):
+        return text
+    return f"{text}\ncalled from:\n{''.join(traceback.format_list(_frames(error)))}".rstrip()
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the error's traceback, but those of meshcomm and torch."""
+    return [
         each
         for each in traceback.extract_tb(error.__traceback__)
         if not is_ours(each.filename) and not _starts_scripts(each.filename)
     ]
+
+
+def _frame(error: BaseException) -> str:
+    frames = _frames(error)
     # In what others wrote, the library that raised says less than the line that called it.
     own = [each for each in frames if "site-packages" not in each.filename] or frames
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
