@@ -32,6 +32,7 @@ class Reason(Enum):
 _TEXTS: Final[Mapping[str, Sequence[tuple[str, Reason]]]] = {
     "gloo": (
         ("connecting", Reason.UNREACHABLE),  # to an address that another rank offered
+        ("connect timeout", Reason.UNREACHABLE),
         ("connection closed", Reason.CLOSED),
         ("connection reset", Reason.CLOSED),
         ("connection refused", Reason.CLOSED),
