@@ -76,10 +76,10 @@ class LaunchError(MeshcommError):
 class MeshMismatchError(MeshcommError):
     """Ranks disagree on what the mesh is, or a rank never came.
 
-    `odd_ranks` are the ranks that differ from the majority; `missing` those that did not come.
+    `mismatched_ranks` are the ranks that differ from the majority; `missing` those that did not come.
     """
 
-    odd_ranks: tuple[int, ...] = ()
+    mismatched_ranks: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
 
 
@@ -132,11 +132,11 @@ class StoreTimeout(StoreError):
 class CallMismatchError(MeshcommError):
     """Ranks of a group were about to make different calls, and nothing was sent; or they did in a step.
 
-    `odd_ranks` are the global ranks that differ from the majority. `step`: where `mesh.step` found it, the
+    `mismatched_ranks` are the global ranks that differ from the majority. `step`: where `mesh.step` found it, the
     first step whose results are not to be trusted, as the program counts; else None.
     """
 
-    odd_ranks: tuple[int, ...] = ()
+    mismatched_ranks: tuple[int, ...] = ()
     step: int | None = None
 
 
@@ -174,9 +174,9 @@ class UnmatchedMessage(MeshcommError):
 
 
 class HandleNotWaited(MeshcommError):
-    """A rank ended without waiting for a call that it had begun; `odd_ranks` are those that did."""
+    """A rank ended without waiting for a call that it had begun; `mismatched_ranks` are those that did."""
 
-    odd_ranks: tuple[int, ...] = ()
+    mismatched_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(MeshcommError):

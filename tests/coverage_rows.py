@@ -209,7 +209,7 @@ ROWS: Final[dict[int, Row]] = {
         (
             "test_breakpoint.py::test_one_rank_stops_and_the_others_wait",
             "test_torch_facts.py::test_torchs_own_checks_may_be_on",
-            "test_validation.py::test_a_difference_is_named_on_every_rank_of_the_group",
+            "test_mismatch.py::test_a_difference_is_named_on_every_rank_of_the_group",
             "test_verdicts.py::test_a_skipped_call_names_who_has_not_come",
             "test_logs.py::test_only_the_ranks_that_are_asked_for_write",
             "test_logs.py::test_every_line_has_the_prefix",

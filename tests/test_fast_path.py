@@ -188,7 +188,7 @@ def counted() -> tuple[list[tuple[str, int, int]], str]:
         recorder = mesh._at["dp"].recorder
         last = recorder.last()
         assert last is not None
-        rows = [(t.call, t.calls, t.nbytes) for t in recorder.totals.values()]
+        rows = [(t.call, t.calls, t.nbytes) for t in recorder.counters.values()]
         return rows, last["site"]
 
 

@@ -176,13 +176,13 @@ meshcomm.init()
     code, out, err = finish(start(tmp_path, script))
     assert (code, out) == (2, "")
     lines = err.splitlines()
-    assert "MeshMismatchError: the mesh differs between ranks: rank 2 of 4 is odd" in lines[0]
+    assert "MeshMismatchError: the mesh differs between ranks: rank 2 of 4 is mismatched" in lines[0]
     assert lines[1] == "  given:    rank 2: dims.dp = 4; the others: 2"
     # Whoever was first to raise: what is shown is the error of the rank that differs.
     assert lines[0].startswith("rank 2 (dp=1 tp=0): ")
     assert lines[-2 - ("the same" in err and "followed" in err) :][0] == (
         "meshcomm: rank 2 (dp=1 tp=0) failed: MeshMismatchError: the mesh differs between ranks: "
-        "rank 2 of 4 is odd, at script.py:5 in <module>"
+        "rank 2 of 4 is mismatched, at script.py:5 in <module>"
     )
     assert lines[-1].startswith("meshcomm: rank") and lines[-1].endswith((": the same", "by the launcher"))
     assert "Traceback" not in err

@@ -285,7 +285,7 @@ def test_rank_0_keeps_the_store_until_all_know_why_they_differ() -> None:
         for rank in range(4)
     ]
     said = [rank.communicate(timeout=200)[0] for rank in ranks]
-    assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is odd\n"] * 4
+    assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is mismatched\n"] * 4
 
 
 def test_a_rank_that_holds_the_store_leaves_last() -> None:
@@ -344,7 +344,7 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
         missing = MeshMismatchError("rank 2 never came", given="ranks 0 1", expected="", hint="")
         missing.missing = (2,)
         blame(missing, store)
-        assert (missing.given, missing.odd_ranks) == ("ranks 0 1", ()), kind
+        assert (missing.given, missing.mismatched_ranks) == ("ranks 0 1", ()), kind
         # The same process again: several meshes, or one after the other.
         for _ in range(2):
             claim(store, 1, kept=False)
@@ -358,7 +358,7 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
             )
             assert f"{first}\n            {process_name()} (this one)" in text, kind
         blame(missing, store)
-        assert missing.odd_ranks == (1,), kind
+        assert missing.mismatched_ranks == (1,), kind
         assert missing.missing == (2,), kind
         # What was left about the process before is of an owner that is none any more.
         assert missing.given == f"ranks 0 1\nrank 1 came twice: {elsewhere}; and {process_name()}", kind

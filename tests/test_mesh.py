@@ -311,7 +311,7 @@ def test_disagreement_is_an_error_on_every_rank_naming_the_odd_one(pool: Pool) -
                 assert ("2*3*2 = 12" if case == "config" else "timeout_s") in text
                 continue
             assert text.startswith("MeshMismatchError: "), (case, rank, text)
-            assert "rank 5 of 8 is odd" in text
+            assert "rank 5 of 8 is mismatched" in text
             assert expected in text, (case, text)
 
 

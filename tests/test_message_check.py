@@ -50,7 +50,7 @@ def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int
             else:
                 mesh.recv("pp", out, src=0)
         except (CallMismatchError, CollectiveTimeout) as error:
-            found = type(error).__name__, str(error), getattr(error, "odd_ranks", ())
+            found = type(error).__name__, str(error), getattr(error, "mismatched_ranks", ())
         else:
             found = "none", "", ()
         mesh.store.set(f"over/{mesh.rank}", b"")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshcomm.comm import Communicator, Directory, Functional
+from meshcomm.comm import Communicator, CommunicatorCache, Functional
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, PatternError, ShapeError
 from meshcomm.layout import Dims, Layout
 from meshcomm.pattern import explain_pattern
@@ -730,7 +730,7 @@ def silent() -> Callable[..., torch.Tensor]:
     def explain(dims: Dims) -> Communicator:
         raise AssertionError(f"something would have been sent along {dims}")
 
-    at = Directory(explain)
+    at = CommunicatorCache(explain)
     run = Rearranger(MESH, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)").run
 
     def rearrange(

@@ -158,7 +158,7 @@ def raised(error: BaseException) -> BaseException:
 
 def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
     odd = CallMismatchError("calls differ", given="a")
-    odd.odd_ranks = (3,)
+    odd.mismatched_ranks = (3,)
     lost = PeerLost("all_reduce lost a peer\nmore")
     lost.missing = (5, 6)
     lost.call = {"label": "tp", "number": 3, "call": "barrier", "site": "train.py:88"}
@@ -182,7 +182,7 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
     ]
     # An error that is not ours may use these names for something else.
     foreign = KeyError("planted")
-    foreign.missing, foreign.call, foreign.odd_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
+    foreign.missing, foreign.call, foreign.mismatched_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
     assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
     # The error of the mismatched rank is to come first.
     assert failure_of(odd, 2, LAYOUT[2]).follows

@@ -232,7 +232,7 @@ def test_ranks_that_mean_different_meshes_hear_of_it() -> None:
     def program(world: Mesh) -> None:
         meshcomm.init(dims={"dp": 2, "tp": 2} if world.rank else {"dp": 4})
 
-    with pytest.raises(RankFailed, match="the mesh differs between ranks: rank 0 of 4 is odd"):
+    with pytest.raises(RankFailed, match="the mesh differs between ranks: rank 0 of 4 is mismatched"):
         meshcomm.simulate(program, dims={"world": 4})
 
 

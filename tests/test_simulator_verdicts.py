@@ -92,11 +92,11 @@ def test_what_a_verdict_carries_for_programs() -> None:
     assert isinstance(crossed, DeadlockError)
     assert crossed.circle == (0, 2, 3, 1) and crossed.waiting == (0, 1, 2, 3)
     dtype = verdict_of(planted_bugs.other_dtype, True)
-    assert isinstance(dtype, CallMismatchError) and dtype.odd_ranks == (2,)
+    assert isinstance(dtype, CallMismatchError) and dtype.mismatched_ranks == (2,)
     unsent = verdict_of(planted_bugs.missing_send, True)
     assert isinstance(unsent, UnmatchedMessage) and unsent.waiting == (2, 3)
     dropped = verdict_of(planted_bugs.dropped_handle, True)
-    assert isinstance(dropped, HandleNotWaited) and dropped.odd_ranks == (0, 1, 2, 3)
+    assert isinstance(dropped, HandleNotWaited) and dropped.mismatched_ranks == (0, 1, 2, 3)
     raised = verdict_of(planted_bugs.exception_on_one_rank, True)
     assert isinstance(raised, RankFailed)
     assert list(raised.by_rank) == [2] and raised.__cause__ is raised.by_rank[2]
@@ -121,7 +121,7 @@ def test_a_mismatch_is_told_when_some_never_come() -> None:
 
     text = str(verdict_of(program))
     assert re.search(
-        r'ranks differ in call 1 along "all": rank 1 is odd; nothing was sent\n'
+        r'ranks differ in call 1 along "all": rank 1 is mismatched; nothing was sent\n'
         r"  given:    rank 1: all_gather\(.*\) at .*\n"
         r"            rank 2 3: did not come\n"
         r"  expected: as rank 0: all_reduce\(",

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.callsite import callsite
+from meshcomm.comm.counters import counter_of
 from meshcomm.comm.desync import RUNS, StepHistory, error_of, find_desync, last_common
-from meshcomm.comm.ledger import total_of
-from meshcomm.comm.recorder import KEPT, Recorder
-from meshcomm.comm.site import place_of_call
+from meshcomm.comm.flight_recorder import KEPT, FlightRecorder
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -43,8 +43,8 @@ def never(*_: object) -> Any:
     raise AssertionError("nobody asked")
 
 
-def recorder_of(ranks: list[int], label: str = "dp[tp=0]") -> Recorder:
-    return Recorder(label, ranks, never)
+def recorder_of(ranks: list[int], label: str = "dp[tp=0]") -> FlightRecorder:
+    return FlightRecorder(label, ranks, never)
 
 
 class _Nobody:
@@ -55,22 +55,22 @@ class _Nobody:
 NOBODY = _Nobody()
 
 
-def make(recorder: Recorder, calls: Calls) -> None:
+def make(recorder: FlightRecorder, calls: Calls) -> None:
     for call, nbytes in calls:
-        with recorder.call(NOBODY, total_of(recorder.totals, "dp", call), nbytes, None):
+        with recorder.call(NOBODY, counter_of(recorder.counters, "dp", call), nbytes, None):
             pass
 
 
-def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> Recorder:
+def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRecorder:
     """A rank that made these calls in its steps, which the program numbers from `first`."""
     recorder = recorder_of(ranks)
     for step, calls in enumerate(steps, 1):
         make(recorder, calls)
-        recorder.note(step, step + first - 1, False, place_of_call(0))
+        recorder.note(step, step + first - 1, False, callsite(0))
     return recorder
 
 
-def found_in(recorders: dict[int, Recorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
+def found_in(recorders: dict[int, FlightRecorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
     """What other ranks conclude, to whom it comes through JSON."""
     histories = {rank: json.loads(json.dumps(each.steps.told())) for rank, each in recorders.items()}
     return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
@@ -129,7 +129,7 @@ def test_the_words_of_a_difference() -> None:
     found = judged(programs, first=41)
     assert found is not None
     error = error_of(json.loads(json.dumps(found)))
-    assert (error.step, error.odd_ranks) == (45, (4,))
+    assert (error.step, error.mismatched_ranks) == (45, (4,))
     assert error.what == 'ranks differ in step 45 along "dp": rank 4 (dp=2) made 1 collective fewer'
     here = f"{__file__}:"
     given = str(error.given).splitlines()
@@ -207,7 +207,7 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
 @pytest.mark.parametrize("lag", [0, 1, 7, 100, 12345])
 def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
     behind, ahead = StepHistory(), StepHistory()
-    place = place_of_call(0)
+    place = callsite(0)
     for step in range(1, 30_000):
         behind.note(step, step, (None,), 0, (), False, place)
     for step in range(1, 30_000 + lag):
@@ -217,9 +217,9 @@ def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
 
 
 def test_calls_that_were_refused_and_those_of_other_threads() -> None:
-    def one(call: str, excluded: int) -> Recorder:
+    def one(call: str, excluded: int) -> FlightRecorder:
         recorder = recorder_of([0, 1])
-        place = place_of_call(0)
+        place = callsite(0)
         make(recorder, [(call, 8)])
         recorder.refuse()  # the ranks were about to make different calls, and none was made
         make(recorder, ADD)
@@ -272,7 +272,7 @@ class Rank:
     def step(self, calls: Calls) -> None:
         make(self.recorder, calls)
         step = self.recorder.steps.step + 1
-        self.recorder.note(step, step, False, place_of_call(0))
+        self.recorder.note(step, step, False, callsite(0))
         self.monitor.noted(step)
 
 
@@ -387,10 +387,10 @@ def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how:
     error = caught.value
     assert error.step == at + 1000
     others = 1 if dim == "tp" else 3
-    # Of two ranks nobody can say which is odd; the lower one counts as usual.
-    assert error.odd_ranks == ((odd,) if others > 1 else (odd + 1,))
+    # Of two ranks nobody can say which is mismatched; the lower one counts as usual.
+    assert error.mismatched_ranks == ((odd,) if others > 1 else (odd + 1,))
     assert error.what.startswith(
-        f'ranks differ in step {at + 1000} along "{dim}": rank {error.odd_ranks[0]} ('
+        f'ranks differ in step {at + 1000} along "{dim}": rank {error.mismatched_ranks[0]} ('
     )
 
 
@@ -556,7 +556,7 @@ def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> No
     found = pool.run(outcome, 5, (2, 3), ranks=4)
     for rank, (error, _) in enumerate(found):
         assert error is not None, rank
-        assert (error.odd_ranks, error.step) == ((2,), 3)
+        assert (error.mismatched_ranks, error.step) == ((2,), 3)
         assert error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) made 1 collective fewer'
         assert f"3 collectives: all_reduce 3 times at {__file__}:" in str(error)
         # Also where it is raised by the `with` block, the error says where in the program the step ended.
@@ -631,7 +631,7 @@ def elsewhere() -> tuple[str, tuple[int, ...]]:
                 mesh.step()
                 time.sleep(0.002)
         except MeshcommError as error:
-            return f"{type(error).__name__} {error.what}", getattr(error, "odd_ranks", ())
+            return f"{type(error).__name__} {error.what}", getattr(error, "mismatched_ranks", ())
     return "", ()
 
 

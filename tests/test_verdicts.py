@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.counters import counter_of
 from meshcomm.comm.diagnosis import diagnose, root_cause, unmatched
-from meshcomm.comm.ledger import total_of
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CollectiveTimeout, PeerLost
 from meshcomm.jobs.report import report
 from meshcomm.mesh.status_query import StatusQuery
@@ -470,11 +470,11 @@ def test_a_rank_that_left_by_an_error_is_said_to(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_call_is_overdue_by_the_clock_alone() -> None:
-    recorder = Recorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
     timer = CallTimer()
-    counter = total_of(recorder.totals, "tp", "all_reduce")
+    counter = counter_of(recorder.counters, "tp", "all_reduce")
 
-    def call() -> Recorder:
+    def call() -> FlightRecorder:
         return recorder.call(recorder, counter, 8, torch.ones(2))  # type: ignore[arg-type]
 
     def late(now: float) -> bool:
@@ -575,7 +575,7 @@ def left_out(folder: str, skip_at: int) -> tuple[str, str, Any]:
             error = raised
         mesh.store.set(f"over/{mesh.rank}", b"")
         until(mesh, *range(4))
-    return type(error).__name__, str(error), getattr(error, "odd_ranks", None)
+    return type(error).__name__, str(error), getattr(error, "mismatched_ranks", None)
 
 
 def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_path: Path) -> None:
@@ -734,8 +734,8 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
 
 
 def test_a_call_that_an_interrupt_leaves_is_over() -> None:
-    recorder = Recorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
-    counter = total_of(recorder.totals, "tp", "all_reduce")
+    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    counter = counter_of(recorder.counters, "tp", "all_reduce")
     with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         raise KeyboardInterrupt
     assert not recorder.inside
@@ -752,7 +752,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
-    counter = total_of(recorder.totals, "dp", "all_gather")
+    counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = _Work(False)
     time.sleep(3.0)

@@ -1,8 +1,8 @@
 """A communicator along dims: collectives, messages, and their differentiable forms."""
 
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.directory import Directory
+from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.comm.functional import Functional
 from meshcomm.comm.handle import Handle
 
-__all__ = ["Communicator", "Directory", "Functional", "Handle"]
+__all__ = ["Communicator", "CommunicatorCache", "Functional", "Handle"]

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from meshcomm.comm import hierarchical, lists, scheduled
-from meshcomm.comm.directory import Directory
+from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.messages import Envelope
 from meshcomm.errors import UnsupportedOp
@@ -26,11 +26,11 @@ class AlongDims:
     """Collectives and messages whose first argument says along which dims. `Mesh` is one.
 
     Peers and roots are coords along the dims. A subclass has `layout`, `label` (this rank with its
-    coords, for errors) and a Directory of communicators.
+    coords, for errors) and a CommunicatorCache of communicators.
     """
 
     layout: Layout
-    _at: Directory
+    _at: CommunicatorCache
 
     @property
     def label(self) -> str:
@@ -102,7 +102,7 @@ class AlongDims:
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
         if algorithm == "flat":
-            # Written out where a call more would be felt: see Directory.along.
+            # Written out where a call more would be felt: see CommunicatorCache.along.
             try:
                 comm = self._at[dims]
             except TypeError:

@@ -34,11 +34,12 @@ from meshcomm.comm.checks import (
     normal_axis,
     number_of,
 )
+from meshcomm.comm.counters import counter_of
 from meshcomm.comm.fast_path import FastPath, Key, Ready, fits, share_memory
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import Handle, failure
-from meshcomm.comm.ledger import total_of
 from meshcomm.comm.messages import Messages
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.shapes import (
     CARRIED,
     as_ordered,
@@ -57,7 +58,6 @@ from meshcomm.comm.shapes import (
     wire,
     without,
 )
-from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.transport import Transport
 from meshcomm.transport.support import WIDENED, check_reduce, name_of
@@ -103,10 +103,10 @@ class Communicator:
         transport: Transport,
         who: str,
         calls: CallCheck | None = None,
-        recorder: Recorder | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self.name = name
-        self.recorder = recorder or Recorder(name, [], lambda _, where, error: failure(where, error))
+        self.recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
         # None once there is nothing left to compare: what is off costs nothing.
         self._calls = calls
         self.transport = transport
@@ -134,8 +134,8 @@ class Communicator:
         group: whether every rank of the group makes the call, so that it has a sequence number.
         """
         recorder, where = self.recorder, self.where(call)
-        counter, began, moved = total_of(recorder.totals, self.name, call), clock(), [0]
-        parts = Recorder(
+        counter, began, moved = counter_of(recorder.counters, self.name, call), clock(), [0]
+        parts = FlightRecorder(
             recorder.label, recorder.ranks, lambda _, __, error: recorder.inquire(recorder, where, error)
         )
         parts.messages = recorder.messages
@@ -633,10 +633,10 @@ class Communicator:
 
     # -- the checked path -----------------------------------------------------------------------
 
-    def _recorded(self, row: Collective, x: Tensor | None = None) -> Recorder:
+    def _recorded(self, row: Collective, x: Tensor | None = None) -> FlightRecorder:
         """The block of a call that moves `x`: recorded, and counted, under its own name or that of the whole."""
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        counter = total_of(self.recorder.totals, self.name, row.name)
+        counter = counter_of(self.recorder.counters, self.name, row.name)
         return self.recorder.call(self, counter, nbytes, x)
 
     def _compare(self, row: Collective, x: Tensor | None, **facts: object) -> None:

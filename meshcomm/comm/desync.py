@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 from zlib import crc32
 
+from meshcomm.comm.callsite import line_of
+from meshcomm.comm.counters import CallCounter
 from meshcomm.comm.diagnosis import name_of_rank
-from meshcomm.comm.ledger import Total
-from meshcomm.comm.site import line_of
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
 
@@ -21,8 +21,8 @@ RUNS: Final = 64
 # Callsites that an error shows of one rank's step.
 _SHOWN: Final = 6
 
-# As comm/recorder.py has them.
-_Entry: TypeAlias = tuple[Total, int, CodeType, int, float]
+# As comm/flight_recorder.py has them.
+_Entry: TypeAlias = tuple[CallCounter, int, CodeType, int, float]
 
 
 class _Run(NamedTuple):
@@ -159,7 +159,7 @@ def error_of(finding: Mapping[str, Any]) -> CallMismatchError:
     """The error for what `find_desync` has found."""
     texts = {key: finding[key] for key in ("given", "expected", "hint")}
     error = CallMismatchError(finding["what"], **texts)
-    error.odd_ranks = tuple(finding["mismatched"])
+    error.mismatched_ranks = tuple(finding["mismatched"])
     error.step = finding["step"]
     return error
 

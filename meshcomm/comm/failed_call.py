@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Final, final
 
 from meshcomm.comm.diagnosis import Diagnosis, Statuses, described, diagnose, diagnose_message
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
 
@@ -88,7 +88,7 @@ class FailedCall:
         error: the backend's.
     """
 
-    def __init__(self, recorder: Recorder, where: str, error: BaseException) -> None:
+    def __init__(self, recorder: FlightRecorder, where: str, error: BaseException) -> None:
         found = recorder.status()
         self.label = recorder.label
         self.ranks = recorder.ranks
@@ -152,7 +152,7 @@ class FailedCall:
                 hint="look for a call that only some ranks make; mesh.step() at the end of each step names the "
                 "step and the call that was left out",
             )
-            mismatch.odd_ranks = tuple(found.mismatched)
+            mismatch.mismatched_ranks = tuple(found.mismatched)
             return mismatch
         lines = list(found.lines)
         if self.waiting is None:

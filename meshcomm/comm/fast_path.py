@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import Collective
-from meshcomm.comm.ledger import Total, total_of
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.counters import CallCounter, counter_of
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.transport.torch_private import forward_mode, profiling, transforming
 
 # The collective's name, then all that its options depend on.
@@ -25,7 +25,7 @@ class Ready(NamedTuple):
     start: Callable[..., Any]
     options: Any
     row: Collective
-    counter: Total
+    counter: CallCounter
     device: torch.device
 
 
@@ -61,7 +61,7 @@ class FastPath:
     # Nothing that leads back to the communicator: it and its group have to go with their last reference.
     __slots__ = ("_name", "_recorder", "ready")
 
-    def __init__(self, name: str, recorder: Recorder) -> None:
+    def __init__(self, name: str, recorder: FlightRecorder) -> None:
         self._name = name
         self._recorder = recorder
         self.ready: dict[Key, dict[torch.dtype, Ready]] = {}
@@ -70,7 +70,7 @@ class FastPath:
     def keep(self, key: Key, x: Tensor, row: Collective, prepared: tuple[Any, Any] | None) -> None:
         """Make `key` calls of tensors like `x`, which is dense, by `prepared` from now on; None changes nothing."""
         if prepared is not None:
-            counter = total_of(self._recorder.totals, self._name, row.name)
+            counter = counter_of(self._recorder.counters, self._name, row.name)
             self.ready.setdefault(key, {})[x.dtype] = Ready(*prepared, row, counter, x.device)
 
     def find(self, key: Key, x: Any) -> Ready | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshcomm.comm import operators
 from meshcomm.comm.checks import check_divisible, check_offset, check_tensor, normal_axis
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.directory import Directory
+from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.errors import AutogradError
 from meshcomm.layout import Dims
 
@@ -33,7 +33,7 @@ class Functional:
     and the other transforms of torch.func; see docs/guide/gradients.md.
     """
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: CommunicatorCache) -> None:
         self._at = directory
         self._groups = operators.Groups(directory)
 

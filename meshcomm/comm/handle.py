@@ -11,9 +11,9 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, final
 
 from torch.futures import Future
 
+from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.ledger import Later
-from meshcomm.comm.site import line_of, users_frame
+from meshcomm.comm.counters import PendingCall
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport import Work
 from meshcomm.transport.torch_private import outside_graphs
@@ -75,7 +75,7 @@ class Handle(Generic[T]):
         finish: Callable[[], T] | None = None,
         *,
         result: T | None = None,
-        pending: Later | None = None,
+        pending: PendingCall | None = None,
         source: int | Callable[[], int] | None = None,
         confirm: Callable[[], None] | None = None,
         held: object = None,

@@ -123,5 +123,5 @@ class MessageCheck:
             expected="the same dtype and number of elements at both ends",
             hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",
         )
-        error.odd_ranks = (src, dst)
+        error.mismatched_ranks = (src, dst)
         return error

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from meshcomm.comm.ledger import Later, Totals, total_of
+from meshcomm.comm.callsite import line_of, users_frame
+from meshcomm.comm.counters import Counters, PendingCall, counter_of
 from meshcomm.comm.message_check import MessageCheck, Unanswered
-from meshcomm.comm.site import line_of, users_frame
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
@@ -59,17 +59,17 @@ class MessageLog:
     Messages are not numbered among the group's collectives: ranks may send different numbers.
     waiting: the call that this rank is blocked in, None while it is in none.
     recent: the last calls, and when they ended, or who knows that. spans takes all while a trace is taken.
-    totals: of the group, where calls are summed up.
+    counters: of the group, where calls are summed up.
     check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "_counts", "_pairs", "_posted", "_totals", "label", "recent", "spans", "waiting")
+    __slots__ = ("_check", "_counters", "_counts", "_pairs", "_posted", "label", "recent", "spans", "waiting")
 
-    def __init__(self, totals: Totals, label: str, check: MessageCheck | None = None) -> None:
-        self._totals = totals
+    def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
+        self._counters = counters
         self._check = check
         self.label = label
-        self.recent: deque[tuple[Message, Later | float]] = deque(maxlen=_KEPT)
+        self.recent: deque[tuple[Message, PendingCall | float]] = deque(maxlen=_KEPT)
         self.spans: Spans | None = None
         self._counts: dict[tuple[Direction, int, int], int] = {}
         self._pairs: Counter[tuple[Direction, int]] = Counter()
@@ -136,7 +136,7 @@ class MessageLog:
             number = self._counts.get((direction, peer, 0), 0) + 1
             self._count(direction, peer, 0, number)
         nbytes = sum(x.nbytes for x in tensors)
-        total = total_of(self._totals, name, direction, True)
+        total = counter_of(self._counters, name, direction, True)
         total.calls += 1
         total.nbytes += nbytes
         part, now = Part(direction, peer, 0, number), clock()
@@ -173,19 +173,21 @@ class MessageLog:
             message.told.at_once = True
             message.told.waited(message.began, now)
         if counted:
-            total = total_of(self._totals, message.name, message.call)
+            total = counter_of(self._counters, message.name, message.call)
             total.calls += message.calls
             total.nbytes += message.nbytes
             total.seconds += now - message.began
 
-    def later(self, message: Message, counted: bool) -> Later:
+    def later(self, message: Message, counted: bool) -> PendingCall:
         """The messages of a call are started: who is told of the waits for them."""
         now = clock()
         self.waiting = None
         if message.told is not None:
             message.told.left = now
-        total = total_of(self._totals, message.name, message.call) if counted else None
-        later = Later(total, message.nbytes, message.began, now, message.told, message.calls, self, message)
+        total = counter_of(self._counters, message.name, message.call) if counted else None
+        later = PendingCall(
+            total, message.nbytes, message.began, now, message.told, message.calls, self, message
+        )
         self.recent.append((message, later))
         return later
 
@@ -216,7 +218,7 @@ class MessageLog:
         return [] if found is None else [found]
 
     def history(self) -> list[dict[str, Any]]:
-        """The last calls as plain data; see Recorder.history."""
+        """The last calls as plain data; see FlightRecorder.history."""
         found = list(self.recent)
         waiting = self.waiting
         if waiting is not None and all(message is not waiting for message, _ in found):

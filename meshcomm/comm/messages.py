@@ -21,8 +21,8 @@ from meshcomm.comm.checks import (
     check_written,
 )
 from meshcomm.comm.fast_path import usable
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.recorder import Recorder
 from meshcomm.comm.shapes import (
     CARRIED,
     as_bytes,
@@ -56,7 +56,7 @@ class Messages:
 
     __slots__ = ("_fast", "_kinds", "_name", "_own", "_recorder", "_size", "_transport", "_who", "coord")
 
-    def __init__(self, name: str, transport: Transport, who: str, recorder: Recorder) -> None:
+    def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
         self._name = name
         self._transport = transport
         self._kinds = transport.kinds

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from meshcomm.comm.checks import OWN_TAGS, check_coord, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.directory import Directory
+from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
@@ -61,7 +61,7 @@ class Objects:
     group stays usable. Peers and roots are coords.
     """
 
-    def __init__(self, directory: Directory, device: torch.device) -> None:
+    def __init__(self, directory: CommunicatorCache, device: torch.device) -> None:
         self._at = directory
         self._device = device
         # What this rank has sent to itself, by dims and tag.

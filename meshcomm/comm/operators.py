@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 
 from meshcomm.comm.checks import has_tangent
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.directory import Directory
+from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.errors import AutogradError, MeshClosed
 from meshcomm.transport.torch_private import (
     SingleLevelFunction,
@@ -47,7 +47,7 @@ Place: TypeAlias = tuple[str, int, bool]
 class Groups:
     """The groups of one mesh, as operators find them. A graph outlives its calls: it holds a key, no group."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: CommunicatorCache) -> None:
         self.at = directory
         # The same number for the same mesh on every rank, so that ranks make, and keep on disk, the same graph.
         self.key = f"mesh{next(_NUMBERS)}"

@@ -11,7 +11,7 @@ from typing import Final, final
 
 from torch import Tensor
 
-from meshcomm.comm.site import caller, line_of
+from meshcomm.comm.callsite import caller, line_of
 from meshcomm.transport.support import name_of
 
 # The lane of forward and backward passes, and that of what `mesh.step` tells of.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.flight_recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,7 +114,7 @@ def arrivals(came: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrival
 
 
 def measure(
-    named: Mapping[str, Recorder], dims: Sequence[str], gather: Callable[[str, Any], list[Any]]
+    named: Mapping[str, FlightRecorder], dims: Sequence[str], gather: Callable[[str, Any], list[Any]]
 ) -> Stragglers:
     """Compare the arrivals along each of `named`, then over the whole mesh along `dims`.
 

@@ -44,8 +44,8 @@ def agree(
             in a fact.
         ranks: which are to come. None: 0 to world_size - 1.
 
-    Costs three store operations per rank. Who is odd is decided by majority, among equals by the
-    lowest rank. Raises MeshMismatchError naming the odd ranks, the fact and both values, or, after
+    Costs three store operations per rank. Who is mismatched is decided by majority, among equals by the
+    lowest rank. Raises MeshMismatchError naming the mismatched ranks, the fact and both values, or, after
     `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
     after the others gave up. StoreError where the store fails.
     """
@@ -112,18 +112,18 @@ def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshM
     """
     if store.add("tellers", 1) == 1:
         error = find()
-        facts = [error.what, error.given, error.expected, error.hint, error.odd_ranks, error.missing]
+        facts = [error.what, error.given, error.expected, error.hint, error.mismatched_ranks, error.missing]
         store.set("told", json.dumps(facts))
         return error
     try:
         text = _get(store, "told", _TELL_S)
     except RuntimeError:  # the one that was to tell is gone
         return find()
-    what, given, expected, hint, odd_ranks, missing = json.loads(text)
+    what, given, expected, hint, mismatched_ranks, missing = json.loads(text)
     if rank in missing:  # it has come since
         return find()
     error = MeshMismatchError(what, given=given, expected=expected, hint=hint)
-    error.odd_ranks, error.missing = tuple(odd_ranks), tuple(missing)
+    error.mismatched_ranks, error.missing = tuple(mismatched_ranks), tuple(missing)
     return error
 
 
@@ -200,12 +200,12 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
             lines.append(f"{_ranks(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
     usual_ranks = [other for other in present if other not in odd]
     error = MeshMismatchError(
-        f"{what} differs between ranks: {_ranks(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} odd",
+        f"{what} differs between ranks: {_ranks(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
         given="\n".join(lines),
         expected=f"what {_ranks(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
         hint=f"start {_ranks(odd)} with the same config, code and package versions",
     )
-    error.odd_ranks = odd
+    error.mismatched_ranks = odd
     return error
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from meshcomm.comm import Directory, Handle
+from meshcomm.comm import CommunicatorCache, Handle
+from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.site import users_frame
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import BarrierTimeout, UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import fold
@@ -27,10 +27,10 @@ class Barriers(TopologyQueries):
     """Barriers, the first use of each group, and a rank in the debugger. `Mesh` has them."""
 
     plan: Plan
-    _at: Directory
+    _at: CommunicatorCache
     _store: dist.Store
     _watch: Watching | None
-    _recorders: dict[int, Recorder]
+    _recorders: dict[int, FlightRecorder]
 
     def __init__(self) -> None:
         self._barriers: dict[str, int] = {}

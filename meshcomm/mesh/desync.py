@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from meshcomm.comm.desync import error_of, find_desync, last_common
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.store_connect import kind_of
 
@@ -49,7 +49,7 @@ class DesyncMonitor:
         store: Any,
         rank: int,
         coords: Mapping[str, int],
-        recorders: Sequence[tuple[Recorder, float]],
+        recorders: Sequence[tuple[FlightRecorder, float]],
         world_size: int,
     ) -> None:
         self.found: dict[str, Any] | None = None
@@ -178,7 +178,7 @@ class DesyncMonitor:
             self._store.set(f"steps/{self._rank}", posted)
             self._posted = posted
 
-    def _compare(self, recorder: Recorder, peers: Sequence[int], step: int) -> bool:
+    def _compare(self, recorder: FlightRecorder, peers: Sequence[int], step: int) -> bool:
         """Compare with `peers` what is there; whether that is all up to `step`. Publishes a difference."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
@@ -202,7 +202,7 @@ class DesyncMonitor:
         self._compared[label] = min(common.values())
         return self._compared[label] >= step
 
-    def _confirmed(self, recorder: Recorder, step: int) -> bool:
+    def _confirmed(self, recorder: FlightRecorder, step: int) -> bool:
         """Whether the first rank of the group has compared this one up to `step`, or has left before."""
         first = recorder.ranks[0]
         if not self._store.check([f"steps/{first}"]):
@@ -214,7 +214,7 @@ class DesyncMonitor:
             self._compare(recorder, [first], step)
         return bool(posted["left"])
 
-    def _publish(self, recorder: Recorder, peer: int) -> None:
+    def _publish(self, recorder: FlightRecorder, peer: int) -> None:
         """Find the step, and tell all ranks of the mesh."""
         histories, coords = {}, {}
         for rank in recorder.ranks:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm import Communicator, Directory, Functional
+from meshcomm.comm import Communicator, CommunicatorCache, Functional
 from meshcomm.comm.along import AlongDims
 from meshcomm.comm.checks import seconds_of
+from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
-from meshcomm.comm.validation import CallCheck
 from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.barriers import Barriers
@@ -93,7 +93,7 @@ class Mesh(Barriers, Metrics, AlongDims):
         self._calls: dict[int, CallCheck] = {}
         self._watch = watch
         self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
-        self._at = Directory(self._explain)
+        self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
         self.objects = Objects(self._at, device)
         self._rearranger: Rearranger | None = None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshcomm.comm import Directory
-from meshcomm.comm.ledger import counts
+from meshcomm.comm import CommunicatorCache
+from meshcomm.comm.callsite import callsite
+from meshcomm.comm.counters import counts
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.objects import Objects
-from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.site import place_of_call
 from meshcomm.comm.spans import Spans
 from meshcomm.comm.stragglers import Stragglers, measure
 from meshcomm.errors import LayoutError, UnsupportedOp
@@ -36,12 +36,12 @@ class Metrics(TopologyQueries):
     _topology: Callable[[], TopologyConfig]
     objects: Objects
     device: torch.device
-    _at: Directory
+    _at: CommunicatorCache
     _watch: Watching | None
 
     def __init__(self) -> None:
         # By the group's transport: names that share a group share its record.
-        self._recorders: dict[int, Recorder] = {}
+        self._recorders: dict[int, FlightRecorder] = {}
         self._opened = time.perf_counter()
         # Steps that are over, and what the program called the last one.
         self._steps = self._numbered = 0
@@ -58,7 +58,7 @@ class Metrics(TopologyQueries):
         the whole mesh; prints as a table.
         """
         self._usable()
-        named: dict[str, Recorder] = {}
+        named: dict[str, FlightRecorder] = {}
         for family in self.plan.families:
             recorder = self._at[family.name].recorder
             if family.size > 1 and recorder not in named.values():
@@ -93,7 +93,7 @@ class Metrics(TopologyQueries):
         excluded = {id(self._at[dims].recorder) for dims in apart}
         self._steps += 1
         self._numbered = number
-        here = place_of_call(1)
+        here = callsite(1)
         for recorder in self._recorders.values():
             recorder.note(self._steps, number, id(recorder) in excluded, here)
         if self.spans is not None:
@@ -117,10 +117,10 @@ class Metrics(TopologyQueries):
         from meshcomm.mesh.stats import stats
         from meshcomm.topology import machine
 
-        totals = [recorder.totals for recorder in self._recorders.values()]
+        counters = [recorder.counters for recorder in self._recorders.values()]
         seconds = time.perf_counter() - self._opened
         links, timed = machine(self._topology()), self.device.type == "cpu"
-        return stats(self.label, seconds, counts(totals), self.plan, links, timed=timed)
+        return stats(self.label, seconds, counts(counters), self.plan, links, timed=timed)
 
     def stats_of_all_ranks(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.

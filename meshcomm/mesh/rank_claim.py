@@ -86,7 +86,7 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """Where ranks never came, say in `error` which other ranks came twice: they are the odd ones.
+    """Where ranks never came, say in `error` which other ranks came twice: they are the mismatched ones.
 
     store: as for `claim`. Changes nothing where no rank came twice, or the store is gone.
     """
@@ -101,8 +101,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
         return
     if not found:
         return
-    error.odd_ranks = tuple(sorted({rank for rank, _, _ in found}))
+    error.mismatched_ranks = tuple(sorted({rank for rank, _, _ in found}))
     listed = [f"rank {rank} came twice: {first}; and {second}" for rank, first, second in found]
     error.given = "\n".join([str(error.given), *listed])
-    one = len(error.odd_ranks) == 1
-    error.hint = f"look at what says the rank of the processes that are rank{'' if one else 's'} {fold(error.odd_ranks)}"
+    one = len(error.mismatched_ranks) == 1
+    error.hint = f"look at what says the rank of the processes that are rank{'' if one else 's'} {fold(error.mismatched_ranks)}"

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
-from meshcomm.comm.site import is_ours
+from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
 from meshcomm.mesh.launch_environment import Launch, attempt_of
 from meshcomm.mesh.rendezvous import of_this_attempt
@@ -71,7 +71,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
     # Other libraries' errors may have attributes of these names that mean something else.
     facts = vars(error) if isinstance(error, MeshcommError) else {}
-    mismatched = facts.get("odd_ranks", ())
+    mismatched = facts.get("mismatched_ranks", ())
     return Failure(
         rank,
         who,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.recorder import Recorder
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.launch_environment import Launch
@@ -24,7 +24,7 @@ class Watching(Protocol):
 
     timed: bool
 
-    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
+    def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         """A recorder for one more group, which `transport` carries."""
         ...
 

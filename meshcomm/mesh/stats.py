@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from meshcomm.comm.ledger import Count
+from meshcomm.comm.counters import Count
 from meshcomm.costs import OPERATIONS, Line, Operation, best, bus_factor, lines, route
 from meshcomm.layout import Plan
 from meshcomm.place.links import ALGORITHMS

@@ -19,13 +19,13 @@ from weakref import WeakMethod, ref
 import torch
 import torch.distributed as dist
 
+from meshcomm.comm.callsite import is_ours, line_of
 from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
 from meshcomm.comm.failed_call import FailedCall, Reason, reason_of, shorten
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import Message, has_failed
-from meshcomm.comm.recorder import Recorder
-from meshcomm.comm.site import is_ours, line_of
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
@@ -88,7 +88,7 @@ class Watchdog:
         self._reports = reports
         self._compared = compared
         self._interval = max(0.25, world_size / 20_000)
-        self._recorders: list[tuple[Recorder, float]] = []
+        self._recorders: list[tuple[FlightRecorder, float]] = []
         self._timeouts = timeouts
         self._end = end
         self._failed: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class Watchdog:
         self._at_exit = partial(_close, ref(self))
         atexit.register(self._at_exit)
 
-    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
+    def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         """A recorder for one more group, which `transport` carries."""
         check = None
         if self._compared != 0:
@@ -123,11 +123,11 @@ class Watchdog:
         # Weak, as a group outlives a mesh that is dropped without being closed.
         inquire = WeakMethod(self._inquire)
 
-        def inquire_if_alive(recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
+        def inquire_if_alive(recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
             found = inquire()
             return failure(where, error) if found is None else found(recorder, where, error)
 
-        recorder = Recorder(label, ranks, inquire_if_alive, check)
+        recorder = FlightRecorder(label, ranks, inquire_if_alive, check)
         # A group that is lent has a timeout of its own.
         self._recorders.append((recorder, max(self._timeouts(label), transport.timeout_s)))
         return recorder
@@ -147,7 +147,7 @@ class Watchdog:
         """
         if not isinstance(error, RuntimeError) or reason_of(error) is Reason.OTHER or self._stop.is_set():
             return None
-        found: dict[float, tuple[Recorder, Message | None]] = {}
+        found: dict[float, tuple[FlightRecorder, Message | None]] = {}
         for recorder, _ in self._recorders:
             if recorder.pending or (recorder.work is not None and has_failed(recorder.work)):
                 found[recorder.began(recorder.started)] = recorder, None
@@ -277,7 +277,7 @@ class Watchdog:
             return {} if self._alone else self._query.limited(lambda: self._query.ask(ranks))
         return {}
 
-    def _inquire(self, recorder: Recorder, where: str, error: BaseException) -> MeshcommError:
+    def _inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
         """The error for a call that failed: who has not come, and what they do instead."""
         failed = FailedCall(recorder, where, error)
         shorten(error)
@@ -323,7 +323,7 @@ class Watchdog:
         stale = self._rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
-    def _past(self, recorder: Recorder) -> str:
+    def _past(self, recorder: FlightRecorder) -> str:
         """What opens an error about a message on a group, or its last collective, that was made past the mesh."""
         last, message = recorder.last() or {"call": "a call", "dim": "?"}, recorder.messages.waiting
         call, dim = (last["call"], last["dim"]) if message is None else (message.call, message.name)
@@ -338,9 +338,11 @@ class CallTimer:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Recorder, tuple[Any, float]] = {}
+        self._seen: dict[FlightRecorder, tuple[Any, float]] = {}
 
-    def overdue(self, recorders: Sequence[tuple[Recorder, float]], now: float) -> list[tuple[Recorder, Any]]:
+    def overdue(
+        self, recorders: Sequence[tuple[FlightRecorder, float]], now: float
+    ) -> list[tuple[FlightRecorder, Any]]:
         """The calls that are under way for longer than their group's timeout and a grace. now: in seconds.
 
         recorders: with the timeouts of their groups, in seconds. A call is a sequence number, a message, what waits
@@ -360,18 +362,18 @@ class CallTimer:
         return found
 
 
-def _under_way(recorder: Recorder) -> Any:
+def _under_way(recorder: FlightRecorder) -> Any:
     """The call or message that blocks the rank now, or the last Work past the mesh; None: none is known."""
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
         return recorder.messages.waiting
     # A copy, as the program may make the first call of a kind meanwhile.
-    waits = (total.waiting for total in list(recorder.totals.values()))
+    waits = (total.waiting for total in list(recorder.counters.values()))
     return next((later for later in waits if later is not None), None) or recorder.work
 
 
-def _recent(recorder: Recorder) -> list[tuple[int, str, str]]:
+def _recent(recorder: FlightRecorder) -> list[tuple[int, str, str]]:
     """Sequence number, operation and callsite of the group's last collectives, but those that were refused."""
     entries = [
         (number, recorder.ring[number % len(recorder.ring)]) for number in recorder.remembered()[-_RECENT:]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.comm import Directory, Functional
+from meshcomm.comm import CommunicatorCache, Functional
 from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
 from meshcomm.comm.operators import UNDETERMINED
@@ -57,7 +57,7 @@ class Rearranger:
 
     __slots__ = ("_at", "_functional", "_layout", "_recipe", "_who")
 
-    def __init__(self, layout: Layout, at: Directory, functional: Functional, who: str) -> None:
+    def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
         self._layout = layout
         self._at = at
         self._functional = functional

@@ -187,7 +187,7 @@ class Diagnosis:
             expected="handle.wait() for every call with async_op, isend and irecv",
             hint="keep the handle, and wait for it before its tensors are used",
         )
-        error.odd_ranks = tuple(sorted(ranks))
+        error.mismatched_ranks = tuple(sorted(ranks))
         return error
 
     # -- facts ----------------------------------------------------------------------------------

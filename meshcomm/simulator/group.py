@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import Call
-from meshcomm.comm.validation import mismatch
+from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.layout.sizes import fold
@@ -213,7 +213,7 @@ class SimulatedGroup:
                 expected="a buffer of the sender's shape and dtype",
                 hint="send with handshake=True and receive without out, where only the sender knows them",
             )
-            error.odd_ranks = (receiver,)
+            error.mismatched_ranks = (receiver,)
             self._scheduler.stop(error)
             self._scheduler.check()
         if send.x.numel():

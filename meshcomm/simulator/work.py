@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, final
 
-from meshcomm.comm.site import is_ours
+from meshcomm.comm.callsite import is_ours
 from meshcomm.simulator.scheduler import Actor, Scheduler
 
 

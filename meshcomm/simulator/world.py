@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.desync import error_of, find_desync, last_common
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
-from meshcomm.comm.recorder import Recorder
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.devices import backend_on
@@ -50,14 +50,14 @@ class SimulatedSteps:
         self._scheduler = scheduler
         self._coords: dict[tuple[str, int], Mapping[str, int]] = {}
         # By mesh and group, then by rank.
-        self._groups: dict[tuple[str, str], dict[int, Recorder]] = {}
+        self._groups: dict[tuple[str, str], dict[int, FlightRecorder]] = {}
 
-    def add(self, prefix: str, rank: int, coords: Mapping[str, int], recorder: Recorder) -> None:
+    def add(self, prefix: str, rank: int, coords: Mapping[str, int], recorder: FlightRecorder) -> None:
         """One more group of `rank`, on the mesh with this prefix."""
         self._coords[prefix, rank] = coords
         self._groups.setdefault((prefix, recorder.label), {})[rank] = recorder
 
-    def noted(self, prefix: str, recorders: Sequence[Recorder]) -> None:
+    def noted(self, prefix: str, recorders: Sequence[FlightRecorder]) -> None:
         """A rank has ended a step: ends the simulation where it is the last of a group, and ranks differ."""
         for recorder in recorders:
             group = self._groups[prefix, recorder.label].values()
@@ -127,10 +127,10 @@ class SimulatedWatch:
         self._rank = rank
         self._coords = coords
         self._prefix = prefix
-        self._recorders: list[Recorder] = []
+        self._recorders: list[FlightRecorder] = []
 
-    def record(self, label: str, ranks: list[int], transport: Transport) -> Recorder:
-        recorder = Recorder(label, ranks, lambda _, where, error: failure(where, error))
+    def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
+        recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
         self._recorders.append(recorder)
         self._steps.add(self._prefix, self._rank, self._coords, recorder)
         return recorder

@@ -302,6 +302,6 @@ def _outcome(me: Rank) -> Said:
     except BaseException as error:
         at = me.raised_at or time.monotonic()
         text = str(error) if isinstance(error, MeshcommError) else traceback.format_exc()
-        named = (*getattr(error, "odd_ranks", ()), *getattr(error, "missing", ()))
+        named = (*getattr(error, "mismatched_ranks", ()), *getattr(error, "missing", ()))
         return Said(type(error).__name__, text, at, named or None)
     return Said("", "", time.monotonic())

@@ -31,7 +31,7 @@ number: ranks that go on check the numbers of every call.
   2 s after the last rank came, who is missing 2 s after the timeout.
 - **left** counts processes of the row that are there when all of it is over. Ranks that the row stops (SIGSTOP) are ended by the test,
   as a launcher does.
-- *names* are the ranks that the error has in `missing` or `odd_ranks`, or in its text.
+- *names* are the ranks that the error has in `missing` or `mismatched_ranks`, or in its text.
 """
 
 

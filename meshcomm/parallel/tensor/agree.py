@@ -61,5 +61,5 @@ def _compare(mesh: Mesh, dim: str, mine: Tensor, names: list[str]) -> None:
             hint=f"torch.manual_seed(seed) alike along {dim} before the module is made, the same file for "
             f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
         )
-        error.odd_ranks = odd
+        error.mismatched_ranks = odd
         raise error

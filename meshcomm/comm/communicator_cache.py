@@ -10,7 +10,7 @@ from meshcomm.layout import Dims
 
 
 @final
-class Directory(dict[Dims, Communicator]):
+class CommunicatorCache(dict[Dims, Communicator]):
     """A dictionary, so that the hot path is one look-up.
 
     `explain(dims)` is called for dims that are not in it: it returns a communicator that they can

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 
 from meshcomm.collectives import ALL_GATHER, Call
-from meshcomm.comm.site import caller
+from meshcomm.comm.callsite import caller
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
 from meshcomm.transport import Transport
@@ -84,7 +84,7 @@ def mismatch(
 ) -> CallMismatchError:
     """The error for ranks of a group whose calls, each as (call, facts, site), differ.
 
-    ranks: global, in the order of `calls`. The odd ones are those that differ from the majority.
+    ranks: global, in the order of `calls`. The mismatched ones are those that differ from the majority.
     """
     signs = [json.dumps([call, facts]) for call, facts, _ in calls]
     # Most ranks first; of equally many, the one with the lowest coord.
@@ -98,13 +98,13 @@ def mismatch(
     rest = [place for place in range(len(signs)) if place not in odd]
     error = CallMismatchError(
         f'ranks differ in call {number} along "{name}": {_those(ranks, odd)} '
-        f"{'is' if len(odd) == 1 else 'are'} odd; nothing was sent",
+        f"{'is' if len(odd) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
         expected=f"as {_those(ranks, rest)}: {_told(usual)}",
         hint="make the ranks of a group call the same in the same order; "
         "look for a branch that depends on the rank",
     )
-    error.odd_ranks = tuple(ranks[place] for place in odd)
+    error.mismatched_ranks = tuple(ranks[place] for place in odd)
     return error
 
 

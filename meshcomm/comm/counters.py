@@ -12,7 +12,7 @@ _UNEVEN: Final = ("all_to_all", "objects.")
 
 
 @final
-class Total:
+class CallCounter:
     """Running sums of one call on one dim of one group.
 
     calls, nbytes, seconds: of blocking calls; seconds from start to return. later_*: of asynchronous
@@ -46,19 +46,19 @@ class Total:
         self.call = call
         self.sign = crc32(call.encode())
         self.alike = not call.startswith(_UNEVEN)
-        self.waiting: Later | None = None
+        self.waiting: PendingCall | None = None
         self.calls = self.nbytes = self.later_calls = self.later_nbytes = 0
         self.seconds = self.later_seconds = self.later_span_s = 0.0
 
 
-Totals: TypeAlias = dict[tuple[str, str, bool], Total]
+Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 
 
-def total_of(totals: Totals, name: str, call: str, past: bool = False) -> Total:
+def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> CallCounter:
     """The sums of `call` on the dim `name`, made where it is the first."""
-    found = totals.get((name, call, past))
+    found = counters.get((name, call, past))
     if found is None:
-        found = totals[name, call, past] = Total(name, call, past)
+        found = counters[name, call, past] = CallCounter(name, call, past)
     return found
 
 
@@ -78,10 +78,10 @@ class Count(NamedTuple):
     span_s: float | None
 
 
-def counts(totals: Iterable[Totals]) -> list[Count]:
+def counts(counters: Iterable[Counters]) -> list[Count]:
     """The sums of several groups, each in the order of its first calls; what was never called is left out."""
     found: list[Count] = []
-    for each in totals:
+    for each in counters:
         # A copy, as another thread may make the first call of a kind meanwhile.
         for t in list(each.values()):
             if t.calls:
@@ -110,7 +110,7 @@ class Log(Protocol):
 
 
 @final
-class Later:
+class PendingCall:
     """A call between its start and the end of its last wait. It counts from its first wait on.
 
     total: where it counts; None: nowhere. log, message: of a call of messages, which shows there while it is
@@ -134,7 +134,7 @@ class Later:
 
     def __init__(
         self,
-        total: Total | None,
+        total: CallCounter | None,
         nbytes: int,
         began: float,
         left: float,

@@ -12,11 +12,11 @@ from weakref import ref
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, HOOKED, Collective
+from meshcomm.comm.callsite import line_of, users_frame
+from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
-from meshcomm.comm.ledger import Later, Total, Totals, total_of
 from meshcomm.comm.message_check import MessageCheck
 from meshcomm.comm.message_log import Message, MessageLog
-from meshcomm.comm.site import line_of, users_frame
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.profile import labelled, profiling
@@ -26,8 +26,8 @@ from meshcomm.transport.torch_private import GroupHooks
 KEPT: Final = 256
 
 # Where it is summed up, its bytes as the counters count them, the place in the program, when it began.
-Entry = tuple[Total, int, CodeType, int, float]
-Inquire = Callable[["Recorder", str, BaseException], MeshcommError]
+Entry = tuple[CallCounter, int, CodeType, int, float]
+Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 
 
 class Caller(Protocol):
@@ -37,7 +37,7 @@ class Caller(Protocol):
 
 
 @final
-class Recorder:
+class FlightRecorder:
     """Watches one group, whatever names it has: a ring of its last 256 collectives, their counters, its messages.
 
     There are two ways in. The calls of a mesh are blocks of `with recorder.call(...)`. Calls that others make on the
@@ -49,7 +49,7 @@ class Recorder:
     under_way: what a call was given while it is under way; None while none is.
     work:      the Work of the last collective made past the mesh.
     left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
-    totals:    the counters of all calls. messages: the group's messages, which are counted by peer.
+    counters:    the counters of all calls. messages: the group's messages, which are counted by peer.
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
     hooks:     those of `watch`.
     steps:     what was called in each step, where the program tells.
@@ -72,6 +72,7 @@ class Recorder:
         "_outer",
         "_past",
         "_profiled",
+        "counters",
         "hooks",
         "inquire",
         "label",
@@ -86,7 +87,6 @@ class Recorder:
         "spans",
         "started",
         "steps",
-        "totals",
         "under_way",
         "work",
     )
@@ -103,8 +103,8 @@ class Recorder:
         self.work: Any = None
         self.ring: list[Entry | None] = [None] * KEPT
         self.left = [0.0] * KEPT
-        self.totals: Totals = {}
-        self.messages = MessageLog(self.totals, label, check)
+        self.counters: Counters = {}
+        self.messages = MessageLog(self.counters, label, check)
         self.quick: list[dict[Any, Any]] = []
         self.spans: Spans | None = None
         self.span: Span | None = None
@@ -130,7 +130,7 @@ class Recorder:
 
     # -- calls of the mesh ---------------------------------------------------------------------------
 
-    def call(self, caller: Caller, counter: Total, nbytes: int, x: Tensor | None) -> Recorder:
+    def call(self, caller: Caller, counter: CallCounter, nbytes: int, x: Tensor | None) -> FlightRecorder:
         """A collective begins; it ends with the block of `with` that this opens.
 
         A RuntimeError of the block is the backend's, and becomes the error of `caller`.
@@ -150,7 +150,7 @@ class Recorder:
             self._profiled.__enter__()
         return self
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> FlightRecorder:
         return self
 
     def __exit__(
@@ -188,7 +188,7 @@ class Recorder:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
 
-    def later(self) -> Later | None:
+    def later(self) -> PendingCall | None:
         """The call under way is only started: who is told of the waits for it."""
         place = self.started % KEPT
         entry = self.ring[place]
@@ -196,7 +196,7 @@ class Recorder:
         now = clock()
         if self.span is not None:
             self.span.left = now
-        return None if entry is None else Later(entry[0], entry[1], entry[4], now, self.span)
+        return None if entry is None else PendingCall(entry[0], entry[1], entry[4], now, self.span)
 
     # -- calls past the mesh -------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Recorder:
             return
         inputs, outputs = given.input_tensors, given.output_tensors
         nbytes = row.moved(sum(each.nbytes for each in inputs), len(self.ranks))
-        counter = total_of(self.totals, name, row.name, True)
+        counter = counter_of(self.counters, name, row.name, True)
         frame = users_frame(3)
         self.started = number = self.started + 1
         entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())

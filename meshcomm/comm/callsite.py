@@ -47,7 +47,7 @@ def caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def place_of_call(depth: int) -> tuple[CodeType, int]:
+def callsite(depth: int) -> tuple[CodeType, int]:
     """Code and instruction of the innermost frame that is the user's, from `depth` frames up on."""
     frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti

@@ -85,7 +85,7 @@ def differ(name: str, late: bool) -> tuple[str, tuple[int, ...], float, float]:
         try:
             call(mesh, odd)
         except CallMismatchError as error:
-            text, ranks = str(error), error.odd_ranks
+            text, ranks = str(error), error.mismatched_ranks
         took = time.monotonic() - began
         # Nothing was sent and everyone left together: the group is as good as before.
         again = 0.0
@@ -102,7 +102,7 @@ def test_a_difference_is_named_on_every_rank_of_the_group(pool: Pool, name: str)
             assert text == "nothing"
             continue
         first, given, expected, _ = text.splitlines()
-        assert first == 'ranks differ in call 2 along "dp": rank 5 is odd; nothing was sent'
+        assert first == 'ranks differ in call 2 along "dp": rank 5 is mismatched; nothing was sent'
         assert given.startswith(f"  given:    rank 5: {odd} at ") and f"{__file__}:" in given
         assert expected.startswith(f"  expected: as ranks 1 3 7: {usual} at ") and f"{__file__}:" in expected
         assert ranks == (5,)
@@ -125,7 +125,7 @@ def many_axes() -> list[str]:
 
 
 def test_shapes_of_very_many_axes(pool: Pool) -> None:
-    expected = ['ranks differ in call 2 along "dp": rank 1 is odd; nothing was sent']
+    expected = ['ranks differ in call 2 along "dp": rank 1 is mismatched; nothing was sent']
     assert pool.run(many_axes, ranks=2) == [expected] * 2
 
 
