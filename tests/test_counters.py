@@ -24,13 +24,11 @@ from meshcomm.testing import Pool
 from meshcomm.train import trainer_for
 from meshcomm.train.agree import agree
 from meshcomm.train.loop import batches_of
+from tests.group_hooks import HAS_HOOKS
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
 
 GRID = {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}
-
-
-HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def counted(stats: Stats) -> Counted:

@@ -31,6 +31,7 @@ from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
+from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 
 TIMEOUT = 2.0
 
@@ -763,6 +764,31 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
     assert "rank 1 does not answer" in said[0]
 
 
+def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog = watchdog_of(dist.HashStore(), [], timeout_s=60)
+    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
+    counter = counter_of(recorder.counters, "dp", "all_gather")
+    with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+        recorder.work = work = _Work(False)
+    sent = recorder.messages.past("dp", "send", 1, [torch.ones(1)], sys._getframe())
+    recorder.messages.posted(sent, work)
+
+    def ask() -> int:
+        watchdog.status()
+        watchdog.explain(RuntimeError("timed out"))
+        recorder.messages.posted(sent, work)
+        return work.asked
+
+    try:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert ask() == 0
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert ask() > 0
+    finally:
+        watchdog.close()
+
+
 class _GoneStore(dist.Store):
     """A store that nobody serves any more."""
 
@@ -836,9 +862,7 @@ def run_past(folder: str, what: str) -> Outcome:
     return found
 
 
-@pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="torch sees such calls from 2.14 on"
-)
+@needs_group_hooks
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "Work"])
 def test_a_call_past_the_mesh_that_fails_is_explained_when_the_mesh_is_left(
     pool: Pool, tmp_path: Path, what: str
@@ -872,7 +896,7 @@ def run_by_hand(folder: str) -> Outcome:
 def test_a_call_made_past_the_mesh_is_told(pool: Pool, tmp_path: Path) -> None:
     kind, text, missing, _ = pool.run(run_by_hand, str(tmp_path))[7]
     assert (kind, missing) == ("CollectiveTimeout", (6,))
-    if hasattr(dist.ProcessGroup, "register_pre_hook"):
+    if HAS_HOOKS:
         assert 'rank 6 (pp=1 dp=1 tp=0) has not come: it is in all_reduce along "dp", call 2, at ' in text
     else:  # torch's flight recorder has it
         assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in text

@@ -21,7 +21,7 @@ from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import GroupHooks
+from meshcomm.transport.torch_private import GroupHooks, capturing
 
 KEPT: Final = 256
 
@@ -126,7 +126,7 @@ class FlightRecorder:
     @property
     def pending(self) -> bool:
         """Whether a call that was made past the mesh is not over, as far as its backend knows."""
-        return self.work is not None and not self.work.is_completed()
+        return self.work is not None and not capturing() and not self.work.is_completed()
 
     # -- calls of the mesh ---------------------------------------------------------------------------
 
@@ -269,7 +269,8 @@ class FlightRecorder:
         if entry is not None:
             entry[0].calls += 1
             entry[0].nbytes += entry[1]
-        self.work = given.work
+        # The Work of a captured call is never over: its graph is.
+        self.work = None if capturing() else given.work
         if self.span is not None:
             self.span.left = now
 

@@ -16,6 +16,7 @@ from meshcomm.comm.message_check import MessageCheck, Unanswered
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
+from meshcomm.transport.torch_private import capturing
 
 _KEPT: Final = 256
 
@@ -146,6 +147,8 @@ class MessageLog:
 
     def posted(self, message: Message, work: Any) -> None:
         """`work` is the backend's for a message past the mesh; it is kept until it is over."""
+        if capturing():
+            return
         while self._posted and (self._posted[0][1].is_completed() or len(self._posted) > _KEPT):
             self._posted.popleft()
         self._posted.append((message, work))

@@ -31,7 +31,7 @@ from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import calls_under_way
+from meshcomm.transport.torch_private import calls_under_way, capturing
 
 # A call that its backend has not given up so long after the group's timeout: it never will.
 GRACE_S: Final = 5.0
@@ -145,7 +145,8 @@ class Watchdog:
 
         None where it is no backend's, or no such call on a group of the mesh has failed or is under way.
         """
-        if not isinstance(error, RuntimeError) or reason_of(error) is Reason.OTHER or self._stop.is_set():
+        asks = isinstance(error, RuntimeError) and reason_of(error) is not Reason.OTHER and not capturing()
+        if not asks or self._stop.is_set():
             return None
         found: dict[float, tuple[FlightRecorder, Message | None]] = {}
         for recorder, _ in self._recorders:

@@ -31,6 +31,7 @@ __all__ = [
     "SoloGroup",
     "backend_of",
     "calls_under_way",
+    "capturing",
     "coalescing",
     "copy_all",
     "create_group",
@@ -111,6 +112,11 @@ forward_mode: Any = torch.autograd.forward_ad
 
 # Whether torch.profiler is recording.
 profiling = torch.autograd._profiler_enabled
+
+
+def capturing() -> bool:
+    """Whether this thread captures a CUDA graph: to ask a Work whether it is over would end the capture."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -21,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.mesh import Mesh
 from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, without
-
-HAS_HOOKS: Final = hasattr(dist.ProcessGroup, "register_pre_hook")
 
 _STEPS: Final = 60
 # Past the calls that are compared, in each program.

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults import past_rows
 from tests.faults.judge import complaints, names
 from tests.faults.rows import ROWS
 from tests.faults.runner import Result, Said, run
 from tests.faults.table import PAGE, page
+from tests.group_hooks import needs_group_hooks
 
 QUICK = [name for name, row in ROWS.items() if row.quick]
 
 
 def marked(name: str) -> object:
-    row = ROWS[name]
-    if not row.flaw:
-        return name
-    return pytest.param(name, marks=pytest.mark.xfail(strict=not row.sometimes, reason=row.flaw))
+    row, marks = ROWS[name], []
+    if row.flaw:
+        marks.append(pytest.mark.xfail(strict=not row.sometimes, reason=row.flaw))
+    if row in past_rows.ROWS:
+        marks.append(needs_group_hooks)
+    return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [marked(name) for name in QUICK])
 def test_short_form(name: str) -> None:
     assert complaints(ROWS[name], run(ROWS[name])) == []
 
