@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,15 @@ def pytest_sessionstart() -> None:
     for name in list(os.environ):
         if name in _OF_TERMINALS or _OF_JOBS.fullmatch(name):
             del os.environ[name]
+    # A job in the background, or under nohup, is started with these ignored, and so would be every rank.
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGQUIT: signal.SIG_DFL,
+    }
+    for number, handler in usual.items():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
