@@ -287,7 +287,7 @@ def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
     for dims, name in cases(along):
         comm = mesh._at[dims]
         inner = mesh.size("dp") if name == "two_level" else 1
-        before = comm.recorder.messages.begun
+        before = dict(comm.recorder.messages.begun)
         x = torch.full((length,), float(mesh.rank))
         scheduled.all_reduce(comm, x, "sum", None, name, inner, chunks)  # type: ignore[arg-type]
         assert x.tolist() == [sum(mesh.layout.group_of(mesh.rank, dims).tolist())] * length

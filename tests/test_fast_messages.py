@@ -164,10 +164,14 @@ def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, 
             ],
             "recent": [
                 (
-                    message._replace(parts=(), code=message.code.co_name, began=0.0, unanswered=[]),  # type: ignore[arg-type]
-                    [tuple(part) for part in message.parts],
+                    message.name,
+                    message.call,
+                    message.code.co_name,
+                    message.instruction,
+                    message.nbytes,
+                    message.parts,
                 )
-                for message, _ in recorder.messages.recent
+                for message in recorder.messages.recent
             ],
             "over": [
                 call["over"] is not None and call["began"] <= call["over"] for call in recorder.history()
@@ -348,7 +352,7 @@ def failures(fast: bool) -> list[Any]:
         recorder.trace(None)
         found += [(row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows]
         found += [(call["call"], call["over"] is not None) for call in recorder.history()]
-        found.append(recorder.messages.begun)
+        found.append(dict(recorder.messages.begun))
         mesh.barrier("dp")
     return found
 

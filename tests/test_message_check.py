@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.errors import CallMismatchError, CollectiveTimeout
+from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError
 from meshcomm.testing import Pool
 
 CASES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
@@ -92,3 +92,17 @@ def unread(validate: int) -> float:
 
 def test_equal_ends_pass(pool: Pool) -> None:
     assert pool.run(unread, 64, ranks=2)[1] == 8.0
+
+
+def received_twice() -> float:
+    with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=20) as mesh:
+        me, out = mesh.coord("pp"), torch.zeros(2)
+        handle = mesh.irecv("pp", torch.zeros(2), me)
+        with pytest.raises(CommunicationError, match=f"sent itself nothing(.|\n)*own coord {me}, tag 0"):
+            handle.wait()
+        mesh.send("pp", torch.ones(2), me)
+        return mesh.recv("pp", out, src=me).sum().item()
+
+
+def test_a_receive_from_itself_that_failed_takes_no_later_message(pool: Pool) -> None:
+    assert pool.run(received_twice, ranks=2) == [2.0, 2.0]

@@ -493,7 +493,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     message = recorder.messages.begin("tp", "recv", [P2P("recv", torch.ones(2), 1, 0)])
     assert not late(80.0)
     assert late(83.1 + GRACE_S)
-    recorder.messages.end(message, True)
+    message.ended()
     with call():
         waited = recorder.later()
     assert waited is not None and not late(200.0)  # nobody waits for it yet

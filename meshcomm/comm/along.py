@@ -10,7 +10,7 @@ from torch import Tensor
 from meshcomm.comm import hierarchical, lists, scheduled
 from meshcomm.comm.communicator_cache import CommunicatorCache
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.messages import Envelope
+from meshcomm.comm.p2p import Envelope
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport.torch_private import outside_graphs
@@ -439,14 +439,16 @@ class AlongDims:
         self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False
     ) -> Handle[None]:
         """Start a send; `x` must not change before the handle's wait() returns."""
-        return self._at.along(dims).messages.isend(x, dst, tag, handshake)
+        found: Handle[None] = self._at.along(dims).messages.send(x, dst, tag, handshake, True)
+        return found
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
         """Start a receive; the handle's wait() returns `out`, which must not be used before.
 
         src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
         """
-        return self._at.along(dims).messages.irecv(out, src, tag)
+        found: Handle[Tensor] = self._at.along(dims).messages.irecv(out, src, tag)
+        return found
 
     @overload
     def exchange(
@@ -483,8 +485,10 @@ class AlongDims:
         Returns: the received tensors, in the order of `recvs`; with async_op a handle whose wait()
                  returns them, until which no tensor of the call may be used.
         """
-        messages = self._at.along(dims).messages
-        return messages.iexchange(sends, recvs) if async_op else messages.exchange(sends, recvs)
+        found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
+            sends, recvs, async_op
+        )
+        return found
 
     @overload
     def shift(

@@ -38,8 +38,8 @@ from meshcomm.comm.counters import counter_of
 from meshcomm.comm.fast_path import FastPath, Key, Ready, fits, share_memory
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import Handle, failure
-from meshcomm.comm.messages import Messages
 from meshcomm.comm.mismatch import CallCheck
+from meshcomm.comm.p2p import Messages
 from meshcomm.comm.shapes import (
     CARRIED,
     as_ordered,

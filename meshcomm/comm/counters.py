@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter as clock
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 from zlib import crc32
+
+from meshcomm.comm.spans import Span
 
 # Their bytes may differ from rank to rank: splits of a rank's own, and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")
@@ -95,26 +97,11 @@ def counts(counters: Iterable[Counters]) -> list[Count]:
     return found
 
 
-class Told(Protocol):
-    """What a trace remembers of a call; told of its waits, in seconds of the monotonic clock."""
-
-    at_once: bool
-
-    def waited(self, since: float, now: float) -> None: ...
-
-
-class Log(Protocol):
-    """Where a message shows that this rank waits for."""
-
-    waiting: Any
-
-
-@final
 class PendingCall:
     """A call between its start and the end of its last wait. It counts from its first wait on.
 
-    total: where it counts; None: nowhere. log, message: of a call of messages, which shows there while it is
-    waited for. calls: 0 for a part of a call that another part counts for.
+    total: where it counts; None: nowhere. calls: 0 for a part of a call that another part counts for.
+    shown: whose `waiting` it is while it is waited for; None: of `total`.
     began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
     """
 
@@ -122,14 +109,13 @@ class PendingCall:
         "_at_once",
         "_calls",
         "_counted_to",
-        "_log",
-        "_message",
-        "_nbytes",
         "_seconds",
-        "_told",
+        "_shown",
         "_total",
         "began",
+        "nbytes",
         "over",
+        "told",
     )
 
     def __init__(
@@ -138,51 +124,46 @@ class PendingCall:
         nbytes: int,
         began: float,
         left: float,
-        told: Told | None = None,
+        told: Span | None = None,
         calls: int = 1,
-        log: Log | None = None,
-        message: Any = None,
+        shown: Any = None,
     ) -> None:
         self._total = total
-        self._log = log
-        self._message = message
+        self._shown = shown or total
         self._calls = calls
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._seconds = left - began
         self._counted_to = 0.0
         self._at_once = False
-        self._told = told
+        self.told = told
         self.began = began
         self.over = 0.0
 
     def at_once(self) -> None:
         """Nothing is done before the wait: it counts as a blocking call."""
         self._at_once = True
-        if self._told is not None:
-            self._told.at_once = True
+        if self.told is not None:
+            self.told.at_once = True
 
     def waits(self) -> float:
         """The program begins to wait; returns when, for `waited`."""
-        if self._log is not None:
-            self._log.waiting = self._message
-        elif self._total is not None:
-            self._total.waiting = self
+        if self._shown is not None:
+            self._shown.waiting = self
         return clock()
 
     def waited(self, since: float) -> None:
         """A wait that began at `since` is over; there may be several, one after the other."""
         self.over = now = clock()
-        if self._log is not None:
-            self._log.waiting = None
-        if self._told is not None:
-            self._told.waited(since, now)
+        if self._shown is not None:
+            self._shown.waiting = None
+        if self.told is not None:
+            self.told.waited(since, now)
         total = self._total
         if total is None:
             return
-        total.waiting = None
         calls, nbytes, spent, span = 0, 0, now - since, now - self._counted_to
         if self._counted_to == 0.0:
-            calls, nbytes = self._calls, self._nbytes
+            calls, nbytes = self._calls, self.nbytes
             spent, span = spent + self._seconds, now - self.began
         self._counted_to = now
         if self._at_once:

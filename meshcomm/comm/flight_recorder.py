@@ -15,8 +15,7 @@ from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
-from meshcomm.comm.message_check import MessageCheck
-from meshcomm.comm.message_log import Message, MessageLog
+from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.profile import labelled, profiling
@@ -113,7 +112,7 @@ class FlightRecorder:
         self._caller: Caller | None = None
         self._counted = True
         self._outer: object = None
-        self._past: Message | None = None
+        self._past: PendingMessage | None = None
         self._profiled: Any = None
         self._compare: Callable[[str, dict[str, Any]], None] | None = None
         self.hooks: GroupHooks | None = None

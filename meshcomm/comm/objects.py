@@ -158,7 +158,7 @@ class Objects:
             return
         with call.comm.named("objects.send", group=False) as (comm, moves):
             # Only started: where the other rank sends too, each offer is the other one's answer.
-            told = comm.messages.isend(call.packed(), dst, tag)
+            told = comm.messages.send(call.packed(), dst, tag, async_op=True)
             answers = []
             if call.offer.failed is None:
                 answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]

@@ -145,7 +145,7 @@ def _run(
         comm.messages.exchange(
             [(flat[start:stop], peer, _TAG) for peer, start, stop in sends],
             [(out, each[0], _TAG) for out, each in zip(outs, receives, strict=True)],
-            call,
+            call=call,
         )
         for out, (peer, start, stop, reduced) in zip(outs, receives, strict=True):
             if reduced:

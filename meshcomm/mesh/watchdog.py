@@ -24,8 +24,7 @@ from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
 from meshcomm.comm.failed_call import FailedCall, Reason, reason_of, shorten
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
-from meshcomm.comm.message_check import MessageCheck
-from meshcomm.comm.message_log import Message, has_failed
+from meshcomm.comm.p2p_log import MessageCheck, PendingMessage, has_failed
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
@@ -148,7 +147,7 @@ class Watchdog:
         asks = isinstance(error, RuntimeError) and reason_of(error) is not Reason.OTHER and not capturing()
         if not asks or self._stop.is_set():
             return None
-        found: dict[float, tuple[FlightRecorder, Message | None]] = {}
+        found: dict[float, tuple[FlightRecorder, PendingMessage | None]] = {}
         for recorder, _ in self._recorders:
             if recorder.pending or (recorder.work is not None and has_failed(recorder.work)):
                 found[recorder.began(recorder.started)] = recorder, None

@@ -87,7 +87,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
-        """Start all messages as one operation, in any order; a Work for each, or one for all."""
+        """Start all messages as one operation, receives first; a Work for each, or one for all."""
 
     @abstractmethod
     def source_of(self, work: Work) -> int:

@@ -66,10 +66,7 @@ class ProcessGroupTransport(Transport):
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
         if not self.together or len(batch) == 1:
-            # Receives first: a backend that has room for what comes need not hold the sender.
-            order = sorted(range(len(batch)), key=lambda at: batch[at].direction == "send")
-            works = {at: self._message(batch[at]) for at in order}
-            return [works[at] for at in range(len(batch))]
+            return [self._message(message) for message in batch]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
         self.group._start_coalescing(self.device)
         for message in batch:

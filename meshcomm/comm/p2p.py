@@ -1,0 +1,401 @@
+"""Point to point between coords of one dim: sends, receives, sets of them, and the ring."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.checks import (
+    OWN_TAGS,
+    check_coord,
+    check_envelopes,
+    check_in_place,
+    check_offset,
+    check_tag,
+    check_tensor,
+    check_written,
+)
+from meshcomm.comm.fast_path import usable
+from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.handle import Handle
+from meshcomm.comm.p2p_log import PendingMessage
+from meshcomm.comm.shapes import (
+    CARRIED,
+    as_bytes,
+    blank_header,
+    buffer_for,
+    described_by,
+    header_of,
+    into,
+    leaving,
+    materialised,
+)
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.transport import P2P, Done, Transport, Work
+from meshcomm.transport.base import Direction
+from meshcomm.transport.profile import labelled, profiling
+from meshcomm.transport.torch_private import written
+
+Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
+
+_UNLABELLED: Final = nullcontext()
+# So many kinds of messages are made without asking again; with a new tag for each there would be no end.
+_MOST_FAST = 4096
+
+
+@final
+class Messages:
+    """Point to point along `name`; a communicator has one. Peers are coords.
+
+    Every call comes down to `_start`, of one message or many, blocking or not. What was checked before, with the
+    same peer, tag and dtype, is not checked again where the tensor is `usable` as it is.
+    """
+
+    __slots__ = ("_fast", "_kinds", "_loopback", "_name", "_recorder", "_size", "_transport", "_who", "coord")
+
+    def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
+        self._name = name
+        self._transport = transport
+        self._kinds = transport.kinds
+        self._size = transport.size
+        self.coord = transport.coord
+        self._who = who
+        self._recorder = recorder
+        self._fast: dict[tuple[object, ...], torch.device] = {}
+        self._loopback = _Loopback(transport.coord)
+        recorder.quick.append(self._fast)
+
+    def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
+        """Send `x` to coord `dst`; with `async_op`, a handle. See `Mesh.send`."""
+        if not handshake and self._is_fast("send", x, dst, tag):
+            return self._start("send", [P2P("send", x, dst, tag)], async_op)
+        end = self._checked("send", "send", x, dst, tag)
+        ends = [end]
+        if handshake and dst != self.coord:
+            ends.insert(0, end._replace(x=header_of(end.x, self.where("send"))))
+        return self._issue("send", ends, async_op, nbytes=end.x.nbytes)
+
+    def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
+        """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
+        if out is not None and self._is_fast("recv", out, src, tag):
+            written([out])
+            self._start("recv", [P2P("recv", out, src, tag)])
+            return out
+        if out is None:
+            header = self._checked("recv", "recv", blank_header(self._transport.device), src, tag)
+            if src == self.coord:
+                out = torch.empty_like(self._loopback.oldest(tag, self.where("recv")))
+            else:
+                self._issue("recv", [header], calls=0)
+                out = described_by(header.x)
+        found: Tensor = self._received("recv", out, src, tag, False)
+        return found
+
+    def irecv(self, out: Tensor, src: int | None, tag: int = 0) -> Any:
+        """A handle of receiving into `out` from coord `src`; None: from any. See `Mesh.irecv`."""
+        if self._is_fast("recv", out, src, tag):
+            written([out])
+            return self._start("recv", [P2P("recv", out, src, tag)], True, result=out, source=src)
+        return self._received("irecv", out, src, tag, True)
+
+    def _received(self, call: str, out: Tensor, src: int | None, tag: int, async_op: bool) -> Any:
+        end = self._checked("recv", call, out, src, tag)
+        return self._issue("recv", [end], async_op, lambda: into(out, end.x), source=src)
+
+    def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
+        """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
+        first = blank_header(self._transport.device) if out is None else out
+        end = self._checked("recv", "recv_any", first, None, tag)
+        handle = self._issue("recv_any", [end], True, calls=0 if out is None else 1)
+        handle.at_once()
+        handle.wait()
+        if out is not None:
+            return into(out, end.x), handle.source
+        return self.recv(described_by(end.x), handle.source, tag), handle.source
+
+    def exchange(
+        self,
+        sends: Sequence[Envelope] = (),
+        recvs: Sequence[Envelope] = (),
+        async_op: bool = False,
+        call: str = "exchange",
+    ) -> Any:
+        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
+        check_envelopes(sends, "sends", lambda: self.where(call))
+        check_envelopes(recvs, "recvs", lambda: self.where(call))
+        coming = [self._checked("recv", call, *each) for each in recvs]
+        going = [self._checked("send", call, *each) for each in sends]
+
+        def finish() -> list[Tensor]:
+            return [into(each[0], end.x) for each, end in zip(recvs, coming, strict=True)]
+
+        return self._issue(call, [*coming, *going], async_op, finish)
+
+    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
+        """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
+        check_offset(offset, lambda: self.where("shift"))
+        target, source = self.coord + offset, self.coord - offset
+        if wrap:
+            target, source = target % self._size, source % self._size
+        goes, comes = 0 <= target < self._size, 0 <= source < self._size
+        if not goes or handshake or not self._is_fast("send", x, target, 0):
+            check_tensor(x, self._kinds, lambda: self.where("shift"))
+            check_in_place(x, lambda: self.where("shift"), "shift")
+        if target == self.coord:
+            return x.detach().clone()
+        buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if handshake:
+            blank = blank_header(self._transport.device)
+            first = [P2P("recv", blank, source, 0)] if comes else []
+            if goes:
+                header = header_of(materialised(x.detach()), self.where("shift"))
+                first.append(P2P("send", header, target, 0))
+            self._issue("shift", first, calls=0)
+            buffer = described_by(blank) if comes else buffer
+        sends, recvs = [(x, target)] if goes else [], [(buffer, source)] if comes else []
+        received = self.exchange(sends, recvs, call="shift")
+        return received[0] if received else None
+
+    def where(self, call: str) -> str:
+        """What opens an error about a call."""
+        return f'{call} along "{self._name}" on {self._who}'
+
+    def failed(self, call: str, error: BaseException) -> MeshcommError:
+        """The error for a call that the backend gave up on."""
+        return self._recorder.inquire(self._recorder, self.where(call), error)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
+        """Whether a message like this was checked before, and `x` travels as it is."""
+        try:
+            device = self._fast.get((direction, peer, type(peer), tag, type(tag), x.dtype))
+            return device is not None and usable(x, device)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+
+    def _checked(self, direction: Direction, call: str, x: Tensor, peer: Any, tag: int = 0) -> P2P:
+        """One end of a message, of what moves for `x`; None as a peer, any source, is for irecv and recv_any."""
+        if self._is_fast(direction, x, peer, tag):
+            return P2P(direction, x, peer, tag)
+
+        def where() -> str:
+            return self.where(call)
+
+        check_tensor(x, self._kinds, where)
+        if peer is None and call in ("irecv", "recv_any"):
+            self._check_any(call)
+        else:
+            check_coord(peer, self._size, "dst" if direction == "send" else "src", where)
+        # The library's own calls, on a line of its own, may use the tags above.
+        if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self._recorder.inside):
+            check_tag(tag, where)
+        if direction == "recv":
+            check_in_place(x, where, "shift")
+            check_written(x, where)
+        dense = leaving(x) if direction == "send" else buffer_for(x)
+        if (
+            dense is x
+            and peer not in (None, self.coord)
+            # The library's own tags stay refused where a user gives them.
+            and tag < OWN_TAGS
+            and x.dtype in CARRIED
+            and len(self._fast) < _MOST_FAST
+            and self._recorder.messages.settled(direction, peer)
+        ):
+            self._fast[direction, peer, int, tag, int, x.dtype] = x.device
+        return P2P(direction, dense, peer, tag)
+
+    def _check_any(self, call: str) -> None:
+        if self._size == 1:
+            raise UnsupportedOp(
+                f"{self.where(call)}: there is nobody to receive from",
+                given="a dim of size 1",
+                expected="a dim with another rank",
+                hint="guard the call by mesh.size(dims) > 1",
+            )
+        if not self._transport.any_source:
+            raise UnsupportedOp(
+                f"{self.where(call)}: {self._transport.name} cannot receive from any source",
+                given=f"backend {self._transport.name}",
+                expected="a Gloo dim",
+                hint="name the source: mesh.recv(dims, out, src=...)",
+            )
+
+    def _issue(
+        self,
+        call: str,
+        ends: Sequence[P2P],
+        async_op: bool = False,
+        finish: Callable[[], Any] | None = None,
+        *,
+        source: int | None = None,
+        calls: int = 1,
+        nbytes: int | None = None,
+    ) -> Any:
+        """Start messages, those of this rank to itself first; their result, or the handle whose `wait` gives it."""
+        own = [self._loopback.start(each, self.where("recv")) for each in ends if each.peer == self.coord]
+        others = [each for each in ends if each.peer != self.coord]
+        handle = None
+        for room in () if async_op else own:
+            room.wait()
+        if others:
+            handle = self._start(
+                call, others, async_op, finish, source=source, calls=calls, nbytes=nbytes, own=own
+            )
+        elif async_op:
+            handle = Handle(own, self, _told(call, ends), finish, source=source)
+        return finish() if handle is None and finish is not None else handle
+
+    def _start(
+        self,
+        call: str,
+        ends: Sequence[P2P],
+        async_op: bool = False,
+        finish: Callable[[], Any] | None = None,
+        *,
+        result: Any = None,
+        source: int | None = None,
+        calls: int = 1,
+        nbytes: int | None = None,
+        own: Sequence[Work] = (),
+    ) -> Any:
+        """Start messages to other ranks and wait for them, or return the handle that does, and for `own`.
+
+        calls, nbytes: see MessageLog.begin.
+        """
+        recorder, log = self._recorder, self._recorder.messages
+        message = handle = None
+        try:
+            # Messages of a collective that is done step by step are a part of it.
+            message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
+            if not async_op:
+                log.confirm(message)
+            with labelled(f"meshcomm::{call} {self._name}{recorder.plan}") if profiling() else _UNLABELLED:
+                works = self._transport.start_p2p(
+                    [
+                        end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1)))
+                        for end in ends
+                    ]
+                )
+            if async_op:
+                message.started()
+                handle = Handle(
+                    [*own, *works] if own else works,
+                    self,
+                    _told(call, ends),
+                    finish,
+                    result=result,
+                    pending=message,
+                    source=source
+                    if ends[0].peer is not None
+                    else partial(self._served_by, works[0], message),
+                    confirm=partial(log.confirm, message) if message.unanswered else None,
+                    held=ends,
+                )
+            else:
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
+            raise self.failed(_told(call, ends), error) from error
+        finally:
+            log.waiting = None
+            if message is not None and handle is None:
+                message.ended()
+        return handle
+
+    def _served_by(self, work: Work, message: PendingMessage) -> int:
+        """The coord that a receive from any source was served by."""
+        src = self._transport.source_of(work)
+        self._recorder.messages.arrived(message, src)
+        return src
+
+
+def _told(call: str, ends: Sequence[P2P]) -> str:
+    """What an error calls a call: with its peer where it has one."""
+    if call not in ("send", "recv"):
+        return call
+    peer = ends[-1].peer
+    return f"{call} {'to' if call == 'send' else 'from'} {'any coord' if peer is None else peer}"
+
+
+@final
+class _Loopback:
+    """Messages of a rank to itself: they stay in memory, in order, by tag."""
+
+    # Nothing that leads back to the Messages: they and their group have to go with their last reference.
+    def __init__(self, coord: int) -> None:
+        self._coord = coord
+        self._sent: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._asked: dict[int, deque[_Room]] = defaultdict(deque)
+
+    def start(self, end: P2P, where: str) -> Work:
+        """Keep a copy of what is sent, or put it where an earlier receive wants it; the reverse for a receive."""
+        sent, asked = self._sent[end.tag], self._asked[end.tag]
+        if end.direction == "send":
+            if asked:
+                asked.popleft().fill(end.x)
+            else:
+                sent.append(end.x.clone())
+            return Done()
+        room = _Room(end.x, asked, where, self._nothing(end.tag, where))
+        if sent:
+            room.fill(sent.popleft())
+        else:
+            asked.append(room)
+        return room
+
+    def oldest(self, tag: int, where: str) -> Tensor:
+        """The first message with this tag that has not been received."""
+        if not self._sent[tag]:
+            raise self._nothing(tag, where)
+        return self._sent[tag][0]
+
+    def _nothing(self, tag: int, where: str) -> CommunicationError:
+        return CommunicationError(
+            f"{where}: this rank has sent itself nothing, and would wait for ever",
+            given=f"src={self._coord}, own coord {self._coord}, tag {tag}",
+            expected="an earlier send to itself with this tag",
+            hint="send first, or irecv before the send",
+        )
+
+
+@final
+class _Room:
+    """Where a message to itself goes; a Work. asked: the rooms that are to be filled, in order. nothing: no send came."""
+
+    def __init__(self, out: Tensor, asked: deque[_Room], where: str, nothing: CommunicationError) -> None:
+        self._out = out
+        self._asked = asked
+        self._where = where
+        self._nothing = nothing
+
+    def fill(self, x: Tensor) -> None:
+        """Receive `x`."""
+        out = self._out
+        if out.dtype != x.dtype or out.numel() != x.numel():
+            raise ShapeError(
+                f"{self._where}: a message to itself does not fit",
+                given=f"sent {tuple(x.shape)}, {x.dtype}; out {tuple(out.shape)}, {out.dtype}",
+                expected="the same dtype and number of elements at both ends",
+                hint="out=torch.empty_like(x)",
+            )
+        into(out, x.view(out.shape))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True where the message was sent; it cannot be sent while this rank waits."""
+        if not self.is_completed():
+            self._asked.remove(self)
+            raise self._nothing
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message was sent."""
+        return self not in self._asked

@@ -1,0 +1,375 @@
+"""The messages of one rank on one group: how many on each channel, which it waits for, and whether both ends agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from time import perf_counter as clock
+from types import FrameType
+from typing import Any, Final, TypeAlias, final
+
+from torch import Tensor
+
+from meshcomm.comm.callsite import line_of, users_frame
+from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
+from meshcomm.comm.spans import Span, Spans
+from meshcomm.errors import CallMismatchError
+from meshcomm.transport.base import P2P, Direction
+from meshcomm.transport.support import name_of
+from meshcomm.transport.torch_private import capturing
+
+_KEPT: Final = 256
+# Of so many channels the messages are counted; the oldest go first.
+_CHANNELS: Final = 4096
+# Each of a pair's first messages costs its two ends seven operations of the job's one store.
+_MOST_COMPARED: Final = 4
+# How long the end that comes first waits to be told that the other means the same, before it moves its data.
+_ANSWERED_S: Final = 5.0
+
+# Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
+Channel: TypeAlias = tuple[Direction, int, int]
+# Direction, peer, tag and sequence number on that channel; None and 0 while it is not known yet from whom it comes.
+Part: TypeAlias = tuple[Direction, int | None, int, int]
+# What an end that came first has said and has no answer to: the store's key, and the global rank of its peer.
+Unanswered: TypeAlias = tuple[str, int]
+
+
+@final
+class PendingMessage(PendingCall):
+    """A call that sends or receives, with the line that made it.
+
+    parts: its messages. nbytes: the larger of what it sends and what it receives. unanswered: what was said to
+    other ends that had not come. For the rest see PendingCall.
+    """
+
+    __slots__ = ("call", "code", "instruction", "name", "parts", "unanswered")
+
+    def __init__(
+        self,
+        log: MessageLog,
+        name: str,
+        call: str,
+        parts: Sequence[Part],
+        frame: FrameType,
+        nbytes: int,
+        began: float,
+        total: CallCounter | None = None,
+        calls: int = 1,
+        told: Span | None = None,
+        unanswered: Sequence[Unanswered] = (),
+    ) -> None:
+        super().__init__(total, nbytes, began, began, told, calls, log)
+        self.name = name
+        self.call = call
+        self.parts = parts
+        self.code, self.instruction = frame.f_code, frame.f_lasti
+        self.unanswered = unanswered
+        log.recent.append(self)
+
+    def started(self) -> None:
+        """The backend has the messages, and the program goes on."""
+        now = clock()
+        self._seconds = now - self.began
+        if self.told is not None:
+            self.told.left = now
+
+    def ended(self) -> None:
+        """A blocking call is over, whether or not it failed."""
+        self.at_once()
+        if self.told is not None:
+            self.told.left = self.began
+        self.waited(self.began)
+        self._shown = None
+
+
+@final
+class MessageLog:
+    """Counts messages by channel, so that both ends can say which is missing.
+
+    Messages are not numbered among the group's collectives: ranks may send different numbers.
+
+    begun:   the sequence number of the last message by channel.
+    waiting: the call that this rank is blocked in, None while it is in none.
+    recent:  the last calls. spans takes all while a trace is taken.
+
+    Args:
+        counters: of the group, where calls are summed up.
+        check: compares the first messages between their ends; None compares nothing.
+    """
+
+    __slots__ = ("_check", "_counters", "_posted", "begun", "label", "recent", "spans", "waiting")
+
+    def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
+        self._counters = counters
+        self._check = check
+        self._posted: deque[tuple[PendingMessage, Any]] = deque(maxlen=_KEPT)
+        self.begun: dict[Channel, int] = {}
+        self.label = label
+        self.recent: deque[PendingMessage] = deque(maxlen=_KEPT)
+        self.spans: Spans | None = None
+        self.waiting: PendingMessage | None = None
+
+    def settled(self, direction: Direction, peer: int) -> bool:
+        """Whether messages with this peer are no longer compared, and nobody asks for each of them."""
+        return self.spans is None and (self._check is None or not self._check.compares(direction, peer))
+
+    def begin(
+        self,
+        name: str,
+        call: str,
+        ends: Sequence[P2P],
+        counted: bool = True,
+        calls: int = 1,
+        nbytes: int | None = None,
+    ) -> PendingMessage:
+        """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
+
+        counted: it is no part of a collective that is done step by step. calls: 0 where it prepares another that
+        counts. nbytes: for the counters; None: of all `ends`.
+        Raises CallMismatchError where the other end of one is known to mean another tensor; that
+        message is not counted.
+        """
+        frame = users_frame(2)
+        check = self._check
+        parts: list[Part] = []
+        unanswered: list[Unanswered] = []
+        sent = came = 0
+        for direction, x, peer, tag in ends:
+            number = 0
+            if direction == "send":
+                sent += x.nbytes
+            else:
+                came += x.nbytes
+            if peer is not None:
+                if check is not None and check.compares(direction, peer):
+                    number = self.begun.get((direction, peer, tag), 0) + 1
+                    unanswered += check.meet(direction, peer, tag, number, x, frame)
+                number = self._count(direction, peer, tag)
+            elif check is not None:
+                check.takes_any()
+            parts.append((direction, peer, tag, number))
+        if nbytes is None:
+            nbytes = max(sent, came) if calls else 0
+        told, now = None, clock()
+        if self.spans is not None:
+            at, tensors = (frame.f_code, frame.f_lasti), [end.x for end in ends]
+            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=parts)
+        total = counter_of(self._counters, name, call) if counted else None
+        self.waiting = message = PendingMessage(
+            self, name, call, parts, frame, nbytes, now, total, calls, told, unanswered
+        )
+        return message
+
+    def past(
+        self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
+    ) -> PendingMessage:
+        """A message that was sent or is received past the mesh; torch does not tell its tag, which counts as 0."""
+        if self._check is not None:
+            self._check.takes_any()
+        number = 0 if peer is None else self._count(direction, peer, 0)
+        nbytes = sum(x.nbytes for x in tensors)
+        total = counter_of(self._counters, name, direction, True)
+        total.calls += 1
+        total.nbytes += nbytes
+        message = PendingMessage(
+            self, name, direction, [(direction, peer, 0, number)], frame, nbytes, clock()
+        )
+        message.over = message.began
+        return message
+
+    def posted(self, message: PendingMessage, work: Any) -> None:
+        """`work` is the backend's for a message past the mesh; it is kept until it is over."""
+        if capturing():
+            return
+        while self._posted and self._posted[0][1].is_completed():
+            self._posted.popleft()
+        self._posted.append((message, work))
+
+    def unfinished(self) -> PendingMessage | None:
+        """The message past the mesh that its backend gave up, else the oldest that is not over."""
+        posted = list(self._posted)
+        failed = [message for message, work in posted if work.is_completed() and has_failed(work)]
+        waiting = [message for message, work in posted if not work.is_completed()]
+        return next(iter((*failed, *waiting)), None)
+
+    def confirm(self, message: PendingMessage) -> None:
+        """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError."""
+        if message.unanswered and self._check is not None:
+            self._check.confirm(message.unanswered)
+            message.unanswered = ()
+
+    def arrived(self, message: PendingMessage, src: int) -> None:
+        """A receive from whoever comes first was served by coord `src`."""
+        tag = message.parts[0][2]
+        number = self._count("recv", src, tag)
+        if message.told is not None:
+            message.told.parts = (("recv", src, tag, number),)
+
+    def _count(self, direction: Direction, peer: int, tag: int) -> int:
+        """The sequence number of one more message on its channel."""
+        begun, channel = self.begun, (direction, peer, tag)
+        begun[channel] = number = begun.get(channel, 0) + 1
+        if len(begun) > _CHANNELS:
+            del begun[next(iter(begun))]
+        if self._check is not None:
+            self._check.pairs[direction, peer] += 1
+        return number
+
+    def history(self) -> list[dict[str, Any]]:
+        """The last calls as plain data; see FlightRecorder.history."""
+        return [
+            {
+                "dim": message.name,
+                "call": message.call,
+                "bytes": message.nbytes,
+                "began": message.began,
+                "over": message.over or None,
+            }
+            for message in list(self.recent)
+        ]
+
+    def close(self) -> None:
+        """Compare no more, and let go of what the backend holds."""
+        self._check = None
+        self._posted.clear()
+
+    def status(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """All of it as plain data, peers as global ranks; `ranks` by coord."""
+        waiting = self.waiting
+        return {
+            # A copy, as another thread may send to somebody else meanwhile.
+            "begun": [
+                [direction, ranks[peer], tag, count]
+                for (direction, peer, tag), count in list(self.begun.items())
+            ],
+            "waiting": None
+            if waiting is None
+            else {
+                "dim": waiting.name,
+                "call": waiting.call,
+                "parts": [
+                    [direction, None if peer is None else ranks[peer], tag, number]
+                    for direction, peer, tag, number in waiting.parts
+                ],
+                "site": f"{waiting.code.co_filename}:{line_of(waiting.code, waiting.instruction)}",
+            },
+        }
+
+
+def has_failed(work: Any) -> bool:
+    """Whether a Work that is over has failed; to ask it for its exception is deprecated."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False
+
+
+@final
+class MessageCheck:
+    """Compares the first messages of each pair of ranks on one group, in each direction.
+
+    A receive with more room than was sent would return with part of its buffer as it was, and one
+    with less room would end the process (Gloo, tried on torch 2.13). So each end says what it is
+    about to do, and whoever comes second compares, answers, and raises where the two differ. Who came first
+    reads the answer before it waits for the data, so that both ends raise at once.
+
+    pairs: how many messages there were in each direction with each peer.
+
+    Args:
+        store: a torch store of this mesh, used for nothing else.
+        label: the group, as in `tp[pp=0 dp=1]`.
+        ranks: its global ranks, in coord order.
+        rank: this one.
+        limit: how many messages are compared; None: all. At most 4 where a number is given.
+    """
+
+    def __init__(self, store: Any, label: str, ranks: list[int], rank: int, limit: int | None) -> None:
+        self._store = store
+        self._label = label
+        self._ranks = ranks
+        self._rank = rank
+        self._limit = math.inf if limit is None else min(limit, _MOST_COMPARED)
+        self._any = False
+        self.pairs: Counter[tuple[Direction, int]] = Counter()
+
+    def compares(self, direction: Direction, peer: int) -> bool:
+        """Whether the next message of this pair is compared."""
+        return self.pairs[direction, peer] < self._limit
+
+    def takes_any(self) -> None:
+        """This rank receives without saying from whom, or past the mesh: others do not wait for its answer."""
+        if not self._any:
+            self._any = True
+            self._store.set(f"{self._label}/any/{self._rank}", "1")
+
+    def meet(
+        self, direction: Direction, peer: int, tag: int, number: int, x: Tensor, frame: FrameType
+    ) -> list[Unanswered]:
+        """Say what this end is about to do; compare where the other end, coord `peer`, has said so.
+
+        number: of the message on its channel. frame: of the user's call.
+        Returns what `confirm` takes, where the other end has not come yet. Raises CallMismatchError before the
+        data moves.
+        """
+        other = self._ranks[peer]
+        src, dst = (self._rank, other) if direction == "send" else (other, self._rank)
+        key = self.key(src, dst, tag, number)
+        facts = [name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})"]
+        mine = json.dumps([direction, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
+        # One step: who comes first writes, who comes second gets what the first has written.
+        theirs = self._store.compare_set(key, "", mine).decode()
+        if theirs == mine:
+            return [(key, other)]
+        (dtype, count, shape, line), (to, to_count, to_shape, to_line) = (
+            each[1:] for each in sorted(map(json.loads, (mine, theirs)), key=lambda each: each[0] != "send")
+        )
+        told = ""
+        if (dtype, count) != (to, to_count):
+            told = (
+                f"rank {src} sends {dtype} {shape} at {line}\n"
+                f"rank {dst} has room for {to} {to_shape} at {to_line}"
+            )
+        self._store.set(f"{key}/answer", told)
+        if told:
+            raise self._differs(key, told)
+        return []
+
+    def confirm(self, waiting: Sequence[Unanswered]) -> None:
+        """Return when the other ends mean the same, or have been silent for some seconds; then their backend tells.
+
+        Raises CallMismatchError where one means something else.
+        """
+        until, pause = time.monotonic() + _ANSWERED_S, 0.0005
+        for key, peer in waiting:
+            while not self._store.check([f"{key}/answer"]):
+                if time.monotonic() > until or self._store.check([f"{self._label}/any/{peer}"]):
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+            else:
+                told = self._store.get(f"{key}/answer").decode()
+                self._store.delete_key(key)
+                self._store.delete_key(f"{key}/answer")
+                if told:
+                    raise self._differs(key, told)
+
+    def key(self, src: int, dst: int, tag: int, number: int) -> str:
+        """Where the end that comes first says what it is about to do."""
+        return f"{self._label}/{src}>{dst}/{tag}/{number}"
+
+    def _differs(self, key: str, told: str) -> CallMismatchError:
+        pair, tag, number = key.split("/")[-3:]
+        src, dst = map(int, pair.split(">"))
+        error = CallMismatchError(
+            f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
+            "means two things; nothing was sent",
+            given=told,
+            expected="the same dtype and number of elements at both ends",
+            hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",
+        )
+        error.mismatched_ranks = (src, dst)
+        return error
