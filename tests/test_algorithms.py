@@ -383,18 +383,19 @@ def test_the_simulator_counts_what_the_formulas_say(n: int) -> None:
         schedule = scheduled.schedule_of(name, n, inner, chunks)  # type: ignore[arg-type]
         length = 3 * schedule.chunks
 
-        def body(actor: Any) -> list[float]:
+        def body() -> list[float]:
             with meshcomm.init(dims={"dp": n}, device="cpu", validate_calls=0) as mesh:
                 x = torch.arange(length, dtype=torch.float64) + mesh.rank
                 return scheduled.all_reduce(mesh._at["dp"], x, "sum", None, name, inner, chunks).tolist()  # type: ignore[arg-type]
 
-        results, traffic = run_ranks(body, n, 0, 30.0)
+        results, (group,) = run_ranks(body, n, 0, 30.0)
         wanted = [n * i + n * (n - 1) / 2 for i in range(length)]
         assert results == [wanted] * n
         sent, messages = [0] * n, [0] * n
-        for (rank, _, kind), (count, nbytes) in traffic.calls().items():
-            assert kind == "send"
-            sent[rank], messages[rank] = nbytes, count
+        for (coord, collective, nbytes, *_), count in group.moves.items():
+            assert collective is None, "a message"
+            sent[coord] += count * nbytes
+            messages[coord] += count
         counts = interpret(schedule, 8 * length, 8)
         assert (tuple(sent), tuple(messages)) == (counts.sent, counts.messages), name
         more = {"two_level": (inner,), "tree": (chunks,), "double_tree": (chunks,)}.get(name, ())

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from meshcomm.comm.scheduled import COMBINE
 
@@ -29,9 +30,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
             combine(total, part, out=total)
     else:
         chunk = _chunk(length, parts[0].element_size(), size)
-        rows = parts[0].new_zeros((size, size * chunk))
-        for row, part in zip(rows, parts, strict=True):
-            row[:length] = part
+        rows = pad(torch.stack(list(parts)), (0, size * chunk - length))
         order, own = _order(size)
         terms = rows.view(size, size, chunk)[order, own]
         acc = terms[0]

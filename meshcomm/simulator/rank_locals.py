@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, final
 
@@ -20,35 +21,30 @@ _PER_RANK = ("RANK", "LOCAL_RANK")
 class RankLocals:
     """The state of one rank while it does not run.
 
-    torch's, Python's and NumPy's random generators, torch's default dtype, sys.argv, `__main__`, and
-    RANK and LOCAL_RANK in the environment. A process seeds its generators from its host's entropy;
-    here they begin differently on each rank and equal in each simulation.
+    torch's, Python's and NumPy's random generators, torch's default dtype, RANK and LOCAL_RANK in the
+    environment, and, for a script, sys.argv and `__main__`. A process seeds its generators from its host's
+    entropy; here they begin differently on each rank and equal in each simulation.
 
-    main: the module that stands as `__main__` while the rank runs; None leaves what is there.
+    argv: a script's path and its arguments; empty for a function, whose ranks share `__main__`.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        environment: dict[str, str] | None,
-        main: ModuleType | None = None,
-        argv: list[str] | None = None,
-    ) -> None:
-        generator = torch.Generator()
-        generator.manual_seed(rank)
-        self._torch = generator.get_state()
+    def __init__(self, rank: int, argv: Sequence[str] = ()) -> None:
+        self._torch = torch.Generator().manual_seed(rank).get_state()
         self._python: Any = random.Random(rank).getstate()
         self._rank = rank
         self._numpy: Any = None
         self._dtype = torch.get_default_dtype()
-        self._variables = None if environment is None else {name: environment.get(name) for name in _PER_RANK}
-        self._main = main
-        self._argv = argv
+        self._variables: dict[str, str | None] = dict.fromkeys(_PER_RANK, str(rank))
+        self._main, self._argv = sys.modules["__main__"], sys.argv
+        if argv:
+            self._main, self._argv = ModuleType("__main__"), [*argv]
+            self._main.__file__ = argv[0]
 
     @classmethod
     def present(cls) -> RankLocals:
         """The state of the process as it is now; `enter` restores it."""
-        found = cls(0, dict(os.environ), sys.modules["__main__"], sys.argv)
+        found = cls(0)
+        found._variables = {name: os.environ.get(name) for name in _PER_RANK}
         found.leave()
         return found
 
@@ -60,8 +56,7 @@ class RankLocals:
         if numpy is not None:
             self._numpy = numpy.get_bit_generator()
         self._dtype = torch.get_default_dtype()
-        if self._argv is not None:
-            self._argv = sys.argv
+        self._argv = sys.argv
 
     def enter(self) -> None:
         """Restore the state: this rank goes on."""
@@ -74,8 +69,6 @@ class RankLocals:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        put(self._variables or {})
-        if self._main is not None:
-            sys.modules["__main__"] = self._main
-        if self._argv is not None:
-            sys.argv = self._argv
+        put(self._variables)
+        sys.modules["__main__"] = self._main
+        sys.argv = self._argv

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,16 +22,14 @@ from meshcomm.mesh.launch_environment import how_many_ranks
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job
-from meshcomm.simulator.diagnosis import Diagnosis
+from meshcomm.simulator.diagnosis import at_the_end, diagnose
 from meshcomm.simulator.rank_locals import RankLocals
 from meshcomm.simulator.scheduler import Actor, Scheduler
-from meshcomm.simulator.traffic import Traffic
+from meshcomm.simulator.traffic import traffic_facts
+from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.simulator.world import SharedState, SimulatedWorld
 
 T = TypeVar("T")
-
-# Variables with which torch, NCCL or a launcher would tell a process where it is.
-_LAUNCHER: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def simulate(
@@ -78,7 +77,7 @@ def simulate(
     size = world_size_of(settings, world_size)
     settings.resolved(size)
 
-    def body(actor: Actor) -> T:
+    def body() -> T:
         beside_the_job()
         with init(settings) as mesh:
             return fn(mesh, *copy.deepcopy(tuple(args)))
@@ -91,12 +90,7 @@ def simulate(
             expected="1 or more",
             hint="explore=20",
         )
-    found: list[T] = []
-    for seed in range(schedule_seed, schedule_seed + tries):
-        results = run_ranks(body, size, seed, settings.mesh.timeout_s)[0]
-        if seed == schedule_seed:
-            found = results
-    return found
+    return _explored(body, size, schedule_seed, tries, settings.mesh.timeout_s)[0]
 
 
 def simulate_script(
@@ -129,12 +123,7 @@ def simulate_script(
             hint=f"python -m py_compile {script}",
         ) from error
 
-    def rank_locals(rank: int, environment: dict[str, str]) -> RankLocals:
-        main = ModuleType("__main__")
-        main.__file__ = str(script)
-        return RankLocals(rank, environment, main, [str(script), *arguments])
-
-    def body(actor: Actor) -> None:
+    def body() -> None:
         try:
             exec(code, sys.modules["__main__"].__dict__)
         except SystemExit as left:
@@ -147,39 +136,38 @@ def simulate_script(
     paths = list(sys.path)
     # As `python SCRIPT` does: imports are looked for beside the script first.
     sys.path.insert(0, str(script.resolve().parent))
-    found: dict[str, Any] = {}
+    argv = [str(script), *arguments]
     try:
         with with_variables(variables):
-            for each in range(seed, seed + explore):
-                _, traffic = run_ranks(body, size, each, settings.mesh.timeout_s, rank_locals)
-                if each == seed:
-                    facts = traffic.facts(settings.topology.ranks_per_node)
-                    found = {"world": size, "schedules": explore, **facts}
+            groups = _explored(body, size, seed, explore, settings.mesh.timeout_s, argv)[1]
     finally:
         sys.path[:] = paths
+    return {"world": size, "schedules": explore, **traffic_facts(groups, settings.topology.ranks_per_node)}
+
+
+def _explored(
+    body: Callable[[], Any], size: int, seed: int, tries: int, timeout_s: float, argv: Sequence[str] = ()
+) -> tuple[list[Any], list[SimulatedGroup]]:
+    """`run_ranks` under so many schedules; what the first one gave."""
+    found = run_ranks(body, size, seed, timeout_s, argv)
+    for other in range(seed + 1, seed + tries):
+        run_ranks(body, size, other, timeout_s, argv)
     return found
 
 
 def run_ranks(
-    body: Callable[[Actor], Any],
-    size: int,
-    seed: int,
-    timeout_s: float,
-    rank_locals: Callable[[int, dict[str, str]], RankLocals] = RankLocals,
-) -> tuple[list[Any], Traffic]:
-    """Call `body` as each of `size` ranks; what they returned, and what they sent.
+    body: Callable[[], Any], size: int, seed: int, timeout_s: float, argv: Sequence[str] = ()
+) -> tuple[list[Any], list[SimulatedGroup]]:
+    """Call `body` as each of `size` ranks; what they returned, and their groups, which have counted what was sent.
 
-    timeout_s:   of the mesh; see `Diagnosis`.
-    rank_locals: makes a rank's own state, from its number and the variables that a launcher would set.
+    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`.
     """
-    actors = [Actor(rank, rank_locals(rank, launched_as(rank, size))) for rank in range(size)]
-    diagnosis = Diagnosis(timeout_s)
-    scheduler = Scheduler(actors, seed, diagnosis)
-    shared = diagnosis.shared = SharedState(scheduler)
+    actors = [Actor(rank, RankLocals(rank, argv)) for rank in range(size)]
+    shared = SharedState(Scheduler(actors, seed), timeout_s)
 
     def live(actor: Actor) -> Any:
-        WORLD.set(SimulatedWorld(shared, actor, size))
-        return body(actor)
+        WORLD.set(SimulatedWorld(shared, actor))
+        return body()
 
     threads = torch.get_num_threads()
     # One rank runs at a time, and each new thread would start a pool of torch's own.
@@ -192,21 +180,15 @@ def run_ranks(
         ):
             # A handle that is not waited for ends in an error here.
             warnings.simplefilter("ignore", UnwaitedHandle)
-            scheduler.run(live)
-            error = scheduler.error or diagnosis.at_the_end()
+            shared.scheduler.run(live, partial(diagnose, shared))
+            error = shared.scheduler.error or at_the_end(shared)
     finally:
         torch.set_num_threads(threads)
     if error is not None:
         if isinstance(error, MeshcommError):
             error.hint = f"{error.hint}; schedule seed {seed} repeats it"
         raise error
-    return [actor.result for actor in actors], shared.traffic
-
-
-def launched_as(rank: int, size: int) -> dict[str, str]:
-    """What a launcher would tell a process in its environment."""
-    values = (rank, size, rank, size)
-    return {name: str(value) for name, value in zip(_LAUNCHER, values, strict=True)}
+    return [actor.result for actor in actors], list(shared.groups.values())
 
 
 def world_size_of(settings: Config, world_size: int | None) -> int:
@@ -215,10 +197,7 @@ def world_size_of(settings: Config, world_size: int | None) -> int:
         return world_size
     if settings.mesh.ranks is not None:
         return max(settings.mesh.ranks) + 1
-    size = 1
-    for part in settings.mesh.sizes(None).values():
-        size *= part
-    return size
+    return math.prod(settings.mesh.sizes(None).values())
 
 
 def _settings(

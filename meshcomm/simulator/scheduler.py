@@ -7,8 +7,10 @@ import random
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, final
 
+from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import UnsupportedOp
 from meshcomm.simulator.rank_locals import RankLocals
 
@@ -19,79 +21,68 @@ _STACK_BYTES: Final = 4 * 1024 * 1024
 _POLLS: Final = 1_000
 
 
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Unwound(BaseException):
     """Ends the thread of a rank whose simulation is over. No Exception: no program should catch it."""
 
 
-class Wait(Protocol):
-    """What a rank that does not run waits for."""
-
-    @property
-    def actor(self) -> Actor:
-        """The rank that waits."""
-        ...
-
-
 @final
+@dataclass(slots=True, eq=False)
 class Actor:
     """One simulated process.
 
-    wait: what it waits for, None while it runs or could. ended: its program is over, with `result`
-    or `error`. unwaited: the works of asynchronous calls and messages not waited for yet, in order.
-    coords: by dim, in the first mesh that it was a member of. saved: its state while it does not run.
+    saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
+    wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could.
+    unwaited: the works of asynchronous calls and messages not waited for yet, in order.
+    ended:    its program is over, with `result` or `error`.
     """
 
-    __slots__ = (
-        "coords", "ended", "error", "ident", "lock", "rank", "result", "saved", "thread", "unwaited", "wait",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, saved: RankLocals) -> None:
-        self.rank = rank
-        self.saved = saved
-        self.coords: dict[str, int] = {}
-        self.thread: threading.Thread | None = None
-        self.ident = 0
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.wait: Wait | None = None
-        self.unwaited: dict[int, Any] = {}
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+    rank: int
+    saved: RankLocals
+    coords: dict[str, int] = field(default_factory=dict)
+    thread: threading.Thread | None = None
+    ident: int = 0
+    lock: threading.Lock = field(default_factory=_held)
+    wait: Any = None
+    unwaited: dict[Any, None] = field(default_factory=dict)
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None
 
     @property
     def name(self) -> str:
         """`rank 5 (dp=1 tp=0)`."""
-        inner = " ".join(f"{dim}={coord}" for dim, coord in self.coords.items())
-        return f"rank {self.rank} ({inner})" if inner else f"rank {self.rank}"
+        return name_of_rank(self.rank, {"coords": self.coords} if self.coords else None)
 
 
 @final
 class Scheduler:
-    """Passes one baton. A rank runs until it has to wait; then a seeded choice says who is next.
+    """Passes one baton. A rank runs until it has to wait; then a seeded choice says who is next."""
 
-    diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
-              returns the error that ends the simulation.
-    """
-
-    def __init__(self, actors: list[Actor], seed: int, diagnose: Callable[[], BaseException | None]) -> None:
+    def __init__(self, actors: list[Actor], seed: int) -> None:
         self.actors = actors
         self.over = False
         self.error: BaseException | None = None
-        self._diagnose = diagnose
         self._random = random.Random(seed)
         self._ready = list(actors)
         self._left = len(actors)
         self._polls = 0
-        self._main = threading.Lock()
-        self._main.acquire()
+        self._main = _held()
         self._interrupt: BaseException | None = None
         self._context = contextvars.copy_context()
-        self._body: Callable[[Actor], Any] = lambda actor: None
 
-    def run(self, body: Callable[[Actor], Any]) -> None:
-        """Call `body` for every actor, each in a thread of its own; return when all have ended."""
-        self._body = body
+    def run(self, body: Callable[[Actor], Any], diagnose: Callable[[], BaseException | None]) -> None:
+        """Call `body` for every actor, each in a thread of its own; return when all have ended.
+
+        diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
+                  returns the error that ends the simulation.
+        """
+        self._body, self._diagnose = body, diagnose
         present = RankLocals.present()
         usual = threading.stack_size(_STACK_BYTES)
         try:
@@ -114,21 +105,14 @@ class Scheduler:
             threading.stack_size(usual)
             present.enter()
 
-    def wait(self, actor: Actor, on: Wait) -> None:
+    def wait(self, actor: Actor, on: object) -> None:
         """Let others run until `wake`. Raises Unwound when the simulation is over."""
         self.check()
         _refuse_imports(actor)
         actor.wait = on
         self._switch(actor)
 
-    def pause(self, actor: Actor) -> None:
-        """Let others run that can; the caller stays ready."""
-        self.check()
-        if self._ready:
-            self._ready.append(actor)
-            self._switch(actor)
-
-    def poll(self, actor: Actor, on: Wait) -> None:
+    def poll(self, actor: Actor, on: object) -> None:
         """`actor` asked for something that is not there; others run before it goes on.
 
         A rank that asks on and on while nobody can change the answer waits for it.
@@ -140,14 +124,14 @@ class Scheduler:
         if self._polls > _POLLS:
             self._polls = 0
             self.wait(actor, on)
-        elif self._ready:
-            self._ready.append(actor)
-            self._switch(actor)
+        else:
+            self._let_others_run(actor)
 
     def maybe_pause(self, actor: Actor) -> None:
-        """`pause` now and then: where ranks meet in no fixed order, other schedules show other orders."""
+        """Let others run now and then: where ranks meet in no fixed order, other schedules show other orders."""
         if self._ready and self._random.random() < 0.25 and _importing() is None:
-            self.pause(actor)
+            self.check()
+            self._let_others_run(actor)
 
     def choose(self, count: int) -> int:
         """A number below `count`, by the seed."""
@@ -176,6 +160,11 @@ class Scheduler:
         if self.over:
             raise Unwound
 
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the simulation with an error, from inside of a rank's call."""
+        self.stop(error)
+        raise Unwound
+
     def stop(self, error: BaseException) -> None:
         """End the simulation: every rank that lives is unwound, one after the other."""
         if self.over:
@@ -193,6 +182,11 @@ class Scheduler:
         self._ready = begun
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _let_others_run(self, actor: Actor) -> None:
+        if self._ready:
+            self._ready.append(actor)
+            self._switch(actor)
 
     def _switch(self, actor: Actor) -> None:
         following = self._next()

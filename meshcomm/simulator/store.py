@@ -12,7 +12,19 @@ import torch.distributed as dist
 from meshcomm.simulator.scheduler import Actor, Scheduler
 
 
-@dataclass
+@final
+@dataclass(slots=True, eq=False)
+class StoreWait:
+    """A rank that waits for keys. timeout_s: how long it would wait in a real store."""
+
+    actor: Actor
+    keys: list[str]
+    timeout_s: float
+    expired: bool = False
+
+
+@final
+@dataclass(slots=True, eq=False)
 class InMemoryStore:
     """What all ranks share. writers: the ranks that wrote a key. waits: who waits, by a key that is missing."""
 
@@ -20,50 +32,12 @@ class InMemoryStore:
     writers: dict[str, list[int]] = field(default_factory=dict)
     waits: dict[str, list[StoreWait]] = field(default_factory=dict)
 
-    def missing(self, keys: Sequence[str]) -> str | None:
-        """One of `keys` that is not set, or None."""
-        return next((key for key in keys if key not in self.values), None)
-
-    def await_(self, wait: StoreWait) -> bool:
-        """Keep `wait` under a key that it lacks; False where it lacks none."""
-        key = self.missing(wait.keys)
+    def has_to_wait(self, wait: StoreWait) -> bool:
+        """Keep `wait` under a key that is not set; False where all are."""
+        key = next((key for key in wait.keys if key not in self.values), None)
         if key is not None:
             self.waits.setdefault(key, []).append(wait)
         return key is not None
-
-    def expire(self, scheduler: Scheduler, under_s: float) -> bool:
-        """End the shortest wait of less than `under_s`, as time would; whether there was one.
-
-        Called when no rank can run: then only time can pass.
-        """
-        live = [
-            (wait.timeout_s, wait)
-            for waits in self.waits.values()
-            for wait in waits
-            if wait.actor.wait is wait
-        ]
-        timeout_s, first = min(live, key=lambda each: each[0], default=(under_s, None))
-        if first is None or timeout_s >= under_s:
-            return False
-        for waits in self.waits.values():
-            if first in waits:
-                waits.remove(first)
-        first.expired = True
-        scheduler.wake(first.actor)
-        return True
-
-
-@final
-class StoreWait:
-    """A rank that waits for keys. timeout_s: how long it would wait in a real store."""
-
-    __slots__ = ("actor", "expired", "keys", "timeout_s")
-
-    def __init__(self, actor: Actor, keys: list[str], timeout_s: float) -> None:
-        self.actor = actor
-        self.keys = keys
-        self.timeout_s = timeout_s
-        self.expired = False
 
 
 # torch's stubs lack half of the methods.
@@ -95,29 +69,25 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._touch()
+        self._read(key)
         self._write(key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        self._await([key], self._timeout)
-        return self._shared.values[self._prefix + key]
+        return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        self._touch()
-        total = int(self._shared.values.get(self._prefix + key, b"0")) + amount
+        total = int(self._read(key) or b"0") + amount
         self._write(key, str(total).encode())
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._touch()
-        self._write(key, self._shared.values.get(self._prefix + key, b"") + _bytes(value))
+        self._write(key, (self._read(key) or b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        self._touch()
-        held = self._shared.values.get(self._prefix + key)
+        held = self._read(key)
         if held is None and _bytes(expected):
             # Reading by comparing is how the mesh's store looks at a key.
-            self._ask([key])
+            self._scheduler.poll(self._actor, self._wait_for([key], timedelta.max))
             return _bytes(expected)
         if held is not None and held != _bytes(expected):
             return held
@@ -126,13 +96,21 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         self._touch()
-        there = self._there(keys)
+        there = all(self._prefix + key in self._shared.values for key in keys)
         if not there:
-            self._ask(keys)
+            self._scheduler.poll(self._actor, self._wait_for(keys, timedelta.max))
         return there
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, self._timeout if timeout is None else timeout)
+        timeout = self._timeout if timeout is None else timeout
+        self._touch()
+        wait = self._wait_for(keys, timeout)
+        if self._shared.has_to_wait(wait):
+            self._scheduler.wait(self._actor, wait)
+        if wait.expired:
+            raise dist.DistStoreError(
+                f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
+            )
 
     def delete_key(self, key: str) -> bool:
         self._touch()
@@ -142,7 +120,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     deleteKey = delete_key
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self._await(keys, self._timeout)
+        self.wait(keys)
         return [self._shared.values[self._prefix + key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -168,8 +146,9 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._scheduler.check_thread(self._actor)
         self._scheduler.maybe_pause(self._actor)
 
-    def _there(self, keys: Sequence[str]) -> bool:
-        return self._shared.missing([self._prefix + key for key in keys]) is None
+    def _read(self, key: str) -> bytes | None:
+        self._touch()
+        return self._shared.values.get(self._prefix + key)
 
     def _write(self, key: str, value: bytes) -> None:
         self._scheduler.check()
@@ -178,23 +157,8 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._shared.writers.setdefault(whole, []).append(self._actor.rank)
         for wait in self._shared.waits.pop(whole, ()):
             # A rank that was refused the wait does not wait.
-            if wait.actor.wait is wait and not self._shared.await_(wait):
+            if wait.actor.wait is wait and not self._shared.has_to_wait(wait):
                 self._scheduler.wake(wait.actor)
-
-    def _ask(self, keys: Sequence[str]) -> None:
-        wait = self._wait_for(keys, timedelta.max)
-        self._scheduler.poll(self._actor, wait)
-
-    def _await(self, keys: Sequence[str], timeout: timedelta) -> None:
-        self._touch()
-        wait = self._wait_for(keys, timeout)
-        if not self._shared.await_(wait):
-            return
-        self._scheduler.wait(self._actor, wait)
-        if wait.expired:
-            raise dist.DistStoreError(
-                f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
-            )
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> StoreWait:
         return StoreWait(self._actor, [self._prefix + key for key in keys], timeout.total_seconds())

@@ -1,13 +1,13 @@
-"""How much went along which dim, from whom, over which links: counted while the ranks run."""
+"""How much went along which dim, from whom, over which links: from the moves that each group counted."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 from meshcomm.collectives import ALL_TO_ALL, Collective
-from meshcomm.simulator.group import SimulatedGroup
+from meshcomm.simulator.transport import SimulatedGroup
 
 # What rank c of n puts on its link to the next coord when a collective with a root runs as a ring in coord
 # order, for a tensor of `s` bytes that it brings: the textbook counts, as in the PERFORMANCE.md of
@@ -20,95 +20,59 @@ _RING: Final[dict[str, Callable[[int, int, int, int], float]]] = {
     "scatter": lambda n, s, c, root: (n - 1 - (c - root) % n) * s,
 }
 
-# Group, coord, collective (None: a message to coord `root`), bytes that the rank brings, root, bytes for
-# each coord where they differ.
-Move = tuple[SimulatedGroup, int, Collective | None, int, int, tuple[int, ...]]
+
+def traffic_facts(groups: Iterable[SimulatedGroup], ranks_per_node: int | None) -> dict[str, Any]:
+    """Plain data: one row per dim and operation, and per dim and class of link where known.
+
+    dims:  name, operation, calls and bytes of all ranks together, the rank that brought most.
+    links: bytes inside nodes and between them, messages as sent, collectives as a ring in coord order sends
+           them; None where `ranks_per_node` is.
+    """
+    calls: Counter[tuple[str, str]] = Counter()
+    brought: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    linked: dict[tuple[str, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for group in groups:
+        for (coord, row, nbytes, root, parts), count in group.moves.items():
+            operation, rank = "send" if row is None else row.name, group.ranks[coord]
+            calls[group.name, operation] += count
+            brought[group.name, operation][rank] += count * nbytes
+            for other, load in _links(len(group.ranks), coord, row, nbytes, root, parts):
+                if ranks_per_node is not None:
+                    same = rank // ranks_per_node == group.ranks[other] // ranks_per_node
+                    linked[group.name, "node" if same else "network"][rank] += count * load
+    return {
+        "dims": [
+            {"dim": name, "operation": operation, "calls": calls[name, operation], **_sums(by_rank)}
+            for (name, operation), by_rank in brought.items()
+        ],
+        "links": None
+        if ranks_per_node is None
+        else [{"dim": name, "link": link, **_sums(by_rank)} for (name, link), by_rank in linked.items()],
+    }
 
 
-@final
-class Traffic:
-    """Calls, bytes of their tensors, and bytes on links, by rank and group."""
-
-    def __init__(self) -> None:
-        self._moves: Counter[Move] = Counter()
-
-    def add(
-        self,
-        group: SimulatedGroup,
-        coord: int,
-        row: Collective | None,
-        nbytes: int,
-        root: int,
-        parts: tuple[int, ...] = (),
-    ) -> None:
-        """Coord `coord` starts a collective or a send; see `Move`."""
-        self._moves[group, coord, row, nbytes, root, parts] += 1
-
-    def calls(self) -> dict[tuple[int, SimulatedGroup, str], list[int]]:
-        """(rank, group, operation) -> [calls, bytes of the tensors that the rank brought]."""
-        found: dict[tuple[int, SimulatedGroup, str], list[int]] = defaultdict(lambda: [0, 0])
-        for (group, coord, row, nbytes, _, _), count in self._moves.items():
-            entry = found[group.ranks[coord], group, "send" if row is None else row.name]
-            entry[0] += count
-            entry[1] += count * nbytes
-        return dict(found)
-
-    def links(self) -> Iterator[tuple[int, int, SimulatedGroup, float]]:
-        """(rank, other rank, group, bytes): messages as sent, collectives as a ring in coord order sends them."""
-        for (group, coord, row, nbytes, root, parts), count in self._moves.items():
-            size, rank = len(group.ranks), group.ranks[coord]
-            if row is None:
-                yield rank, group.ranks[root], group, count * nbytes
-            elif row is ALL_TO_ALL:
-                # Straight to each coord.
-                for other in range(size):
-                    if other != coord:
-                        part = parts[other] if parts else nbytes // size
-                        yield rank, group.ranks[other], group, count * part
-            else:
-                ring = _RING.get(row.name)
-                load = float(row.bus(size) * row.moved(nbytes, size))
-                if ring is not None:
-                    load = ring(size, nbytes, coord, root)
-                yield rank, group.ranks[(coord + 1) % size], group, count * load
-
-    def facts(self, ranks_per_node: int | None = None) -> dict[str, Any]:
-        """Plain data: one row per dim and operation, and per dim and class of link where known.
-
-        dims:  name, operation, calls and bytes of all ranks together, the rank that brought most.
-        links: bytes inside nodes and between them; None where `ranks_per_node` is.
-        """
-        calls: Counter[tuple[str, str]] = Counter()
-        for (_, group, kind), (count, _) in self.calls().items():
-            calls[group.name, kind] += count
-        moved = ((group.name, kind, rank, each[1]) for (rank, group, kind), each in self.calls().items())
-        dims = [
-            {"dim": name, "operation": kind, "calls": calls[name, kind], **sums}
-            for name, kind, sums in _summed(moved)
-        ]
-        if ranks_per_node is None:
-            return {"dims": dims, "links": None}
-        node = ranks_per_node
-        linked = (
-            (group.name, "node" if rank // node == other // node else "network", rank, nbytes)
-            for rank, other, group, nbytes in self.links()
-        )
-        return {
-            "dims": dims,
-            "links": [{"dim": n, "link": link, **sums} for n, link, sums in _summed(linked)],
-        }
+def _links(
+    size: int, coord: int, row: Collective | None, nbytes: int, root: int, parts: tuple[int, ...]
+) -> Iterator[tuple[int, float]]:
+    """(other coord, bytes on the link to it) of one move."""
+    if row is None:
+        yield root, nbytes
+    elif row is ALL_TO_ALL:
+        # Straight to each coord.
+        for other in range(size):
+            if other != coord:
+                yield other, parts[other] if parts else nbytes // size
+    else:
+        ring = _RING.get(row.name)
+        load = float(row.bus(size) * row.moved(nbytes, size))
+        yield (coord + 1) % size, load if ring is None else ring(size, nbytes, coord, root)
 
 
-def _summed(rows: Iterable[tuple[str, str, int, float]]) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Rows of (dim, kind, rank, bytes) by dim and kind: the bytes of all ranks, and of the lowest with most."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for name, kind, rank, nbytes in rows:
-        found[name, kind][rank] += nbytes
-    for (name, kind), by_rank in found.items():
-        rank = max(sorted(by_rank), key=lambda each: by_rank[each])
-        sums = {
-            "bytes": round(sum(by_rank.values())),
-            "largest_rank": rank,
-            "largest_bytes": round(by_rank[rank]),
-        }
-        yield name, kind, sums
+def _sums(by_rank: dict[int, float] | Counter[int]) -> dict[str, int]:
+    """The bytes of all ranks, and of the lowest with most."""
+    largest = max(sorted(by_rank), key=lambda rank: by_rank[rank])
+    return {
+        "bytes": round(sum(by_rank.values())),
+        "largest_rank": largest,
+        "largest_bytes": round(by_rank[largest]),
+    }

@@ -1,20 +1,341 @@
-"""A Transport whose other ranks are threads of this process."""
+"""A Transport whose other ranks are threads of this process: the last to come to a call moves the data of all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
+from torch import Tensor
 
-from meshcomm.collectives import SCATTER, Call
-from meshcomm.simulator.group import SimulatedGroup
+from meshcomm.collectives import SCATTER, Call, Collective
+from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.mismatch import mismatch
+from meshcomm.errors import CallMismatchError
+from meshcomm.layout import Group
+from meshcomm.layout.sizes import fold
+from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import Start, StartOrder
-from meshcomm.simulator.traffic import Traffic
-from meshcomm.simulator.work import SimulatedWork, here
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
+from meshcomm.transport.support import name_of
+
+# The call as the user made it: dim, call and facts.
+Told: TypeAlias = tuple[str, str, dict[str, Any]]
+
+
+class Callsite(NamedTuple):
+    """A line of the user's program (file:line), and the function of meshcomm or torch that it called."""
+
+    call: str
+    line: str
+
+
+_UNKNOWN = Callsite("?", "an unknown line")
+
+
+def here() -> Callsite:
+    """Where the caller's thread is."""
+    return _walk(sys._getframe(1))
+
+
+def callsite_of(actor: Actor) -> Callsite:
+    """Where a rank is, whether it runs or not."""
+    frame = sys._current_frames().get(actor.ident)
+    return _UNKNOWN if frame is None else _walk(frame)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the program that an exception passed through."""
+    found, trace = _UNKNOWN.line, error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not is_ours(file):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _walk(frame: Any) -> Callsite:
+    call = "?"
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        call = frame.f_code.co_name
+        frame = frame.f_back
+    return Callsite(call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+@final
+@dataclass(slots=True, eq=False)
+class SimulatedWork:
+    """One operation that a rank has started; done when its peers have made theirs.
+
+    call:   the operation, as in `all_reduce`. label: the group, as in `tp[dp=0]`.
+    absent: returns the global ranks that the operation needs and that have not come.
+    site:   where it was started; None for a blocking call, whose rank is still at that line.
+    number: sequence number of a collective on its group. peer: the other global rank of a message, None
+            for a receive from any source. source: the coord that a receive got its message from.
+    """
+
+    scheduler: Scheduler
+    actor: Actor
+    kind: Literal["collective", "send", "recv"]
+    call: str
+    label: str
+    absent: Callable[[], list[int]]
+    site: Callsite | None
+    number: int = 0
+    peer: int | None = None
+    tag: int = 0
+    done: bool = False
+    source: int = -1
+
+    def __post_init__(self) -> None:
+        if self.site is not None:
+            self.actor.unwaited[self] = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the other ranks run until it is done. No time passes meanwhile, so no timeout ends it."""
+        if self.site is not None:
+            self.actor.unwaited.pop(self, None)
+        if not self.done:
+            self.scheduler.wait(self.actor, self)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done; where it is not, other ranks run first, so that asking again may help."""
+        if not self.done:
+            self.scheduler.poll(self.actor, self)
+        return self.done
+
+    def complete(self) -> None:
+        """It is done; wake the rank if it waits for it."""
+        self.done = True
+        # `absent` leads to the tensors of all ranks: let go of them.
+        self.absent = list
+        if self.actor.wait is self:
+            self.scheduler.wake(self.actor)
+
+    def described(self, call: str) -> str:
+        """`all_reduce, call 3 on tp[dp=0]`; `send to rank 1, tag 0, on tp[dp=0]`. call: the user's own."""
+        if self.kind == "collective":
+            name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
+            return f"{name}, call {self.number} on {self.label}"
+        end = "send to" if self.kind == "send" else "receive from"
+        peer = "any rank" if self.peer is None else f"rank {self.peer}"
+        tag = "" if self.tag == 0 else f", tag {self.tag}"
+        text = f"{end} {peer}{tag}, on {self.label}"
+        return text if call in (self.kind, "?") else f"{call} ({text})"
+
+
+class Contribution(NamedTuple):
+    """What one rank brings to a collective. told: None for a call past the mesh."""
+
+    call: Call
+    told: Told | None
+    work: SimulatedWork
+
+    def compared(self) -> tuple[Any, ...]:
+        """What has to be equal on all ranks: dtype, elements, operation and root first."""
+        row, x, out, op, root, lengths, _ = self.call
+        tensor = out if row.root == "src" and out is not None else x
+        dtype = None if tensor is None else tensor.dtype
+        elements = None if tensor is None or lengths else tensor.numel()
+        told = None if self.told is None else self.told[1:]
+        return dtype, elements, op, None if row.root is None else root, row, not lengths, told
+
+    def facts(self) -> dict[str, Any]:
+        """The call as errors show it."""
+        if self.told is not None:
+            found = self.told[2]
+        else:
+            dtype, elements, op, root, row, _, _ = self.compared()
+            values = {"dtype": dtype and name_of(dtype), "elements": elements, "op": op, str(row.root): root}
+            found = {name: value for name, value in values.items() if value is not None}
+        if not self.call.lengths:
+            return found
+        return {**found, "sends": self.call.lengths[1], "expects": self.call.lengths[0]}
+
+
+@final
+@dataclass(slots=True, eq=False)
+class PendingCollective:
+    """One collective of a group, from its first rank to its last. contributions: by coord.
+
+    mismatched: whether the calls differ. It ends the simulation when all have come or nobody can run,
+    so that the error can name the majority.
+    """
+
+    group: SimulatedGroup
+    number: int
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    compared: tuple[Any, ...] = ()
+    mismatched: bool = False
+
+    def absent(self) -> list[int]:
+        """The global ranks that have not come."""
+        return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
+
+    def error(self) -> CallMismatchError:
+        """The error for ranks that came with different calls; those that did not come are named."""
+        came = sorted(self.contributions.items())
+        calls = [
+            [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
+            for _, each in came
+        ]
+        name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
+        error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
+        if absent := self.absent():
+            error.given = f"{error.given}\nrank {fold(absent)}: did not come"
+        return error
+
+
+@final
+@dataclass(slots=True, eq=False)
+class PendingMessage:
+    """One end of a message that has not met the other. Coords; src None: from any source. order: of posting."""
+
+    x: Tensor
+    src: int | None
+    dst: int
+    work: SimulatedWork
+    order: int
+
+    def line(self) -> str:
+        """The end for an error about two that do not fit."""
+        work, shape = self.work, f"({', '.join(map(str, self.x.shape))}) {name_of(self.x.dtype)}"
+        at = "" if work.site is None else work.site.line
+        return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {at}"
+
+
+@final
+class SimulatedGroup:
+    """The collectives and messages of one group, shared by its ranks. ranks: global, by coord.
+
+    moves: how often each (coord, collective or None for a message to coord `root`, bytes that the rank brings,
+    root, bytes for each coord where they differ) was started; see simulator/traffic.py.
+    A send is done when its receive has begun: nothing is buffered, as on Gloo and NCCL.
+    """
+
+    def __init__(self, scheduler: Scheduler, group: Group) -> None:
+        self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
+        self.scheduler = scheduler
+        self.pending: dict[int, PendingCollective] = {}
+        self.moves: Counter[tuple[int, Collective | None, int, int, tuple[int, ...]]] = Counter()
+        # By destination and tag, each in the order of posting.
+        self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
+        self._messages = 0
+
+    def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
+        """Coord `coord` starts its collective with sequence number `number`; see Contribution."""
+        scheduler = self.scheduler
+        scheduler.check()
+        pending = self.pending.get(number)
+        if pending is None:
+            pending = self.pending[number] = PendingCollective(self, number)
+        work = SimulatedWork(
+            scheduler,
+            scheduler.actors[self.ranks[coord]],
+            "collective",
+            call.row.name if told is None else told[1],
+            self.label,
+            pending.absent,
+            None if call.blocking else here(),
+            number,
+        )
+        contribution = Contribution(call, told, work)
+        compared = contribution.compared()
+        contributions = pending.contributions
+        if not contributions:
+            pending.compared = compared
+        elif compared != pending.compared:
+            pending.mismatched = True
+        contributions[coord] = contribution
+        if len(contributions) == len(self.ranks):
+            calls = [contributions[each].call for each in range(len(self.ranks))]
+            if pending.mismatched or not _lengths_fit(calls):
+                scheduler.fail(pending.error())
+            del self.pending[number]
+            # Above any mode that the rank that happens to be last is in.
+            with torch.inference_mode():
+                call.row.value(calls, reduced)
+            for each in contributions.values():
+                each.work.complete()
+        return work
+
+    def start_message(self, coord: int, message: P2P, site: Callsite) -> SimulatedWork:
+        """Coord `coord` sends or receives."""
+        scheduler, rank = self.scheduler, self.ranks[coord]
+        scheduler.check()
+        direction, x, peer, tag = message
+        other = None if peer is None else self.ranks[peer]
+        peers = [each for each in self.ranks if each != rank] if other is None else [other]
+        actor = scheduler.actors[rank]
+        work = SimulatedWork(
+            scheduler, actor, direction, site.call, self.label, lambda: peers, site, 0, other, tag
+        )
+        self._messages += 1
+        if direction == "send":
+            assert peer is not None
+            self.moves[coord, None, x.nbytes, peer, ()] += 1
+            mine = PendingMessage(x, coord, peer, work, self._messages)
+        else:
+            mine = PendingMessage(x, peer, coord, work, self._messages)
+        ends = self._ends[mine.dst, tag]
+        fits = [
+            end
+            for end in ends
+            if end.work.kind != direction and (end.src == mine.src or None in (end.src, mine.src))
+        ]
+        if not fits:
+            ends.append(mine)
+        elif direction == "send":
+            ends.remove(fits[0])
+            self._deliver(mine, fits[0])
+        else:
+            # The first of each sender; which sender is first is the schedule's choice.
+            first = list({end.src: end for end in reversed(fits)}.values())
+            end = first[scheduler.choose(len(first)) if len(first) > 1 else 0]
+            ends.remove(end)
+            self._deliver(end, mine)
+        return work
+
+    def unmatched(self) -> list[PendingMessage]:
+        """Ends that wait for the other, in the order in which they were posted."""
+        return sorted((end for ends in self._ends.values() for end in ends), key=lambda end: end.order)
+
+    def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
+        if send.x.shape != recv.x.shape or send.x.dtype != recv.x.dtype:
+            receiver = recv.work.actor.rank
+            error = CallMismatchError(
+                f"rank {send.work.actor.rank} sends another tensor along {self.label} than rank {receiver} receives",
+                given=f"{send.line()}\n{recv.line()}",
+                expected="a buffer of the sender's shape and dtype",
+                hint="send with handshake=True and receive without out, where only the sender knows them",
+            )
+            error.mismatched_ranks = (receiver,)
+            self.scheduler.fail(error)
+        if send.x.numel():
+            with torch.inference_mode():
+                recv.x.view(-1).copy_(send.x.view(-1))
+        assert send.src is not None
+        recv.work.source = send.src
+        send.work.complete()
+        recv.work.complete()
+
+
+def _lengths_fit(calls: list[Call]) -> bool:
+    """Whether each coord sends each other what that expects. The calls: by coord."""
+    lengths = [call.lengths for call in calls if call.lengths]
+    return all(
+        sends == lengths[theirs][0][mine]
+        for mine, (_, leaving) in enumerate(lengths)
+        for theirs, sends in enumerate(leaving)
+    )
 
 
 @final
@@ -25,61 +346,50 @@ class SimulatorTransport(Transport):
     start_order: of all NCCL groups; None where the backend is another one.
     """
 
+    device = torch.device("cpu")
+    group_name = ""
+
     def __init__(
-        self,
-        scheduler: Scheduler,
-        actor: Actor,
-        group: SimulatedGroup,
-        traffic: Traffic,
-        backend: str,
-        start_order: StartOrder | None = None,
+        self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None
     ) -> None:
         self.name = backend
         self.size = len(group.ranks)
         self.coord = group.ranks.index(actor.rank)
-        self.device = torch.device("cpu")
         self.any_source = backend in ("gloo", "mpi")
-        self.group_name = ""
-        self._scheduler = scheduler
         self._actor = actor
         self._group = group
-        self._traffic = traffic
         self._start_order = start_order
         self._number = 0
-        self._told: tuple[str, str, dict[str, Any]] | None = None
+        self._told: Told | None = None
 
     def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
         self._told = (name, call, facts)
         return True
 
     def start(self, call: Call) -> SimulatedWork:
-        self._scheduler.check_thread(self._actor)
+        group, actor, row = self._group, self._actor, call.row
+        group.scheduler.check_thread(actor)
         told, self._told = self._told, None
         self._number += 1
-        row = call.row
         # A scatter is counted by the part that each rank gets.
         x = call.out if row is SCATTER else call.x
         parts = tuple(n * x.element_size() for n in call.lengths[1]) if call.lengths and x is not None else ()
-        self._traffic.add(self._group, self.coord, row, 0 if x is None else x.nbytes, call.root, parts)
+        group.moves[self.coord, row, 0 if x is None else x.nbytes, call.root, parts] += 1
         if self._start_order is not None:
             name = row.name if told is None else told[1]
-            what = f"{name}, call {self._number} on {self._group.label} at {here().line}"
-            start = Start(self._actor.rank, self._actor.name, what)
-            error = self._start_order.start((id(self._group), self._number), self.size, start)
+            what = f"{name}, call {self._number} on {group.label} at {here().line}"
+            start = Start(actor.rank, actor.name, what)
+            error = self._start_order.start((id(group), self._number), self.size, start)
             if error is not None:
-                self._scheduler.stop(error)
-                self._scheduler.check()
-        return self._group.start(self.coord, self._number, call, told)
+                group.scheduler.fail(error)
+        return group.start(self.coord, self._number, call, told)
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[SimulatedWork]:
-        site = here()
+        site, scheduler = here(), self._group.scheduler
         works = []
         for message in batch:
-            self._scheduler.check_thread(self._actor)
-            self._scheduler.maybe_pause(self._actor)
-            if message.direction == "send":
-                assert message.peer is not None
-                self._traffic.add(self._group, self.coord, None, message.x.nbytes, message.peer)
+            scheduler.check_thread(self._actor)
+            scheduler.maybe_pause(self._actor)
             works.append(self._group.start_message(self.coord, message, site))
         return works
 

@@ -2,86 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.desync import error_of, find_desync, last_common
+from meshcomm.comm.desync import error_of, find_desync
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.devices import backend_on
 from meshcomm.mesh.launch_environment import Launch
-from meshcomm.simulator.group import SimulatedGroup
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.store import InMemoryStore, SimulatedStore
-from meshcomm.simulator.traffic import Traffic
-from meshcomm.simulator.transport import SimulatorTransport
+from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
 
 _CPU = torch.device("cpu")
 
 
 @final
+@dataclass(slots=True, eq=False)
 class SharedState:
     """What the ranks of one simulation share.
 
-    groups: by prefix of the mesh, name and ranks; in the order of their first use.
+    timeout_s: of the mesh.
+    groups:    by prefix of the mesh, name and ranks; in the order of their first use.
+    recorders: coords and recorder of each rank, by prefix and group.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.store = InMemoryStore()
-        self.traffic = Traffic()
-        self.start_order = StartOrder()
-        self.steps = SimulatedSteps(scheduler)
-        self.groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = {}
+    scheduler: Scheduler
+    timeout_s: float
+    store: InMemoryStore = field(default_factory=InMemoryStore)
+    start_order: StartOrder = field(default_factory=StartOrder)
+    groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
+    recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
+        default_factory=dict
+    )
 
-
-@final
-class SimulatedSteps:
-    """The calls of each step of all ranks: compared when the last rank of a group ends the step."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._coords: dict[tuple[str, int], Mapping[str, int]] = {}
-        # By mesh and group, then by rank.
-        self._groups: dict[tuple[str, str], dict[int, FlightRecorder]] = {}
-
-    def add(self, prefix: str, rank: int, coords: Mapping[str, int], recorder: FlightRecorder) -> None:
-        """One more group of `rank`, on the mesh with this prefix."""
-        self._coords[prefix, rank] = coords
-        self._groups.setdefault((prefix, recorder.label), {})[rank] = recorder
-
-    def noted(self, prefix: str, recorders: Sequence[FlightRecorder]) -> None:
-        """A rank has ended a step: ends the simulation where it is the last of a group, and ranks differ."""
-        for recorder in recorders:
-            group = self._groups[prefix, recorder.label].values()
-            mine = recorder.steps
-            if len(group) < len(recorder.ranks) or any(other.steps.step < mine.step for other in group):
-                continue
-            sums = [other.steps.sums for other in group]
-            common = [last_common(mine.sums, each) for each in sums]
-            if all(mine.sums.get(at) == each.get(at) for at, each in zip(common, sums, strict=True)):
-                continue
-            error = self._error_of(prefix, recorder.label)
-            if error is not None:
-                self._scheduler.stop(error)
-                self._scheduler.check()
-
-    def error(self) -> CallMismatchError | None:
-        """Where ranks differ already, though not all have come as far: for ranks that can go no further."""
-        return next(filter(None, (self._error_of(*key) for key in self._groups)), None)
-
-    def _error_of(self, prefix: str, label: str) -> CallMismatchError | None:
-        group = self._groups[prefix, label]
-        ranks = next(iter(group.values())).ranks
-        histories = {rank: group[rank].steps.told() for rank in ranks if rank in group}
-        found = find_desync(label, histories, {rank: self._coords[prefix, rank] for rank in group})
+    def desync(self, prefix: str, label: str) -> CallMismatchError | None:
+        """The error for the first step in which ranks of a group differ, as far as they have come."""
+        of_group = self.recorders[prefix, label]
+        ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
+        histories = {rank: of_group[rank][1].steps.told() for rank in ranks}
+        found = find_desync(label, histories, {rank: coords for rank, (coords, _) in of_group.items()})
         return None if found is None else error_of(found)
 
 
@@ -89,7 +57,8 @@ class SimulatedSteps:
 class SimulatedWorld:
     """One rank's World; see meshcomm.mesh.runtime."""
 
-    def __init__(self, shared: SharedState, actor: Actor, size: int) -> None:
+    def __init__(self, shared: SharedState, actor: Actor) -> None:
+        size = len(shared.scheduler.actors)
         self.launch = Launch("simulator", actor.rank, size, actor.rank, size)
         self.store: dist.Store = SimulatedStore(shared.scheduler, actor, shared.store)
         self._shared = shared
@@ -106,14 +75,12 @@ class SimulatedWorld:
             shared.groups[key] = SimulatedGroup(shared.scheduler, group)
         backend = backend_on(group.options.backend, _CPU)
         order = shared.start_order if "nccl" in backend else None
-        return SimulatorTransport(
-            shared.scheduler, self._actor, shared.groups[key], shared.traffic, backend, order
-        )
+        return SimulatorTransport(self._actor, shared.groups[key], backend, order)
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> SimulatedWatch:
         if not self._actor.coords:
             self._actor.coords = dict(coords)
-        return SimulatedWatch(self._shared.steps, self._actor.rank, coords, prefix)
+        return SimulatedWatch(self._shared, self._actor.rank, coords, prefix)
 
 
 @final
@@ -122,21 +89,27 @@ class SimulatedWatch:
 
     timed = False
 
-    def __init__(self, steps: SimulatedSteps, rank: int, coords: Mapping[str, int], prefix: str) -> None:
-        self._steps = steps
+    def __init__(self, shared: SharedState, rank: int, coords: Mapping[str, int], prefix: str) -> None:
+        self._shared = shared
         self._rank = rank
         self._coords = coords
         self._prefix = prefix
-        self._recorders: list[FlightRecorder] = []
+        self._labels: list[str] = []
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
-        self._recorders.append(recorder)
-        self._steps.add(self._prefix, self._rank, self._coords, recorder)
+        self._labels.append(label)
+        self._shared.recorders.setdefault((self._prefix, label), {})[self._rank] = self._coords, recorder
         return recorder
 
     def noted(self, step: int) -> None:
-        self._steps.noted(self._prefix, self._recorders)
+        """The last rank of a group to end a step compares those of all."""
+        for label in self._labels:
+            group = [recorder for _, recorder in self._shared.recorders[self._prefix, label].values()]
+            if len(group) == len(group[0].ranks) and all(each.steps.step >= step for each in group):
+                error = self._shared.desync(self._prefix, label)
+                if error is not None:
+                    self._shared.scheduler.fail(error)
 
     def explain(self, error: BaseException) -> None:
         return None
