@@ -17,7 +17,7 @@ from meshcomm.comm.operators import UNDETERMINED
 from meshcomm.errors import AutogradError, MeshcommError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
-from meshcomm.pattern.recipe import Recipe
+from meshcomm.pattern.recipe import Recipe, Step
 from meshcomm.pattern.roles import Sizes
 from meshcomm.transport.torch_private import once_in_graphs
 
@@ -27,20 +27,11 @@ _RULES = ("slice", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A method of Functional, its dim, what else it takes. Without a dim: what the tensor is reshaped or permuted to."""
-
-    kind: str
-    dim: str
-    args: tuple[Any, ...]
-    rule: GatherGrad | None
-
-
-@dataclass(frozen=True)
 class _Calls:
-    """What a graph is made from. It can hold such values, and no plain tuples of them."""
+    """A recipe and the gradient rule of each gathered dim. A graph can hold this, and no plain tuple of them."""
 
-    steps: tuple[_Call, ...]
+    recipe: Recipe
+    rules: Mapping[str, GatherGrad]
 
 
 @final
@@ -93,10 +84,11 @@ class Rearranger:
             check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}")
         given = tuple(sizes.items()) if sizes else ()
         recipe = self.recipe(pattern, x.shape, partial, given)
-        if followed(x):
-            return _through(self._functional, self.calls(recipe, x.shape, grad, _needs_grad(x)), x)
-        if grad is not None:
-            self._check_rules(recipe, grad)
+        tracked = followed(x)
+        if tracked or grad is not None:
+            calls = self.calls(recipe, x.shape, grad, _needs_grad(x))
+            if tracked:
+                return _through(self._functional, calls, x)
         for step in recipe.steps:
             if step.kind == "slice":
                 axis, at = step.args[0], self._at[step.dim]
@@ -105,7 +97,7 @@ class Rearranger:
             elif step.dim:
                 x = getattr(self._at[step.dim], step.kind)(x, *step.args)
             else:
-                x = _local(step.kind, x, step.args if step.kind == "permute" else step.shape)
+                x = _local(step, x)
         return x
 
     def recipe(self, pattern: str, shape: tuple[int, ...], partial: str | None, sizes: Sizes) -> Recipe:
@@ -126,66 +118,47 @@ class Rearranger:
     def calls(
         self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
     ) -> _Calls:
-        """The steps as calls that have derivatives. Raises AutogradError, PatternError."""
-        rules = self._rules(recipe, shape, grad, needs_grad)
-        if needs_grad and recipe.partial not in (None, "sum", "avg"):
-            raise AutogradError(
-                f'rearrange: partial="{recipe.partial}" has no gradient',
-                given=f'"{recipe.text}" on {self._who}\n{_shown(shape)}',
-                expected='partial="sum" or partial="avg", or a tensor without gradients',
-                hint="x.detach()",
-            )
-        return _Calls(
-            tuple(
-                _Call(
-                    step.kind,
-                    step.dim,
-                    step.args if step.kind != "reshape" else step.shape or (),
-                    rules.get(step.dim, UNDETERMINED) if step.kind == "all_gather" else None,
-                )
-                for step in recipe.steps
-            )
-        )
-
-    def _rules(
-        self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
-    ) -> Mapping[str, GatherGrad]:
-        if grad is not None:
-            return self._check_rules(recipe, grad)
-        if recipe.gathered and needs_grad:
-            dims = " and ".join(f'"{dim}"' for dim in recipe.gathered)
+        """The steps with the rules of their derivatives. Raises AutogradError, PatternError."""
+        given, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
+        tensor = f"x of shape {tuple(shape)} with requires_grad=True"
+        if grad is None and gathered and needs_grad:
+            dims = " and ".join(f'"{dim}"' for dim in gathered)
             raise AutogradError(
                 f"rearrange: the gradient through the all_gather along {dims} is not determined",
-                given=f'"{recipe.text}" on {self._who}\n{_shown(shape)}, no grad=',
+                given=f"{given}\n{tensor}, no grad=",
                 expected='grad="slice" where all ranks along the dim go on alike and compute one and the '
                 'same loss,\ngrad="reduce_scatter" where they go on differently and their losses add up',
                 hint='grad="reduce_scatter" for what each rank uses on its own data or weights, '
                 'grad="slice" otherwise',
             )
-        return {}
-
-    def _check_rules(self, recipe: Recipe, grad: GatherRules) -> Mapping[str, GatherGrad]:
-        """The rule of each gathered dim."""
-        if not recipe.gathered:
+        if grad is not None and not gathered:
             raise PatternError(
                 f"rearrange: grad={grad!r} has no effect: no mesh dim is on the right only",
-                given=f'"{recipe.text}" on {self._who}',
+                given=given,
                 expected="a gathered dim; the gradients of all others are determined",
                 hint=f"remove grad={grad!r}",
             )
-        rules = dict(grad) if isinstance(grad, Mapping) else dict.fromkeys(recipe.gathered, grad)
-        wrong = [rule for rule in rules.values() if rule not in _RULES]
-        if wrong or set(rules) != set(recipe.gathered):
-            example = ", ".join(f'"{dim}": "slice"' for dim in recipe.gathered)
+        one: Any = UNDETERMINED if grad is None else grad
+        rules = dict(grad) if isinstance(grad, Mapping) else dict.fromkeys(gathered, one)
+        wrong = [rule for rule in rules.values() if grad is not None and rule not in _RULES]
+        if wrong or set(rules) != set(gathered):
+            example = ", ".join(f'"{dim}": "slice"' for dim in gathered)
             raise AutogradError(
                 f"rearrange: no gradient rule {wrong[0]!r}"
                 if wrong
                 else "rearrange: grad must have one rule for each gathered dim",
-                given=f'grad={grad!r} for "{recipe.text}" on {self._who}',
-                expected='"slice" or "reduce_scatter" for ' + ", ".join(recipe.gathered),
+                given=f"grad={grad!r} for {given}",
+                expected='"slice" or "reduce_scatter" for ' + ", ".join(gathered),
                 hint=f'grad="slice", or grad={{{example}}}',
             )
-        return rules
+        if needs_grad and recipe.partial not in (None, "sum", "avg"):
+            raise AutogradError(
+                f'rearrange: partial="{recipe.partial}" has no gradient',
+                given=f"{given}\n{tensor}",
+                expected='partial="sum" or partial="avg", or a tensor without gradients',
+                hint="x.detach()",
+            )
+        return _Calls(recipe, rules)
 
 
 def rearrange_in_graph(
@@ -199,8 +172,8 @@ def rearrange_in_graph(
     """`Rearranger.run` on this mesh, as torch.compile traces it: planned while tracing, for the shape of `x`."""
     # Only text makes a number of a size that is to be one for good.
     shape = tuple(int(f"{size}") for size in x.shape)
-    given = (pattern, shape, partial, tuple(sizes.items()), grad, _needs_grad(x))
-    calls = _calls_in_graph(mesh, mesh.layout, *given)
+    listed = tuple(sizes.items())
+    calls = _calls_in_graph(mesh, mesh.layout, pattern, shape, partial, listed, grad, _needs_grad(x))
     if isinstance(calls, MeshcommError):
         raise calls
     return _through(mesh.functional, calls, x)
@@ -226,23 +199,19 @@ def _calls_in_graph(
 
 
 def _through(functional: Functional, calls: _Calls, x: Tensor) -> Tensor:
-    for call in calls.steps:
-        if not call.dim:
-            x = _local(call.kind, x, call.args)
-        elif call.rule is not None:
-            x = functional.all_gather(call.dim, x, *call.args, grad=call.rule)
+    for step in calls.recipe.steps:
+        if not step.dim:
+            x = _local(step, x)
+        elif step.kind == "all_gather":
+            x = functional.all_gather(step.dim, x, *step.args, grad=calls.rules[step.dim])
         else:
-            x = getattr(functional, call.kind)(call.dim, x, *call.args)
+            x = getattr(functional, step.kind)(step.dim, x, *step.args)
     return x
 
 
-def _local(kind: str, x: Tensor, args: tuple[int, ...] | None) -> Tensor:
-    return x.reshape(args) if kind == "reshape" else x.permute(args)  # type: ignore[arg-type]
+def _local(step: Step, x: Tensor) -> Tensor:
+    return x.permute(step.args) if step.kind == "permute" else x.reshape(step.shape or ())
 
 
 def _needs_grad(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
-
-
-def _shown(shape: tuple[int, ...]) -> str:
-    return f"x of shape {tuple(shape)} with requires_grad=True"

@@ -157,9 +157,15 @@ class _Route:
         return next(number for number, group in enumerate(self.axes) if name in group)
 
     def _step(self, kind: Kind, axes: Side, *args: int | str, dim: str = "") -> None:
-        known = self._known
-        shape = None if known is None else tuple(math.prod(known[name] for name in group) for group in axes)
-        self.steps.append(Step(kind, axes, shape, dim, self._mesh.get(dim, 1), args))
+        known, size = self._known, self._mesh.get(dim, 1)
+        whole = kind == "all_gather"
+        if known is None:
+            shape, names = None, [name for name in names_of(self.axes) if whole or name != dim]
+            piece: int | str = "*".join(names) or "1"
+        else:
+            shape = tuple(math.prod(known[name] for name in group) for group in axes)
+            piece = math.prod(known[name] for name in names_of(self.axes)) // (1 if whole else size)
+        self.steps.append(Step(kind, axes, shape, dim, size, args, piece))
         self.axes = axes
 
     # -- local steps ----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -39,6 +38,7 @@ class Step:
     dim, size: the mesh dim and its size; "" and 1 for a reshape or permute.
     args:  permute: axis i is what axis args[i] was. slice, all_gather: (axis,). reduce_scatter: (axis, op).
            all_to_all: (split axis, concat axis). As the methods of a communicator take them.
+    piece: elements of one slice that is sent; the names of its axes, "b*s", for a recipe without a shape.
     """
 
     kind: Kind
@@ -47,15 +47,25 @@ class Step:
     dim: str = ""
     size: int = 1
     args: tuple[Any, ...] = ()
+    piece: int | str = 0
 
     @property
     def pieces(self) -> int:
         """How many slices a rank sends."""
         return 0 if self.kind == "slice" else self.size - 1
 
-    def piece(self, shape: tuple[int, ...]) -> int:
-        """Elements of one slice that is sent, `shape` being the shape before the step."""
-        return math.prod(shape) // (1 if self.kind == "all_gather" else self.size)
+    @property
+    def sends(self) -> str:
+        """What each rank sends, `3 x 60 = 180`; "" for nothing."""
+        if self.pieces == 0:
+            return ""
+        if isinstance(self.piece, str):
+            return f"{self.pieces} x {self.piece}"
+        return (
+            f"{self.pieces} x {self.piece} = {self.pieces * self.piece}"
+            if self.pieces > 1
+            else f"{self.piece}"
+        )
 
     def __str__(self) -> str:
         if self.kind == "permute":
@@ -92,11 +102,6 @@ class Recipe:
         return tuple(name for name, role in self.roles if role == "gather")
 
     @property
-    def axes(self) -> Side:
-        """The local tensor's axes at the end."""
-        return self.steps[-1].axes if self.steps else self.before
-
-    @property
     def result_shape(self) -> tuple[int, ...] | None:
         """The local tensor's shape at the end; None without a shape."""
         return self.steps[-1].shape if self.steps else self.shape
@@ -107,26 +112,16 @@ class Recipe:
 
         Counted as by an algorithm that sends each slice once: ring or pairwise.
         """
-        if self.shape is None:
-            return None
-        total, shape = 0, self.shape
-        for step in self.steps:
-            total += step.pieces * step.piece(shape)
-            assert step.shape is not None
-            shape = step.shape
-        return total
+        return None if self.shape is None else sum(step.pieces * int(step.piece) for step in self.steps)
 
     def __str__(self) -> str:
         mesh = " ".join(f"{name}={size}" for name, size in self.dims)
         lines = [f"{self.text.strip()}    on {'mesh ' + mesh if mesh else 'each rank by itself'}"]
         lines += [f"  {name}: {_ROLES[role]}" for name, role in self.roles]
         rows = [("step", "axes", "shape", "each rank sends")]
-        rows.append(("x", text_of(self.before) or "0-dim", _shape_text(self.shape), ""))
-        axes, shape = self.before, self.shape
-        for step in self.steps:
-            after = text_of(step.axes) or "0-dim"
-            rows.append((str(step), after, _shape_text(step.shape), _sent_text(step, axes, shape)))
-            axes, shape = step.axes, step.shape
+        begin = ("x", self.before, self.shape, "")
+        for name, axes, shape, sends in (begin, *((str(s), s.axes, s.shape, s.sends) for s in self.steps)):
+            rows.append((name, text_of(axes) or "0-dim", "" if shape is None else str(shape), sends))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
@@ -134,17 +129,3 @@ class Recipe:
         if self.sent is not None:
             lines.append(f"  sent by each rank: {self.sent} elements, times the bytes of one")
         return "\n".join(lines)
-
-
-def _sent_text(step: Step, axes: Side, shape: tuple[int, ...] | None) -> str:
-    if step.pieces == 0:
-        return ""
-    if shape is not None:
-        each = step.piece(shape)
-        return f"{step.pieces} x {each} = {step.pieces * each}" if step.pieces > 1 else str(each)
-    cut = "" if step.kind == "all_gather" else step.dim
-    return f"{step.pieces} x {'*'.join(name for group in axes for name in group if name != cut) or '1'}"
-
-
-def _shape_text(shape: tuple[int, ...] | None) -> str:
-    return "" if shape is None else str(shape)
