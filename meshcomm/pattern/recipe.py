@@ -102,6 +102,11 @@ class Recipe:
         return tuple(name for name, role in self.roles if role == "gather")
 
     @property
+    def axes(self) -> Side:
+        """The local tensor's axes at the end."""
+        return self.steps[-1].axes if self.steps else self.before
+
+    @property
     def result_shape(self) -> tuple[int, ...] | None:
         """The local tensor's shape at the end; None without a shape."""
         return self.steps[-1].shape if self.steps else self.shape
