@@ -111,7 +111,7 @@ class CommunicationError(MeshcommError):
     """The backend failed while communicating; the backend's own error is the cause.
 
     `call` is the collective that failed, where it was one: the "label" of its group, its sequence
-    "number" there, "call" (the operation), "dim" and "site" (the user's line).
+    "number" there, "call" (the operation), "dim" and "callsite" (the user's line).
     """
 
     call: Mapping[str, Any] | None = None

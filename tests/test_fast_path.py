@@ -189,7 +189,7 @@ def counted() -> tuple[list[tuple[str, int, int]], str]:
         last = recorder.last()
         assert last is not None
         rows = [(t.call, t.calls, t.nbytes) for t in recorder.counters.values()]
-        return rows, last["site"]
+        return rows, last["callsite"]
 
 
 def test_fast_calls_are_counted_and_remembered_with_the_users_line(pool: Pool) -> None:

@@ -113,7 +113,7 @@ def test_an_abort_comes_after_an_error_that_names_who_is_missing() -> None:
 
 def called(rank: int, at: float, call: str, number: int = 140, label: str = "tp", **more: Any) -> Failure:
     site = f"train.py:{7 if call == 'barrier' else 6}"
-    made = {"label": label, "number": number, "call": call, "site": site}
+    made = {"label": label, "number": number, "call": call, "callsite": site}
     return failure(rank, at, "CollectiveTimeout", follows=True, call=made, **more)
 
 
@@ -161,7 +161,7 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
     odd.mismatched_ranks = (3,)
     lost = PeerLost("all_reduce lost a peer\nmore")
     lost.missing = (5, 6)
-    lost.call = {"label": "tp", "number": 3, "call": "barrier", "site": "train.py:88"}
+    lost.call = {"label": "tp", "number": 3, "call": "barrier", "callsite": "train.py:88"}
     left = [
         failure_of(raised(ValueError("planted\nsecond line")), 0, LAYOUT[0]),
         failure_of(raised(odd), 3, LAYOUT[3]),

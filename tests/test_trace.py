@@ -23,8 +23,7 @@ from meshcomm.config import load
 from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
 from meshcomm.jobs.timeline import timeline_of
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.chrome import part_of, write
-from meshcomm.mesh.tracing import _Clock, offsets
+from meshcomm.mesh.tracing import _Clock, offsets, part_of, write
 from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.show.timeline import Bar, Row, timeline
 from meshcomm.testing import Pool
@@ -180,10 +179,10 @@ def test_the_events_are_the_calls_that_were_made(folder: Path) -> None:
         assert calls[0]["args"]["shape"] == [100]
         assert (calls[0]["args"]["bytes"], calls[0]["args"]["dtype"]) == (400, "float32")
         assert calls[0]["args"]["group"] == f"dp[pp={rank // 2}]"
-        assert Path(calls[0]["args"]["site"].rpartition(":")[0]).name == "test_trace.py"
+        assert Path(calls[0]["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
         (load,) = [e for e in here if e["name"] == "load"]
         assert load["dur"] >= 9_000
-        assert Path(load["args"]["site"].rpartition(":")[0]).name == "test_trace.py"
+        assert Path(load["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
 
 
 def test_arrows_go_from_each_send_to_its_receive(folder: Path) -> None:

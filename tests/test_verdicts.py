@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.comm.counters import counter_of
-from meshcomm.comm.diagnosis import diagnose, root_cause, unmatched
+from meshcomm.comm.diagnosis import absent, diagnose, root_cause
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CollectiveTimeout, PeerLost
 from meshcomm.jobs.report import report
@@ -158,7 +158,7 @@ def test_the_circle_itself() -> None:
             "dim": label[:2],
             "call": "all_reduce",
             "shape": [4],
-            "site": f"train.py:{rank}",
+            "callsite": f"train.py:{rank}",
             "inside": True,
         }
         return {
@@ -200,7 +200,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
 
     def said(tag: int) -> list[tuple[int, str | None]]:
         waiting = {"call": "recv_any", "parts": [("recv", None, tag, 0)]}
-        return [tuple(each) for each in unmatched(0, "pp[0]", waiting, statuses)]
+        return absent("pp[0]", [0, 1, 2, 3], 0, statuses, waiting, 0)
 
     statuses = {
         0: status(0, ("recv", 1, 7, 2), ("recv", 2, 7, 1)),
@@ -255,10 +255,13 @@ def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPat
     began = time.monotonic()
     assert idle.ask([1, 2]) == {1: {"rank": 1}}
     assert time.monotonic() - began >= 0.3
-    # As is a store that stops to answer half way.
-    stopped = StatusQuery(_BusyStore(3.0, 1), 0, 0.01)
-    with pytest.raises(TimeoutError, match="the store does not answer"):
-        stopped.limited(lambda: stopped.ask([1]))
+    # As is a store that does not answer, or that stops half way.
+    silent = StatusQuery(_BusyStore(3.0, 1), 0, 0.01)
+    with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
+        silent.limited(lambda: silent.ask([1]))
+    monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 1)
+    with pytest.raises(TimeoutError):
+        idle.limited(lambda: time.sleep(20))
 
 
 def killed(mesh: Any) -> None:
@@ -312,13 +315,13 @@ def functional(mesh: Any) -> list[str]:
     sites = []
     for _ in range(3):
         y = mesh.functional.all_reduce("dp", x, grad="sum")
-        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
         y.sum().backward()
-        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
         mesh.all_reduce("dp", torch.ones(2))
-        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
         mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
-        sites.append(mesh._watch.status()["groups"][0]["last"]["site"])
+        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
     return sites
 
 
@@ -411,7 +414,7 @@ def test_ranks_that_wait_for_each_others_messages(pool: Pool, tmp_path: Path) ->
     lines = report(tmp_path).splitlines()
     assert lines[1] == "circular wait:"
     assert lines[2].startswith(
-        '  rank 0 (pp=0 dp=0 tp=0) in recv from rank 1, message 1 with tag 8 along "tp" at '
+        '  rank 0 (pp=0 dp=0 tp=0) in recv from rank 1, message 1 with tag 8 along "tp", at '
     )
     assert lines[2].endswith(" waits for rank 1")
 
@@ -599,7 +602,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
 def told(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp, whose last collectives were `recent`."""
     calls = [(number, call, f"train.py:{number}{rank}") for number, call in recent]
-    last = {"number": started, "dim": "dp", "call": calls[-1][1], "site": calls[-1][2], "inside": inside}
+    last = {"number": started, "dim": "dp", "call": calls[-1][1], "callsite": calls[-1][2], "inside": inside}
     group = {"label": "dp", "ranks": [0, 1, 2, 3], "started": started, "last": last, "recent": calls}
     return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}
 

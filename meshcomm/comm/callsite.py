@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final, final
@@ -53,10 +54,11 @@ def callsite(depth: int) -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lasti
 
 
-def line_of(code: CodeType, instruction: int) -> int:
-    """The line of an instruction: kept instead of the line, which takes longer to find."""
+@lru_cache(maxsize=4096)
+def line_of(code: CodeType, instruction: int) -> str:
+    """file:line of an instruction, which is kept instead, as the line takes longer to find."""
     found = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:
             found = line
-    return found
+    return f"{code.co_filename}:{found}"

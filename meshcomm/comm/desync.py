@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from types import CodeType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 from zlib import crc32
@@ -51,8 +50,6 @@ class StepHistory:
     2**k is kept for 2 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k.
     """
 
-    __slots__ = ("_runs", "_started", "_sum", "step", "sums")
-
     def __init__(self) -> None:
         self.step = 0
         self.sums: dict[int, int] = {}
@@ -95,12 +92,12 @@ class StepHistory:
             digest,
             number - step,
         ):
-            counts = Counter((entry[0].call, _line(entry[2], entry[3])) for entry in entries)
+            counts = Counter((entry[0].call, line_of(entry[2], entry[3])) for entry in entries)
             operations = [
                 f"{call}{f' {times} times' if times > 1 else ''} at {line}"
                 for (call, line), times in counts.items()
             ]
-            self._runs.append(_Run(step, number, calls, digest, nbytes, operations, _line(*ended_at)))
+            self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
         self.sums[step] = self._sum = crc32(b"%d %d" % (calls, digest), self._sum)
         self.sums.pop(step - 2 * (step & -step), None)
         # Last: readers in other threads begin with it.
@@ -115,11 +112,6 @@ class StepHistory:
             return None
         runs = [list(run) for run in tuple(self._runs)]
         return {"sums": list(self.sums.items()), "cut": len(runs) == RUNS, "runs": runs}
-
-
-@lru_cache(maxsize=4096)
-def _line(code: CodeType, instruction: int) -> str:
-    return f"{code.co_filename}:{line_of(code, instruction)}"
 
 
 def last_common(one: Mapping[int, int], other: Mapping[int, int]) -> int:

@@ -1,129 +1,193 @@
-"""Why does a call not end? From what each rank says of itself to the rank and the line. Plain data in, text out."""
+"""Why does a call not end? From what each rank says of itself to the rank, the line, and the error to raise."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
+from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
+
+if TYPE_CHECKING:
+    from meshcomm.comm.flight_recorder import FlightRecorder
 
 # As `Watchdog.status` has it, by rank where there are several.
 Status: TypeAlias = Mapping[str, Any]
 Statuses: TypeAlias = Mapping[int, Status]
+# A message that a rank waits for, as `MessageLog.status` has it; None for a collective.
+Waiting: TypeAlias = Mapping[str, Any] | None
 
 # Ranks that one error has a line for, of groups with more.
 _LINES: Final = 16
 
 _SILENT: Final = "does not answer: it has ended, or is stopped"
 
+# What to try where a rank cannot be reached at the address that it offered.
+INTERFACES: Final = (
+    "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
+)
+
+
+class Reason(Enum):
+    """Why a backend ends a call; the value is what an error says of the call."""
+
+    UNREACHABLE = "could not connect"
+    TIMEOUT = "did not end in time"
+    CLOSED = "lost a peer"
+    DATA = "failed: what came does not fit"
+    OTHER = "failed"
+
+
+# What backends say, in lower case; the first that is found counts. Tried: Gloo of torch 2.11 to 2.15, which connects
+# to an address that another rank offered. Of NCCL from ProcessGroupNCCL.cpp and NCCL's own messages.
+_TEXTS: Final = (
+    (Reason.UNREACHABLE, ("connecting", "connect timeout")),
+    (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
+    (Reason.TIMEOUT, ("timed out", "timeout")),
+    (Reason.DATA, ("enforce fail", "ncclinvalidusage")),
+    (Reason.CLOSED, ("ncclremoteerror", "remote process exited", "communicator was aborted")),
+)
+
+
+def reason_of(error: BaseException) -> Reason:
+    """Why the backend ended a call, by the type of its error first; what raised another error from it counts too."""
+    if isinstance(error, TimeoutError):
+        return Reason.TIMEOUT
+    if isinstance(error, ConnectionError):
+        return Reason.CLOSED
+    text = str(error).lower()
+    found = next((why for why, texts in _TEXTS if any(said in text for said in texts)), Reason.OTHER)
+    if found is Reason.OTHER and error.__cause__ is not None:
+        return reason_of(error.__cause__)
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+# -- what the statuses say -------------------------------------------------------------------------------
+
 
 class Diagnosis(NamedTuple):
     """Who keeps a call from ending.
 
     missing: ranks that have not come to the call. silent: some of them do not answer. mismatched: ranks that
-    made another call than most with the same sequence number. lines: all of it in words, a line for each rank.
+    made another call than most with sequence number `number`; of equally many, those without the lowest rank.
+    lines: all of it in words, a line for each rank.
     """
 
     missing: Sequence[int] = ()
     silent: bool = False
     mismatched: Sequence[int] = ()
+    number: int = 0
     lines: Sequence[str] = ()
 
 
-class Mismatch(NamedTuple):
-    """Different calls of the ranks of a group with one sequence number.
+def diagnose(
+    label: str,
+    ranks: Sequence[int],
+    number: int,
+    statuses: Statuses,
+    waiting: Waiting = None,
+    rank: int = 0,
+) -> Diagnosis:
+    """Why a call on the group `label` of `ranks` does not end.
 
-    calls: operation and callsite by rank. mismatched: the ranks that differ from most others; of equally many,
-    those without the lowest rank.
+    The collective `number`, or the messages that `rank` waits for, where `waiting` says which.
     """
-
-    label: str
-    number: int
-    calls: Mapping[int, tuple[str, str]]
-    mismatched: Sequence[int]
-
-    def lines(self, statuses: Statuses) -> list[str]:
-        """Those that differ first, each with its line; then the others together."""
-        told = [
-            f"{name_of_rank(rank, statuses.get(rank))} made {call}, at {site}, as call {self.number}"
-            for rank, (call, site) in self.calls.items()
-            if rank in self.mismatched
+    if waiting is None and (mismatch := find_mismatch(label, ranks, statuses)) is not None:
+        return mismatch
+    found = absent(label, ranks, number, statuses, waiting, rank)
+    lines = [f"{name_of_rank(peer, statuses.get(peer))} {doing or _SILENT}" for peer, doing in found]
+    if not found and waiting is None:
+        lines = [
+            f"{name_of_rank(peer, statuses[peer])} has gone on: it {doing_of(statuses[peer])}"
+            for peer in ranks
+            if (group := _group(statuses.get(peer), label)) is not None and group["started"] > number
         ]
-        usual = [rank for rank in self.calls if rank not in self.mismatched]
-        call, site = self.calls[usual[0]]
-        return [
-            *_first(told),
-            f"rank{'s' if len(usual) > 1 else ''} {fold(usual)} made {call}, at {site}, as call {self.number}",
-        ]
+    missing = list(dict.fromkeys(peer for peer, _ in found))
+    return Diagnosis(missing, any(doing is None for _, doing in found), lines=_first(lines))
 
 
-def diagnose(label: str, ranks: Sequence[int], number: int, statuses: Statuses) -> Diagnosis:
-    """Why the collective with this sequence number on a group of `ranks` does not end."""
-    mismatch = find_mismatch(label, ranks, statuses)
-    if mismatch is not None:
-        return Diagnosis(mismatched=mismatch.mismatched, lines=mismatch.lines(statuses))
-    absent = _absent(label, ranks, number, statuses)
-    lines = [
-        f"{name_of_rank(rank, statuses.get(rank))} "
-        + (_SILENT if doing is None else f"has not come: it {doing}")
-        for rank, doing in absent.items()
-    ]
-    if not absent:
-        for rank in ranks:
-            group = _group(statuses.get(rank), label)
-            if group is not None and group["started"] > number:
-                lines.append(
-                    f"{name_of_rank(rank, statuses[rank])} has gone on: it {doing_of(statuses[rank])}"
-                )
-    return Diagnosis(list(absent), None in absent.values(), lines=_first(lines))
-
-
-def diagnose_message(rank: int, label: str, waiting: Mapping[str, Any], statuses: Statuses) -> Diagnosis:
-    """Why the messages that `rank` waits for do not come, or are not taken."""
-    absent = unmatched(rank, label, waiting, statuses)
-    lines = [f"{name_of_rank(peer, statuses.get(peer))} {doing or _SILENT}" for peer, doing in absent]
-    silent = any(doing is None for _, doing in absent)
-    return Diagnosis(list(dict.fromkeys(peer for peer, _ in absent)), silent, lines=_first(lines))
-
-
-def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Mismatch | None:
+def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
     """The first sequence number on the group with which ranks made different operations, as far as is remembered."""
-    recent: dict[int, dict[int, tuple[str, str]]] = {}
-    for rank in ranks:
-        group = _group(statuses.get(rank), label)
-        if group is not None:
-            recent[rank] = {number: (call, site) for number, call, site in group.get("recent", ())}
+    recent = {
+        rank: {number: (call, callsite) for number, call, callsite in group.get("recent", ())}
+        for rank in ranks
+        if (group := _group(statuses.get(rank), label)) is not None
+    }
     for number in sorted(set().union(*recent.values())):
         calls = {rank: made[number] for rank, made in recent.items() if number in made}
-        counted = Counter(call for call, _ in calls.values())
-        if len(counted) > 1:
-            usual = counted.most_common(1)[0][0]
-            odd = [rank for rank, (call, _) in calls.items() if call != usual]
-            return Mismatch(label, number, calls, odd)
+        usual = Counter(call for call, _ in calls.values()).most_common(1)[0][0]
+        lines = {
+            rank: f"{name_of_rank(rank, statuses[rank])} made {call}, at {callsite}, as call {number}"
+            for rank, (call, callsite) in calls.items()
+            if call != usual
+        }
+        if lines:
+            others = [rank for rank in calls if rank not in lines]
+            call, callsite = calls[others[0]]
+            rest = f"rank{'s' if len(others) > 1 else ''} {fold(others)} made {call}, at {callsite}, as call {number}"
+            return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
     return None
 
 
-def unmatched(
-    rank: int, label: str, waiting: Mapping[str, Any], statuses: Statuses
+def absent(
+    label: str,
+    ranks: Sequence[int],
+    number: int,
+    statuses: Statuses,
+    waiting: Waiting = None,
+    rank: int = 0,
 ) -> list[tuple[int, str | None]]:
-    """The ranks that have not done their half of the messages that `rank` waits for, and what they do; None: silent."""
+    """The ranks that have not come to a call, see `diagnose`, and what each does instead; None: it is silent."""
+    if waiting is not None:
+        return [each for part in waiting["parts"] for each in _unmatched(rank, label, ranks, part, statuses)]
     found: list[tuple[int, str | None]] = []
-    for direction, peer, tag, number in waiting["parts"]:
-        if peer is None:
-            found += _no_sender(rank, label, tag, statuses)
-            continue
+    for peer in ranks:
+        status = statuses.get(peer)
+        group = _group(status, label)
+        if status is None:
+            found.append((peer, None))
+        elif group is None or group["started"] < number:
+            found.append((peer, f"has not come: it {doing_of(status, label)}"))
+    return found
+
+
+def _unmatched(
+    rank: int, label: str, ranks: Sequence[int], part: Sequence[Any], statuses: Statuses
+) -> list[tuple[int, str | None]]:
+    """Who has not done the other half of a message that `rank` waits for.
+
+    Of a receive from any rank: all others, unless one has sent more than `rank` has received.
+    """
+    direction, source, tag, number = part
+    half, has = ("recv", "received") if direction == "send" else ("send", "sent")
+    found: list[tuple[int, str | None]] = []
+    on_its_way = False
+    for peer in [other for other in ranks if other != rank] if source is None else [source]:
         status = statuses.get(peer)
         if status is None:
             found.append((peer, None))
             continue
-        half, has = ("recv", "received") if direction == "send" else ("send", "sent")
         done = _messages_begun(status, label, half, rank)
-        count = done.get(tag, 0)
-        if count < number:
-            short = f"has {has} {count} of {number} with tag {tag}{_elsewhere(done, tag)}"
-            found.append((peer, f"{short}; it {doing_of(status, label)}"))
-    return found
+        count = done.pop(tag, 0)
+        if source is None:
+            on_its_way |= count > _messages_begun(statuses[rank], label, "recv", peer).get(tag, 0)
+            said = f"{count} with tag {tag}, all received" if count else f"none with tag {tag}"
+        elif count < number:
+            said = f"{count} of {number} with tag {tag}"
+        else:
+            continue
+        others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()))
+        said += f", and {others}" if others else ""
+        found.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
+    # One message is enough; a rank that does not answer may still be why it did not come through.
+    return [each for each in found if each[1] is None] if on_its_way else found
 
 
 def described(waiting: Mapping[str, Any]) -> str:
@@ -145,14 +209,12 @@ def doing_of(status: Status, label: str | None = None) -> str:
         closed = "has closed the mesh, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}" if ranks else ""
-        return f"{closed}was in {failed['call']}, at {failed['site']}, which failed{why}"
-    inside = [last for group in status["groups"] if (last := group["last"]) is not None and last["inside"]]
-    if inside:
-        last = inside[-1]
-        return f'is in {last["call"]} along "{last["dim"]}", call {last["number"]}, at {last["site"]}'
-    waits = [waiting for group in status["groups"] if (waiting := _waiting(group)) is not None]
-    if waits:
-        return f'is in {described(waits[-1])} along "{waits[-1]["dim"]}", at {waits[-1]["site"]}'
+        return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
+    calls = [call for group in status["groups"] if (call := _blocked_in(group)) is not None]
+    if calls:
+        # A collective says more than a message.
+        call = next((call for call in reversed(calls) if "parts" not in call), calls[-1])
+        return f"is in {_told(call)}, at {call['callsite']}"
     own = _group(status, label)
     after = ""
     if own is not None and own["last"] is not None:
@@ -182,41 +244,41 @@ def root_cause(statuses: Statuses) -> list[str]:
         if mismatch is not None:
             return [
                 f"the ranks of {label} made different calls with the sequence number {mismatch.number}:",
-                *(f"  {line}" for line in mismatch.lines(statuses)),
+                *(f"  {line}" for line in mismatch.lines),
                 "  mesh.step() at the end of each step finds the step, and the call that was left out",
             ]
     waits: dict[int, set[int]] = {}
     calls: dict[int, str] = {}
     for rank, status in statuses.items():
+        failed = status.get("failed") or {}
         for group in status["groups"]:
-            found = _blocked(rank, status, group, statuses)
-            if found is not None:
-                calls[rank], waits[rank] = found
+            label, ours = group["label"], failed.get("label") == group["label"]
+            # Blocked in it, or was when it failed.
+            call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
+            waiting = call if call and "parts" in call else None
+            others = absent(label, group["ranks"], group["started"], statuses, waiting, rank) if call else []
+            if others:
+                waits[rank] = {peer for peer, _ in others}
+                calls[rank] = f"{_told(call)}, at {call['callsite']}"
     if not waits:
         return ["no rank was found waiting for another: the reports hold no diagnosis"]
     circle = _circle(waits)
     if circle:
-        following = [*circle[1:], circle[0]]
-        return [
-            "circular wait:",
-            *(
-                f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}"
-                for rank, other in zip(circle, following, strict=True)
-            ),
-        ]
+        lines = ["circular wait:"]
+        for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
+            lines.append(f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}")
+        return lines
     # A rank that others wait for, and that waits for nobody, is where it began.
     roots: dict[int, list[int]] = {}
-    for rank, others in waits.items():
-        for other in others - waits.keys():
-            roots.setdefault(other, []).append(rank)
+    for rank, peers in waits.items():
+        for peer in peers - waits.keys():
+            roots.setdefault(peer, []).append(rank)
     lines = []
-    for root, waiting in sorted(roots.items(), key=lambda item: -len(item[1])):
-        status_of_root = statuses.get(root)
-        does = _SILENT if status_of_root is None else doing_of(status_of_root)
-        lines.append(
-            f"{name_of_rank(root, status_of_root)} {does}; "
-            f"rank {fold(sorted(waiting))} wait{'s' if len(waiting) == 1 else ''} for it in {calls[waiting[0]]}"
-        )
+    for root, waiters in sorted(roots.items(), key=lambda item: -len(item[1])):
+        found = statuses.get(root)
+        does = _SILENT if found is None else doing_of(found)
+        waits_for = f"wait{'s' if len(waiters) == 1 else ''} for it in {calls[waiters[0]]}"
+        lines.append(f"{name_of_rank(root, found)} {does}; rank {fold(sorted(waiters))} {waits_for}")
     return lines
 
 
@@ -226,69 +288,17 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:_LINES], f"and {len(lines) - _LINES} more ranks"]
 
 
-def _absent(label: str, ranks: Sequence[int], number: int, statuses: Statuses) -> dict[int, str | None]:
-    """The ranks that have not begun the call, and what they do; None: silent."""
-    found: dict[int, str | None] = {}
-    for rank in ranks:
-        status = statuses.get(rank)
-        if status is None:
-            found[rank] = None
-            continue
-        group = _group(status, label)
-        if group is None or group["started"] < number:
-            found[rank] = doing_of(status, label)
-    return found
+def _told(call: Mapping[str, Any]) -> str:
+    """A collective, or messages, as `FlightRecorder.status` has them, in words."""
+    if "parts" in call:
+        return f'{described(call)} along "{call["dim"]}"'
+    return f'{call["call"]} along "{call["dim"]}", call {call["number"]}'
 
 
-def _no_sender(rank: int, label: str, tag: int, statuses: Statuses) -> list[tuple[int, str | None]]:
-    """Who has sent nothing to a receive of `rank` from any rank, or has sent only what it has received before."""
-    found: list[tuple[int, str | None]] = []
-    on_its_way = False
-    own = _group(statuses[rank], label)
-    for other in (other for other in own["ranks"] if other != rank):
-        status = statuses.get(other)
-        if status is None:
-            found.append((other, None))
-            continue
-        sent = _messages_begun(status, label, "send", rank)
-        came = _messages_begun(statuses[rank], label, "recv", other).get(tag, 0)
-        count = sent.get(tag, 0)
-        on_its_way = on_its_way or count > came
-        short = f"has sent {count} with tag {tag}, all received" if count else f"has sent none with tag {tag}"
-        found.append((other, f"{short}{_elsewhere(sent, tag)}; it {doing_of(status, label)}"))
-    # One message is enough; a rank that does not answer may still be why it did not come through.
-    return [each for each in found if each[1] is None] if on_its_way else found
-
-
-def _elsewhere(done: Mapping[int, int], tag: int) -> str:
-    """How many messages had other tags; "" for none."""
-    others = [f"{count} with tag {other}" for other, count in sorted(done.items()) if other != tag]
-    return ", and " + ", ".join(others) if others else ""
-
-
-def _blocked(
-    rank: int, status: Status, group: Mapping[str, Any], statuses: Statuses
-) -> tuple[str, set[int]] | None:
-    """The call on `group` that a rank is blocked in, or was when it failed, and whom it waits for."""
-    failed = status.get("failed") or {}
-    ours = failed.get("label") == group["label"]
-    waiting = (failed.get("waiting") if ours else None) or _waiting(group)
-    if waiting is not None:
-        others = {peer for peer, _ in unmatched(rank, group["label"], waiting, statuses)}
-        told = f'{described(waiting)} along "{waiting["dim"]}" at {waiting["site"]}'
-    else:
-        last = group["last"]
-        if last is None or not (last["inside"] or ours):
-            return None
-        others = set(_absent(group["label"], group["ranks"], group["started"], statuses))
-        told = f'{last["call"]} along "{last["dim"]}", call {last["number"]}, at {last["site"]}'
-    return (told, others) if others else None
-
-
-def _waiting(group: Mapping[str, Any]) -> Any:
-    """The message that a rank waits for on a group; a collective that it is inside of says more."""
+def _blocked_in(group: Mapping[str, Any]) -> Any:
+    """The collective that a rank is inside of on a group, else the messages that it waits for; None: neither."""
     last = group["last"]
-    return None if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
+    return last if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
 
 
 def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[int, int]:
@@ -318,3 +328,125 @@ def _circle(waits: Mapping[int, Iterable[int]]) -> list[int]:
 def _group(status: Status | None, label: str | None) -> Any:
     groups = () if status is None else status["groups"]
     return next((group for group in groups if group["label"] == label), None)
+
+
+# -- the error -------------------------------------------------------------------------------------------
+
+
+@final
+class FailedCall:
+    """The last collective on a group, or the messages that its rank waits for, and what the backend said of it.
+
+    waiting: the messages; None for a collective. number: the collective's. facts: as reports hold it.
+
+    Args:
+        recorder: of the group, when the call has just failed, or is under way.
+        where: opens the error, as in `all_reduce along "dp" on rank 0 (dp=0)`.
+        error: the backend's.
+    """
+
+    def __init__(self, recorder: FlightRecorder, where: str, error: BaseException) -> None:
+        found = recorder.status()
+        self.label, self.ranks = recorder.label, recorder.ranks
+        # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
+        inside = recorder.under_way is not None
+        self.waiting: Waiting = None if inside else found["messages"]["waiting"]
+        self.number: int = found["started"]
+        self.reason = reason_of(error)
+        self._said = first_line(error)
+        self._where = where
+        last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
+        call = self.waiting or last
+        # As `CommunicationError.call` has it.
+        self._call = None if self.waiting else {"label": self.label, **last}
+        who = list(self.ranks) if len(self.ranks) <= 16 else fold(self.ranks)
+        which = described(self.waiting) if self.waiting else f"call {self.number}"
+        self._first = f"{which} on {self.label}, ranks {who}, at {call['callsite']}"
+        self.facts: dict[str, Any] = {
+            "label": self.label,
+            "error": [self._said],
+            "call": _told(call),
+            "callsite": call["callsite"],
+            "waiting": self.waiting,
+        }
+
+    def asks(self, rank: int) -> list[int]:
+        """Whom `rank` has to ask for a diagnosis: all others of the group, or of messages their other ends."""
+        peers = set() if self.waiting is None else {peer for _, peer, _, _ in self.waiting["parts"]}
+        everybody = not peers or None in peers
+        return [other for other in self.ranks if other != rank and (everybody or other in peers)]
+
+    def error(self, found: Diagnosis, reports: str) -> MeshcommError:
+        """The error for the rank whose call it was.
+
+        reports: where reports are left, "" for nowhere.
+        """
+        hint = "look at the ranks named above"
+        if reports:
+            hint = f"meshcomm report {reports} puts the ranks' reports together"
+        if found.mismatched:
+            mismatch = CallMismatchError(
+                f"{self._where} {self.reason.value}: the ranks of the group make different calls, rank "
+                f"{fold(found.mismatched)} {'is' if len(found.mismatched) == 1 else 'are'} mismatched",
+                given="\n".join([self._first, *found.lines]),
+                expected="the same calls in the same order on every rank of the group",
+                hint="look for a call that only some ranks make; mesh.step() at the end of each step names the "
+                "step and the call that was left out",
+            )
+            mismatch.mismatched_ranks = tuple(found.mismatched)
+            return mismatch
+        come = "every rank of the group has come to the call"
+        expected = "every rank of the group to make the same call and stay alive until it ends"
+        if self.waiting is not None:
+            come = "both ends have begun every message of the call"
+            expected = (
+                "a receive for every send, with the same tag, and both ends to stay alive until it ends"
+            )
+        lines = list(found.lines)
+        if not found.missing:
+            lines = [f"{come}; moving its data failed: {self._said}", *lines]
+            if self.reason is Reason.UNREACHABLE:
+                hint = INTERFACES
+        reason = Reason.CLOSED if found.silent else self.reason
+        if reason is Reason.UNREACHABLE:
+            reason = Reason.TIMEOUT
+        return self._error(reason, lines, expected, hint, found.missing)
+
+    def error_unasked(self, rank: int, silent: bool) -> MeshcommError:
+        """The error where nobody could be asked: what the backend alone can tell.
+
+        silent: the job's store does not answer, and has not failed either.
+        """
+        others = [other for other in self.ranks if other != rank]
+        reason = Reason.CLOSED if silent else self.reason
+        # Of two ranks it is clear which one broke the connection.
+        clear = silent or (reason is Reason.CLOSED and len(others) == 1)
+        why = "the host that holds it has ended or cannot be reached from this one"
+        lines = [
+            self._said,
+            f"rank{'s' if len(others) > 1 else ''} {fold(others)} could not be asked: the job's store does not answer; {why}",
+        ]
+        expected = "a store that lives as long as the job: in the launcher, or in rank 0"
+        hint = "look for the first error of the process that holds the store"
+        return self._error(reason, lines, expected, hint, others if clear else ())
+
+    def error_alone(self) -> MeshcommError:
+        """The error where the backend failed by itself: no rank is waited for."""
+        hint = "look at the backend's own error, which is the cause"
+        return self._error(Reason.OTHER, [self._said], "a call that the backend can make", hint)
+
+    def _error(
+        self,
+        reason: Reason,
+        lines: Sequence[str],
+        expected: str,
+        hint: str,
+        missing: Sequence[int] = (),
+    ) -> MeshcommError:
+        kind = {Reason.CLOSED: PeerLost, Reason.TIMEOUT: CollectiveTimeout}.get(reason, CommunicationError)
+        given = "\n".join([self._first, *lines])
+        error = kind(f"{self._where} {reason.value}", given=given, expected=expected, hint=hint)
+        error.call = self._call
+        if isinstance(error, CollectiveTimeout):
+            error.missing = tuple(missing)
+        return error

@@ -23,6 +23,8 @@ from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import GroupHooks, capturing
 
 KEPT: Final = 256
+# Collectives of which a rank tells the others.
+_RECENT: Final = 16
 
 # Where it is summed up, its bytes as the counters count them, the place in the program, when it began.
 Entry = tuple[CallCounter, int, CodeType, int, float]
@@ -63,33 +65,6 @@ class FlightRecorder:
         check: compares the first messages; see MessageLog.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_caller",
-        "_compare",
-        "_counted",
-        "_outer",
-        "_past",
-        "_profiled",
-        "counters",
-        "hooks",
-        "inquire",
-        "label",
-        "left",
-        "messages",
-        "plan",
-        "quick",
-        "ranks",
-        "refused",
-        "ring",
-        "span",
-        "spans",
-        "started",
-        "steps",
-        "under_way",
-        "work",
-    )
-
     def __init__(
         self, label: str, ranks: list[int], inquire: Inquire, check: MessageCheck | None = None
     ) -> None:
@@ -129,10 +104,12 @@ class FlightRecorder:
 
     # -- calls of the mesh ---------------------------------------------------------------------------
 
-    def call(self, caller: Caller, counter: CallCounter, nbytes: int, x: Tensor | None) -> FlightRecorder:
+    def call(
+        self, caller: Caller | None, counter: CallCounter, nbytes: int, x: Tensor | None
+    ) -> FlightRecorder:
         """A collective begins; it ends with the block of `with` that this opens.
 
-        A RuntimeError of the block is the backend's, and becomes the error of `caller`.
+        A RuntimeError of the block is the backend's, and becomes the error of `caller`; None: made past the mesh.
         """
         frame = users_frame(2)
         self.started = number = self.started + 1
@@ -143,8 +120,12 @@ class FlightRecorder:
         entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            self._span(entry, () if x is None else (x,))
-        if profiling():
+            tensors = () if x is None else (x,)
+            place, began = (frame.f_code, frame.f_lasti), entry[4]
+            self.span = self.spans.begin(
+                self.label, counter.name, counter.call, place, began, nbytes, tensors, number=number
+            )
+        if profiling() and caller is not None:
             self._profiled = labelled(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
         return self
@@ -232,46 +213,33 @@ class FlightRecorder:
             return
         inputs, outputs = given.input_tensors, given.output_tensors
         nbytes = row.moved(sum(each.nbytes for each in inputs), len(self.ranks))
+        tensors = inputs or outputs
         counter = counter_of(self.counters, name, row.name, True)
-        frame = users_frame(3)
-        self.started = number = self.started + 1
-        entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
-        self.ring[number % KEPT] = entry
-        if self.spans is not None:
-            self._span(entry, inputs or outputs)
-        if self._compare is not None:
-            # What is compared travels on the same group, and is not a call of its own.
-            self.under_way = True
-            try:
+        self.call(None, counter, nbytes, tensors[0] if len(tensors) == 1 else None)
+        # What is compared travels on the same group while this call is under way, and is not a call of its own.
+        try:
+            if self._compare is not None:
                 self._compare(row.name, _facts(row, kind, inputs, outputs, given.root))
-            except MeshcommError:
-                self.refuse()
-                raise
-            except RuntimeError as error:
-                where = f'{row.name} made past the mesh along "{name}" on {who}'
-                raise self.inquire(self, where, error) from error
-            finally:
-                self.under_way = None
+        except MeshcommError:
+            self.refuse()
+            raise
+        except RuntimeError as error:
+            where = f'{row.name} made past the mesh along "{name}" on {who}'
+            raise self.inquire(self, where, error) from error
+        finally:
+            self.under_way = None
 
     def _after(self, given: Any) -> None:
         """A call has been issued on the group."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
-        if given.name.name not in HOOKED:
-            if self._past is not None:
-                self.messages.posted(self._past, given.work)
-                self._past = None
-            return
-        place = self.started % KEPT
-        self.left[place] = now = clock()
-        entry = self.ring[place]
-        if entry is not None:
-            entry[0].calls += 1
-            entry[0].nbytes += entry[1]
-        # The Work of a captured call is never over: its graph is.
-        self.work = None if capturing() else given.work
-        if self.span is not None:
-            self.span.left = now
+        if given.name.name in HOOKED:
+            self.__exit__(None, None, None)
+            # The Work of a captured call is never over: its graph is.
+            self.work = None if capturing() else given.work
+        elif self._past is not None:
+            self.messages.posted(self._past, given.work)
+            self._past = None
 
     def _message(self, name: str, direction: Any, given: Any) -> None:
         tensors = given.input_tensors or given.output_tensors
@@ -279,20 +247,6 @@ class FlightRecorder:
         self._past = self.messages.past(name, direction, peer, tensors, users_frame(4))
 
     # -- what is known -------------------------------------------------------------------------------
-
-    def _span(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        assert self.spans is not None
-        counter, nbytes, code, instruction, began = entry
-        self.span = self.spans.begin(
-            self.label,
-            counter.name,
-            counter.call,
-            (code, instruction),
-            began,
-            nbytes,
-            tensors,
-            number=self.started,
-        )
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
         """A step of the program is over; see StepHistory.note."""
@@ -323,48 +277,51 @@ class FlightRecorder:
             self.hooks.remove()
         self.work = self._compare = None
 
-    def last(self) -> dict[str, Any] | None:
-        """The latest call as plain data, or None where there was none. shape: while it is under way."""
-        entry = self.ring[self.started % KEPT]
-        if entry is None:
-            return None
-        total, nbytes, code, instruction, _ = entry
-        shape = getattr(self.under_way, "shape", None)
-        return {
-            "number": self.started,
-            "dim": total.name,
-            "call": total.call,
-            "shape": None if shape is None else list(shape),
-            "bytes": nbytes,
-            "site": f"{code.co_filename}:{line_of(code, instruction)}",
-            "inside": self.inside,
-        }
-
-    def history(self) -> list[dict[str, Any]]:
-        """The calls of the ring and the last messages as plain data, in the order of their beginning.
+    def call_data(self, number: int) -> dict[str, Any] | None:
+        """The call `number` as plain data; None where it is not in the ring.
 
         began, over: seconds on the monotonic clock; over None: under way. An asynchronous call is over
         when it has been started.
         """
-        found = []
-        for number in self.remembered():
-            entry = self.ring[number % KEPT]
-            if entry is None:
-                continue
-            total, nbytes, _, _, began = entry
-            over = None if number == self.started and self.inside else self.left[number % KEPT]
-            found.append(
-                {"dim": total.name, "call": total.call, "bytes": nbytes, "began": began, "over": over}
-            )
-        return sorted([*found, *self.messages.history()], key=lambda call: call["began"])
+        entry = self.ring[number % KEPT]
+        if entry is None:
+            return None
+        counter, nbytes, code, instruction, began = entry
+        return {
+            "number": number,
+            "dim": counter.name,
+            "call": counter.call,
+            "bytes": nbytes,
+            "callsite": line_of(code, instruction),
+            "began": began,
+            "over": None if number == self.started and self.inside else self.left[number % KEPT],
+        }
+
+    def last(self) -> dict[str, Any] | None:
+        """The latest call as plain data, or None where there was none. shape: while it is under way."""
+        found = self.call_data(self.started)
+        if found is None:
+            return None
+        shape = getattr(self.under_way, "shape", None)
+        return {**found, "shape": None if shape is None else list(shape), "inside": found["over"] is None}
+
+    def history(self) -> list[dict[str, Any]]:
+        """The calls of the ring and the last messages as plain data, in the order of their beginning."""
+        calls = [call for number in self.remembered() if (call := self.call_data(number)) is not None]
+        return sorted([*calls, *self.messages.history()], key=lambda call: call["began"])
 
     def status(self) -> dict[str, Any]:
-        """What is known of the group's calls, as plain data."""
+        """What is known of the group's calls, as plain data.
+
+        recent: sequence number, operation and callsite of the last collectives, but those that were refused.
+        """
+        recent = [self.call_data(n) for n in self.remembered()[-_RECENT:] if n not in self.refused]
         return {
             "label": self.label,
             "ranks": self.ranks,
             "started": self.started,
             "last": self.last(),
+            "recent": [(call["number"], call["call"], call["callsite"]) for call in recent if call],
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.told(),
         }

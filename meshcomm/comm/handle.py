@@ -157,8 +157,7 @@ class Handle(Generic[T]):
 
     @property
     def _line(self) -> str:
-        code, instruction = self._place
-        return f"{code.co_filename}:{line_of(code, instruction)}"
+        return line_of(*self._place)
 
     def at_once(self) -> None:
         """For the library: the wait follows at once, so that the call counts as a blocking one."""

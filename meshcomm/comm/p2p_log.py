@@ -254,7 +254,7 @@ class MessageLog:
                     [direction, None if peer is None else ranks[peer], tag, number]
                     for direction, peer, tag, number in waiting.parts
                 ],
-                "site": f"{waiting.code.co_filename}:{line_of(waiting.code, waiting.instruction)}",
+                "callsite": line_of(waiting.code, waiting.instruction),
             },
         }
 

@@ -64,7 +64,6 @@ class Spans:
         self.dropped = 0
         self.step_began = clock()
         self._most = most
-        self._lines: dict[tuple[CodeType, int], str] = {}
 
     def begin(
         self,
@@ -80,32 +79,17 @@ class Spans:
         parts: Sequence[tuple[str, int | None, int, int]] = (),
     ) -> Span:
         """A call begins; what becomes known of it later is written to the span."""
-        if callsite not in self._lines:
-            self._lines[callsite] = f"{callsite[0].co_filename}:{line_of(*callsite)}"
-        span = Span(group, lane, call, self._lines[callsite], began, number, nbytes, parts=parts)
+        span = Span(group, lane, call, line_of(*callsite), began, number, nbytes, parts=parts)
         if len(tensors) == 1:
             span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
-        return self._kept(span)
+        return self.keep(span)
 
     def step(self, number: int) -> None:
         """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
-        span = self._kept(Span("", STEPS, f"step {number}", caller(), self.step_began))
+        span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
-    def stretch(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """The block as a span of its own."""
-        return self._stretch(Span("", lane, name, caller(), 0.0))
-
-    @contextmanager
-    def _stretch(self, span: Span) -> Iterator[None]:
-        span.began = clock()
-        self._kept(span)
-        try:
-            yield
-        finally:
-            span.left = clock()
-
-    def _kept(self, span: Span) -> Span:
+    def keep(self, span: Span) -> Span:
         if len(self.found) < self._most:
             self.found.append(span)
         else:
@@ -114,5 +98,15 @@ class Spans:
 
 
 def stretch(spans: Spans | None, lane: str, name: str) -> AbstractContextManager[None]:
-    """`Spans.stretch`, or nothing where no trace is taken."""
-    return nullcontext() if spans is None else spans.stretch(lane, name)
+    """The block as a span of its own; None: no trace is taken."""
+    return nullcontext() if spans is None else _stretch(spans, Span("", lane, name, caller(), 0.0))
+
+
+@contextmanager
+def _stretch(spans: Spans, span: Span) -> Iterator[None]:
+    span.began = clock()
+    spans.keep(span)
+    try:
+        yield
+    finally:
+        span.left = clock()

@@ -44,7 +44,7 @@ def report(folder: Path) -> str:
             failed = status["failed"]
             lines.append(
                 f"{name_of_rank(rank, status)}: {failed['call']} on "
-                f"{failed['label']}, at {failed['site']}: {' '.join(failed['error'])}"
+                f"{failed['label']}, at {failed['callsite']}: {' '.join(failed['error'])}"
             )
         else:
             lines.append(f"{name_of_rank(rank, status)} {doing_of(status)}")

@@ -153,7 +153,7 @@ class Barriers(TopologyQueries):
                     last = group["last"] or {}
                     lines.append(
                         f"rank {rank} has made {theirs} calls on {group['label']}, this rank {ours}; "
-                        f"its last: {last.get('call', 'none')} at {last.get('site', status['main'])}"
+                        f"its last: {last.get('call', 'none')} at {last.get('callsite', status['main'])}"
                     )
         return "\n".join(lines[:8])
 

@@ -34,8 +34,8 @@ class DesyncMonitor:
 
     Each period costs the store, where there was a step meanwhile: two operations of each rank (a set, a check for
     a finding), a third where steps differ from those before, and one multi_get of each group. Keys, under the
-    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums; `calls/RANK`, what was called, as
-    StepHistory.told has it; `desync`, the finding, which ends the comparison.
+    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums of its groups; `calls/RANK`, what was
+    called, as StepHistory.told has it; `desync`, the finding, which ends the comparison.
 
     found: the difference between ranks of the mesh, see `find_desync`; None while none is known.
 
@@ -62,11 +62,10 @@ class DesyncMonitor:
         self._period_s = max(least_s, 3 * world_size / _MOST_PER_S)
         self._due = 0.0
         self._step = 0
-        self._raised = self._left = False
-        self._posted = self._posted_calls = ""
-        # By label: up to which step the group is compared; and the groups all of whose ranks have posted.
+        self._raised = False
+        # What was posted last, by key; and up to which step a group is compared, by label, once all its ranks have posted.
+        self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
-        self._present: set[str] = set()
         # Between the thread of `look` and that of a rank that leaves.
         self._lock = threading.Lock()
 
@@ -129,19 +128,12 @@ class DesyncMonitor:
         if now < self._due or not self._step or self.found is not None:
             return
         self._due = now + self._period_s
-        with self._lock:
-            self._exchange()
+        self._exchange()
 
     def _leave(self) -> None:
         deadline = time.monotonic() + _LEAVES_S
         with contextlib.suppress(RuntimeError):
-            while True:
-                with self._lock:
-                    compared = self._exchange(leaving=True)
-                    self._left = compared or time.monotonic() > deadline
-                    if self._left:
-                        self._post()
-                        break
+            while not self._exchange(leaving=True) and time.monotonic() < deadline:
                 time.sleep(max(_PAUSE_S, 3 * self._world_size / _MOST_PER_S))
             if self.found is None and self._store.add("left", 1) == self._world_size:
                 for rank in range(self._world_size):
@@ -151,80 +143,68 @@ class DesyncMonitor:
 
     def _exchange(self, leaving: bool = False) -> bool:
         """Post and compare; whether there is nothing left to compare up to this rank's last step."""
-        step, through = self._step, True
-        self._post()
-        if self._store.check(["desync"]):
-            self.found = json.loads(self._store.get("desync"))
-            return True
-        for recorder, _ in list(self._recorders):
-            if recorder.ranks[0] == self._rank:
-                through = self._compare(recorder, recorder.ranks[1:], step) and through
-            elif leaving:
-                through = self._confirmed(recorder, step) and through
-        return through
+        with self._lock:
+            step, through = self._step, True
+            self._post()
+            if self._store.check(["desync"]):
+                self.found = json.loads(self._store.get("desync"))
+                return True
+            for recorder, _ in list(self._recorders):
+                # A rank that leaves does not know whether the first one of its group is still to compare.
+                if recorder.ranks[0] == self._rank:
+                    through = self._compare(recorder, recorder.ranks[1:], step) and through
+                elif leaving:
+                    through = self._compare(recorder, recorder.ranks[:1], step) and through
+            return through
 
     def _post(self) -> None:
-        recorders = [recorder for recorder, _ in list(self._recorders)]
-        told = {recorder.label: recorder.steps.told() for recorder in recorders}
+        told = {recorder.label: recorder.steps.told() for recorder, _ in list(self._recorders)}
         groups = {label: history for label, history in told.items() if history is not None}
         sums = {label: history.pop("sums") for label, history in groups.items()}
         # First, so that who sees a difference in the sums finds the calls.
         calls = json.dumps({"coords": self._coords, "groups": groups})
-        if calls != self._posted_calls:
-            self._store.set(f"calls/{self._rank}", zlib.compress(calls.encode()))
-            self._posted_calls = calls
-        posted = json.dumps({"sums": sums, "compared": self._compared, "left": self._left})
-        if posted != self._posted:
-            self._store.set(f"steps/{self._rank}", posted)
-            self._posted = posted
+        for key, text in (("calls", calls), ("steps", json.dumps(sums))):
+            if text != self._posted.get(key):
+                self._store.set(f"{key}/{self._rank}", zlib.compress(text.encode()))
+                self._posted[key] = text
+
+    def _read(self, key: str, ranks: Sequence[int]) -> list[Any]:
+        posted = self._store.multi_get([f"{key}/{rank}" for rank in ranks])
+        return [json.loads(zlib.decompress(each)) for each in posted]
 
     def _compare(self, recorder: FlightRecorder, peers: Sequence[int], step: int) -> bool:
         """Compare with `peers` what is there; whether that is all up to `step`. Publishes a difference."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True
-        keys = [f"steps/{peer}" for peer in peers]
-        if label not in self._present:
+        if label not in self._compared:
             # Before, a get would wait.
-            if not self._store.check(keys):
+            if not self._store.check([f"steps/{rank}" for rank in recorder.ranks]):
                 return False
-            self._present.add(label)
+            self._compared[label] = 0
         mine = dict(recorder.steps.sums)
-        theirs = {
-            peer: dict(json.loads(posted)["sums"].get(label, ()))
-            for peer, posted in zip(peers, self._store.multi_get(keys), strict=True)
-        }
-        common = {peer: last_common(mine, sums) for peer, sums in theirs.items()}
-        for peer, at in common.items():
-            if at and mine[at] != theirs[peer][at]:
+        common = []
+        for peer, sums in zip(peers, self._read("steps", peers), strict=True):
+            theirs = dict(sums.get(label, ()))
+            common.append(last_common(mine, theirs))
+            if common[-1] and mine[common[-1]] != theirs[common[-1]]:
                 self._publish(recorder, peer)
                 return True
-        self._compared[label] = min(common.values())
+        self._compared[label] = min(common)
         return self._compared[label] >= step
-
-    def _confirmed(self, recorder: FlightRecorder, step: int) -> bool:
-        """Whether the first rank of the group has compared this one up to `step`, or has left before."""
-        first = recorder.ranks[0]
-        if not self._store.check([f"steps/{first}"]):
-            return False
-        posted = json.loads(self._store.get(f"steps/{first}"))
-        if posted["compared"].get(recorder.label, 0) >= step:
-            return True
-        if posted["left"]:
-            self._compare(recorder, [first], step)
-        return bool(posted["left"])
 
     def _publish(self, recorder: FlightRecorder, peer: int) -> None:
         """Find the step, and tell all ranks of the mesh."""
         histories, coords = {}, {}
-        for rank in recorder.ranks:
-            calls = json.loads(zlib.decompress(self._store.get(f"calls/{rank}")))
-            sums = json.loads(self._store.get(f"steps/{rank}"))["sums"]
+        ranks, label = recorder.ranks, recorder.label
+        for rank, calls, sums in zip(
+            ranks, self._read("calls", ranks), self._read("steps", ranks), strict=True
+        ):
             coords[rank] = calls["coords"]
-            if recorder.label in calls["groups"]:
-                histories[rank] = {**calls["groups"][recorder.label], "sums": sums[recorder.label]}
+            if label in calls["groups"]:
+                histories[rank] = {**calls["groups"][label], "sums": sums[label]}
         # Where others are too far behind to be compared with these two, these two alone.
-        two = {rank: histories[rank] for rank in recorder.ranks if rank in (self._rank, peer)}
-        found = find_desync(recorder.label, histories, coords) or find_desync(recorder.label, two, coords)
+        two = {rank: histories[rank] for rank in ranks if rank in (self._rank, peer)}
+        found = find_desync(label, histories, coords) or find_desync(label, two, coords)
         if found is not None:
             self.found = json.loads(self._store.compare_set("desync", "", json.dumps(found)))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.failed_call import INTERFACES, Reason, reason_of
+from meshcomm.comm.diagnosis import INTERFACES, Reason, reason_of
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.mesh.devices import backend_on

@@ -11,7 +11,6 @@ import torch
 
 from meshcomm.comm import CommunicatorCache
 from meshcomm.comm.callsite import callsite
-from meshcomm.comm.counters import counts
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.spans import Spans
@@ -120,7 +119,7 @@ class Metrics(TopologyQueries):
         counters = [recorder.counters for recorder in self._recorders.values()]
         seconds = time.perf_counter() - self._opened
         links, timed = machine(self._topology()), self.device.type == "cpu"
-        return stats(self.label, seconds, counts(counters), self.plan, links, timed=timed)
+        return stats(self.label, seconds, counters, self.plan, links, timed=timed)
 
     def stats_of_all_ranks(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.

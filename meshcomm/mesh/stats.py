@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from meshcomm.comm.counters import Count
+from meshcomm.comm.counters import Counters
 from meshcomm.costs import OPERATIONS, Line, Operation, best, bus_factor, lines, route
 from meshcomm.layout import Plan
 from meshcomm.place.links import ALGORITHMS
@@ -165,29 +165,34 @@ class StatsOfAll:
 
 
 def stats(
-    label: str, seconds: float, counts: Iterable[Count], plan: Plan, machine: Machine | None, *, timed: bool
+    label: str,
+    seconds: float,
+    counters: Iterable[Counters],
+    plan: Plan,
+    machine: Machine | None,
+    *,
+    timed: bool,
 ) -> Stats:
-    """The table of one rank.
+    """The table of one rank, from the counters of its groups; what was never called is left out.
 
     machine: what is known of the links; None predicts nothing. timed: whether calls return when they are over; else
     their seconds are not told.
     """
     predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
-    rows = [
-        Row(
-            count.dim,
-            count.call,
-            count.later,
-            plan.layout.size(count.dim),
-            count.calls,
-            count.nbytes,
-            count.seconds if timed else None,
-            count.span_s if timed else None,
-            predict(count),
-        )
-        for count in counts
-    ]
+    rows: list[Row] = []
+    # A copy, as another thread may make the first call of a kind meanwhile.
+    for total in [total for each in counters for total in list(each.values())]:
+        call = f"{total.call} (torch)" if total.past else total.call
+        known = timed and not total.past
+        for async_op, sums in ((False, total), (True, total.async_op)):
+            if sums.calls:
+                spent = sums.seconds if known else None
+                spans = sums.span_s if known and async_op else spent
+                expected = predict(total.name, call, sums.calls, sums.nbytes)
+                ranks = plan.layout.size(total.name)
+                counted = (sums.calls, sums.nbytes, spent, spans, expected)
+                rows.append(Row(total.name, call, async_op, ranks, *counted))
     return Stats(label, seconds, tuple(sorted(rows, key=lambda row: order.get(row.dim, len(order)))))
 
 
@@ -235,7 +240,7 @@ def _merged(a: Spread, b: Spread) -> Spread:
     )
 
 
-def _predictor(plan: Plan, machine: Machine | None) -> Callable[[Count], float | None]:
+def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
     """The model's seconds for what was counted; None where it has none."""
 
     @cache
@@ -248,11 +253,11 @@ def _predictor(plan: Plan, machine: Machine | None) -> Callable[[Count], float |
         every = lines(operation, route(found, machine))
         return [line for line in every if line.name in ALGORITHMS] or every
 
-    def predict(count: Count) -> float | None:
-        operation = _AS.get(count.call)
-        if operation is None or machine is None or not algorithms(count.dim, operation):
+    def predict(dim: str, call: str, calls: int, nbytes: int) -> float | None:
+        operation = _AS.get(call)
+        if operation is None or machine is None or not algorithms(dim, operation):
             return None
-        mean = count.nbytes / count.calls
-        return count.calls * best(algorithms(count.dim, operation), mean).seconds(mean)
+        mean = nbytes / calls
+        return calls * best(algorithms(dim, operation), mean).seconds(mean)
 
     return predict

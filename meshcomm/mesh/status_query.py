@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, final
+
+from meshcomm.mesh.store_connect import wait_for, within
 
 T = TypeVar("T")
 
@@ -18,9 +19,6 @@ _ANSWER_S: Final = 1.5
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
-
-# How often at least a rank looks for a diagnosis that another one is making.
-_READ_S: Final = 0.3
 
 
 @final
@@ -38,54 +36,30 @@ class StatusQuery:
         self._store = store
         self._rank = rank
         self._within_s = max(_ANSWER_S, 2 * look_s)
-        # Calls of the store that have returned.
-        self._returned = 0
 
     def limited(self, call: Callable[[], T]) -> T:
-        """What `call`, which uses this query, returns or raises; TimeoutError where the store stops to answer.
+        """What `call`, which uses this query, returns or raises; TimeoutError where the store does not answer.
 
         A store that is served by a stopped rank, or cannot be reached any more, holds its callers for minutes.
         """
-        results: list[T] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                results.append(call())
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="meshcomm-query", daemon=True)
-        thread.start()
-        seen = -1
-        while thread.is_alive() and self._returned != seen:
-            seen = self._returned
-            thread.join(self._within_s)
-        if errors:
-            raise errors[0]
-        if not results:
-            raise TimeoutError("the store does not answer")
-        return results[0]
+        within(self._within_s, lambda: self._store.check(["asked"]))
+        # In `shared`: until another rank has published, then for answers. Else the store has stopped since.
+        return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the first rank that comes with this name of a call makes; it asks, and the others read what it found.
 
         Where that rank does not publish it in time, each makes its own. Raises RuntimeError where the store fails.
         """
-        own = str(self._rank)
-        if self._do("compare_set", f"first/{call}", "", own).decode() == own:
+        own, published = str(self._rank), f"diagnosis/{call}"
+        if self._store.compare_set(f"first/{call}", "", own).decode() == own:
             found = make()
-            self._do("set", f"diagnosis/{call}", json.dumps(found))
+            self._store.set(published, json.dumps(found))
             return found
         # The first rank waits so long itself, longer on a busy machine.
-        deadline = time.monotonic() + _LONGER * self._within_s
-        pause_s = _PAUSE_S
-        while time.monotonic() < deadline:
-            if self._do("check", [f"diagnosis/{call}"]):
-                read: dict[str, Any] = json.loads(self._do("get", f"diagnosis/{call}"))
-                return read
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _READ_S)
+        if wait_for(self._store, [published], _LONGER * self._within_s):
+            read: dict[str, Any] = json.loads(self._store.get(published))
+            return read
         return make()
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
@@ -95,13 +69,13 @@ class StatusQuery:
         """
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
-        asked = {rank: self._do("add", f"asked/{rank}", 1) for rank in ranks if rank not in answers}
+        asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
         for rank, number in asked.items():
-            self._do("set", f"ask/{rank}/{number}", str(self._rank))
+            self._store.set(f"ask/{rank}/{number}", str(self._rank))
         keys = {rank: f"answer/{rank}/{number}" for rank, number in asked.items()}
         waited_s = 0.0
         while keys and waited_s < self._within_s and last - began < _LONGER * self._within_s:
-            if self._do("check", list(keys.values())):
+            if self._store.check(list(keys.values())):
                 break
             time.sleep(_PAUSE_S)
             now = time.monotonic()
@@ -113,10 +87,5 @@ class StatusQuery:
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
         """The values of those keys that are there."""
         return {
-            rank: json.loads(self._do("get", key)) for rank, key in keys.items() if self._do("check", [key])
+            rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
-
-    def _do(self, method: str, *arguments: Any) -> Any:
-        returned = getattr(self._store, method)(*arguments)
-        self._returned += 1
-        return returned

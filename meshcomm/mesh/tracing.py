@@ -1,26 +1,36 @@
-"""`mesh.trace(...)`: what every rank did inside a block, brought together in one file."""
+"""`mesh.trace(...)`: what every rank did inside a block, brought together in one file.
+
+In the JSON format of Chrome's tracing, which Perfetto reads too: "Trace Event Format",
+docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from os import PathLike
 from pathlib import Path
 from time import perf_counter as clock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.spans import Spans
+from meshcomm.comm.spans import Span, Spans, stretch
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import StoreError, UnsupportedOp
-from meshcomm.mesh.chrome import part_of, write
 
 if TYPE_CHECKING:
     from meshcomm.mesh.metrics import Metrics
 
 # Of all ranks together; one rank's part has some 20 bytes a call.
 _MAX_BYTES: Final = 1 << 40
+
+_NS: Final = 1e-3  # of a microsecond
+
+Event: TypeAlias = dict[str, Any]
 
 
 class _Clock(NamedTuple):
@@ -85,7 +95,7 @@ class Trace:
 
     def stretch(self, name: str, lane: str = "program") -> AbstractContextManager[None]:
         """A block shown under `name` in a lane of its own, as in `with trace.stretch("data"):`."""
-        return self._spans.stretch(lane, name)
+        return stretch(self._spans, lane, name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -157,3 +167,113 @@ class Trace:
                 return None
             found = [each for part in parts for each in part]
         return found
+
+
+# -- the file --------------------------------------------------------------------------------------------
+
+# Whether a message is sent, the other rank (None where it never came), tag, number.
+_End: TypeAlias = tuple[bool, int | None, int, int]
+
+
+def part_of(
+    rank: int, name: str, lanes: Sequence[str], spans: Sequence[Span], groups: Mapping[str, Sequence[int]]
+) -> bytes:
+    """One rank's part of a trace, compressed: lanes, events, and the ends of its messages.
+
+    name: of the rank. lanes: of dims, in their order. groups: global ranks by label. Times are the spans', none
+    of which is open.
+    """
+    # Stretches of the program first, then dims as the plan has them, then what else there is.
+    used = [span.lane for span in spans]
+    first = [span.lane for span in spans if not span.group]
+    ordered = dict.fromkeys([*first, *(lane for lane in lanes if lane in used), *used])
+    order = {lane: tid for tid, lane in enumerate(ordered)}
+
+    def about(kind: str, tid: int = 0, **facts: object) -> Event:
+        return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": facts}
+
+    events = [about("process_name", name=name), about("process_sort_index", sort_index=rank)]
+    for lane, tid in order.items():
+        events += [about("thread_name", tid, name=lane), about("thread_sort_index", tid, sort_index=tid)]
+    ends: list[Event] = []
+    for number, span in enumerate(spans):
+        ranks, at = groups.get(span.group, ()), {"pid": rank, "tid": order[span.lane]}
+        messages = [
+            (way == "send", None if peer is None else ranks[peer], tag, count)
+            for way, peer, tag, count in span.parts
+        ]
+        slices = list(_slices(span, messages, number))
+        events += [{**at, **event} for event in slices]
+        # A message leaves where its call begins, and has come where the last wait ends.
+        last = [event for event in slices if event["ph"] == "X"][-1]
+        came = max(last["ts"], last["ts"] + last["dur"] - _NS)
+        for sends, peer, tag, count in messages:
+            if peer is not None:
+                # Both ends of a message know it by this.
+                way = f"{rank}>{peer}" if sends else f"{peer}>{rank}"
+                flow = {"name": "message", "cat": "message", "id": f"{span.group} {way} {tag} {count}"}
+                kind = {"ph": "s", "ts": slices[0]["ts"]} if sends else {"ph": "f", "bp": "e", "ts": came}
+                ends.append({**at, **flow, **kind})
+    return zlib.compress(json.dumps([",\n".join(map(_compact, events)), ends]).encode(), 1)
+
+
+def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
+    """One file of all parts, which appears when it is whole, or not at all. facts: about all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    # Ends of messages whose other end has not been seen.
+    unmatched: dict[str, Event] = {}
+    try:
+        with half.open("w", encoding="utf-8") as file:
+            for number, part in enumerate(parts):
+                text, ends = json.loads(zlib.decompress(part))
+                file.write((",\n" if number else '{"displayTimeUnit": "ms", "traceEvents": [\n') + text)
+                for end in ends:
+                    other = unmatched.pop(end["id"], None)
+                    if other is None or other["ph"] == end["ph"]:
+                        unmatched[end["id"]] = end
+                    else:
+                        file.write(f",\n{_compact(other)},\n{_compact(end)}")
+            facts = {**facts, "unmatched_messages": len(unmatched)}
+            file.write(f'\n], "otherData": {json.dumps(facts)}}}\n')
+        half.replace(path)
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
+
+
+def _compact(event: Event) -> str:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _slices(span: Span, messages: Sequence[_End], number: int) -> Iterator[Event]:
+    """What is drawn of a call: a slice, and where it is waited for later, one for each wait and a bar above."""
+    facts: dict[str, Any] = {"callsite": span.site}
+    if span.group:
+        facts |= {"group": span.group, "bytes": span.nbytes}
+    if span.number:
+        facts["number"] = span.number
+    if span.shape is not None:
+        facts |= {"shape": list(span.shape), "dtype": span.dtype}
+    for sends, peer, tag, count in messages:
+        text = f"rank {'?' if peer is None else peer}, message {count} with tag {tag}"
+        facts.setdefault("to" if sends else "from", []).append(text)
+    assert span.left is not None
+    over = max([span.left, *(end for _, end in span.waits)])
+    # Several messages of one call follow each other; collectives of a list may lie across each other.
+    whole = not span.waits or (span.at_once and bool(messages))
+    kind = "program" if not span.group else "message" if messages else "collective"
+
+    def drawn(name: str, began: float, end: float, args: dict[str, Any]) -> Event:
+        times = {"ts": began * 1e6, "dur": max(0.0, (end - began) * 1e6)}
+        return {"ph": "X", "name": name, "cat": kind, **times, "args": args}
+
+    name = span.call if whole else f"start {span.call}"
+    yield drawn(name, span.began, over if whole else span.left, facts)
+    if not whole:
+        for since, now in span.waits:
+            yield drawn(f"wait for {span.call}", since, now, {"callsite": span.site})
+        # From start to the end of the wait, whatever the program does in between.
+        bar = {"name": f"{span.call} {span.lane}", "cat": "under way", "id": number}
+        yield {**bar, "ph": "b", "ts": span.began * 1e6, "args": facts}
+        yield {**bar, "ph": "e", "ts": over * 1e6}

@@ -19,9 +19,16 @@ from weakref import WeakMethod, ref
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours, line_of
-from meshcomm.comm.diagnosis import Diagnosis, name_of_rank
-from meshcomm.comm.failed_call import FailedCall, Reason, reason_of, shorten
+from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.diagnosis import (
+    Diagnosis,
+    FailedCall,
+    Reason,
+    diagnose,
+    first_line,
+    name_of_rank,
+    reason_of,
+)
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage, has_failed
@@ -29,6 +36,7 @@ from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.status_query import StatusQuery
+from meshcomm.mesh.store_connect import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import calls_under_way, capturing
 
@@ -37,9 +45,6 @@ GRACE_S: Final = 5.0
 
 # How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
 _CLOSES_S: Final = 10.0
-
-# Collectives of each group whose operation and callsite a rank tells the others.
-_RECENT: Final = 16
 
 _PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _COMM: Final = f"{_PACKAGE}comm{os.sep}"
@@ -170,18 +175,17 @@ class Watchdog:
         time.sleep(self._desync.linger_s)
         self._stop.set()
         store, last = self._store, json.dumps({**self.status(), "closed": True, "raised": _raised()})
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):
-                store.set(f"closed/{self._rank}", last)
-
-        # Nobody waits for a store that has stopped answering, least of all for one that was found so.
-        telling = threading.Thread(target=tell, name="meshcomm-closed", daemon=True)
-        telling.start()
-        telling.join(0.0 if self._silent else _CLOSES_S)
+        waits_s = 5.0
+        try:
+            # Nobody waits for a store that has stopped answering, least of all for one that was found so.
+            within(0.0 if self._silent else _CLOSES_S, lambda: store.set(f"closed/{self._rank}", last))
+        except TimeoutError:
+            waits_s = 0.0
+        except RuntimeError:
+            pass
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(0.0 if telling.is_alive() else 5.0)
+                thread.join(waits_s)
         for recorder, _ in self._recorders:
             recorder.close()
         # One where nobody answers, in place of a connection.
@@ -222,19 +226,19 @@ class Watchdog:
             "torch": calls_under_way() if _in_torch(self._main) else [],
             "failed": self._failed,
             "differs": self._desync.found,
-            "groups": [{**each.status(), "recent": _recent(each)} for each, _ in self._recorders],
+            "groups": [each.status() for each, _ in self._recorders],
         }
 
     def _write(self) -> bool:
         """Whether this rank's report is there now: its status and its last calls, with the clock of their times."""
         if not self._reports:
             return False
-        past = [call for each, _ in self._recorders for call in each.history()]
+        history = [call for each, _ in self._recorders for call in each.history()]
         now = time.perf_counter()
         report = {
             **self.status(),
             "clock": {"host": str(host()), "now_s": now, "ahead_s": time.time() - now},
-            "history": sorted(past, key=lambda call: call["began"]),
+            "history": sorted(history, key=lambda call: call["began"]),
         }
         folder = Path(self._reports)
         # A report that cannot be written must not hide the error that it is about.
@@ -280,14 +284,17 @@ class Watchdog:
     def _inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
         """The error for a call that failed: who has not come, and what they do instead."""
         failed = FailedCall(recorder, where, error)
-        shorten(error)
+        if isinstance(error, RuntimeError):
+            # The rest is a trace through C++, and its frames are ours.
+            error.args = (first_line(error),)
+        error.__traceback__ = None
         return self._diagnosed(failed)
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         if failed.reason is Reason.OTHER:
-            return failed.other()
+            return failed.error_alone()
         # What fails after the first failure mostly follows from it.
-        self._failed = self._failed or failed.facts()
+        self._failed = self._failed or failed.facts
         reported = self._write()
         found: dict[str, Any] = {}
         try:
@@ -300,7 +307,7 @@ class Watchdog:
         if cause is not None:
             return cause
         if not found:
-            return failed.unasked(self._rank, self._silent)
+            return failed.error_unasked(self._rank, self._silent)
         diagnosis = Diagnosis(**found["diagnosis"])
         self._failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
         return failed.error(diagnosis, self._reports if reported else "")
@@ -311,10 +318,8 @@ class Watchdog:
         def make() -> dict[str, Any]:
             statuses = {**self._query.ask(failed.asks(self._rank)), self._rank: self.status()}
             self._desync.cause(statuses)
-            return {
-                "differs": self._desync.found,
-                "diagnosis": failed.diagnosis(self._rank, statuses)._asdict(),
-            }
+            found = diagnose(failed.label, failed.ranks, failed.number, statuses, failed.waiting, self._rank)
+            return {"differs": self._desync.found, "diagnosis": found._asdict()}
 
         if failed.waiting is not None:
             return make()
@@ -325,9 +330,9 @@ class Watchdog:
 
     def _past(self, recorder: FlightRecorder) -> str:
         """What opens an error about a message on a group, or its last collective, that was made past the mesh."""
-        last, message = recorder.last() or {"call": "a call", "dim": "?"}, recorder.messages.waiting
-        call, dim = (last["call"], last["dim"]) if message is None else (message.call, message.name)
-        return f'{call} made past the mesh along "{dim}" on {self._who}'
+        status = recorder.status()
+        call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
+        return f'{call["call"]} made past the mesh along "{call["dim"]}" on {self._who}'
 
 
 @final
@@ -352,9 +357,7 @@ class CallTimer:
         for recorder, timeout_s in recorders:
             call = _under_way(recorder)
             seen, since = self._seen.get(recorder, (None, now))
-            if call is None:
-                self._seen.pop(recorder, None)
-            elif seen is not call and not (isinstance(call, int) and seen == call):
+            if call is None or call != seen:
                 self._seen[recorder] = (call, now)
             # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
             elif now - since > timeout_s + GRACE_S and (call is not recorder.work or recorder.pending):
@@ -371,19 +374,6 @@ def _under_way(recorder: FlightRecorder) -> Any:
     # A copy, as the program may make the first call of a kind meanwhile.
     waits = (total.waiting for total in list(recorder.counters.values()))
     return next((later for later in waits if later is not None), None) or recorder.work
-
-
-def _recent(recorder: FlightRecorder) -> list[tuple[int, str, str]]:
-    """Sequence number, operation and callsite of the group's last collectives, but those that were refused."""
-    entries = [
-        (number, recorder.ring[number % len(recorder.ring)]) for number in recorder.remembered()[-_RECENT:]
-    ]
-    return [
-        (number, counter.call, f"{code.co_filename}:{line_of(code, instruction)}")
-        for number, entry in entries
-        if entry is not None and number not in recorder.refused
-        for counter, _, code, instruction, _ in (entry,)
-    ]
 
 
 # -- threads ----------------------------------------------------------------------------------------------
