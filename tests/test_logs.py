@@ -13,7 +13,7 @@ import meshcomm
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.mesh import logs
-from meshcomm.mesh.logs import CoordsFormatter, coords_filter, prefix
+from meshcomm.mesh.logs import CoordsFilter, CoordsFormatter, prefix
 from meshcomm.mesh.where import Where
 from meshcomm.testing import Pool
 
@@ -129,8 +129,8 @@ def test_every_line_has_the_prefix() -> None:
 
 def test_the_filter_is_one_of_loggings_own() -> None:
     record = logging.LogRecord("mine", logging.WARNING, "f.py", 1, "text", None, None)
-    assert coords_filter(LAYOUT, 0, "tp==0").filter(record)
-    assert not coords_filter(LAYOUT, 1, "tp==0").filter(record)
+    assert CoordsFilter(LAYOUT, 0, "tp==0").filter(record)
+    assert not CoordsFilter(LAYOUT, 1, "tp==0").filter(record)
 
 
 def speak(where: str | None) -> str:

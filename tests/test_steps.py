@@ -209,9 +209,9 @@ def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
     behind, ahead = StepHistory(), StepHistory()
     place = callsite(0)
     for step in range(1, 30_000):
-        behind.note(step, step, (None,), 0, (), False, place)
+        behind.note(step, step, 0, [], place)
     for step in range(1, 30_000 + lag):
-        ahead.note(step, step, (None,), 0, (), False, place)
+        ahead.note(step, step, 0, [], place)
     assert last_common(behind.sums, ahead.sums) > 29_999 - max(1, 2 * lag)
     assert len(ahead.sums) < 20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter as clock
+from types import CodeType
 from typing import Any, Final, TypeAlias, final
 from zlib import crc32
 
@@ -44,6 +45,9 @@ class CallCounter(Sums):
         self.alike = not call.startswith(_UNEVEN)
         self.waiting: PendingCall | None = None
 
+
+# A collective: where it is summed up, its bytes as the counters count them, its place in the program, when it began.
+Entry: TypeAlias = tuple[CallCounter, int, CodeType, int, float]
 
 Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, final
 from zlib import crc32
 
 from meshcomm.comm.callsite import line_of
-from meshcomm.comm.counters import CallCounter
+from meshcomm.comm.counters import Entry
 from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold
@@ -19,9 +19,6 @@ from meshcomm.layout.sizes import fold
 RUNS: Final = 64
 # Callsites that an error shows of one rank's step.
 _SHOWN: Final = 6
-
-# As comm/flight_recorder.py has them.
-_Entry: TypeAlias = tuple[CallCounter, int, CodeType, int, float]
 
 
 class _Run(NamedTuple):
@@ -54,44 +51,19 @@ class StepHistory:
         self.step = 0
         self.sums: dict[int, int] = {}
         self._sum = 0
-        self._started = 0
         self._runs: deque[_Run] = deque(maxlen=RUNS)
 
     def note(
-        self,
-        step: int,
-        number: int,
-        ring: Sequence[_Entry | None],
-        started: int,
-        refused: Collection[int],
-        excluded: bool,
-        ended_at: tuple[CodeType, int],
+        self, step: int, number: int, calls: int, entries: Sequence[Entry], ended_at: tuple[CodeType, int]
     ) -> None:
-        """Step `step` is over, which the program calls `number`; `started` calls were made up to now.
+        """Step `step` is over, which the program calls `number`; `calls` were made in it.
 
-        ring: the last calls, by sequence number. Of a step with more calls than it holds, the last ones are
-        compared, on every rank alike. refused: sequence numbers of calls that were refused before anything was
-        sent. excluded: the calls of this step are not compared.
+        entries: those that are compared.
         """
-        calls, nbytes, digest = started - self._started, 0, 0
-        entries: list[_Entry] = []
-        self._started = started
-        if excluded:
-            calls = 0
-        elif calls:
-            kept = len(ring)
-            numbers: Sequence[int] = range(started - min(calls, kept) + 1, started + 1)
-            if refused:
-                numbers = [each for each in numbers if each not in refused]
-            entries = [entry for each in numbers if (entry := ring[each % kept]) is not None]
-            facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
-            digest, nbytes = crc32(array("q", facts).tobytes()), sum(facts[1::2])
+        facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
+        digest, nbytes = crc32(array("q", facts).tobytes()) if facts else 0, sum(facts[1::2])
         last = self._runs[-1] if self._runs else None
-        if last is None or (last.calls, last.digest, last.number - last.first) != (
-            calls,
-            digest,
-            number - step,
-        ):
+        if last is None or last[2:4] != (calls, digest) or last.number - last.first != number - step:
             counts = Counter((entry[0].call, line_of(entry[2], entry[3])) for entry in entries)
             operations = [
                 f"{call}{f' {times} times' if times > 1 else ''} at {line}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.callsite import line_of, users_frame
-from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
+from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
@@ -26,8 +26,6 @@ KEPT: Final = 256
 # Collectives of which a rank tells the others.
 _RECENT: Final = 16
 
-# Where it is summed up, its bytes as the counters count them, the place in the program, when it began.
-Entry = tuple[CallCounter, int, CodeType, int, float]
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 
 
@@ -84,6 +82,8 @@ class FlightRecorder:
         self.span: Span | None = None
         self.refused: deque[int] = deque(maxlen=KEPT)
         self.steps = StepHistory()
+        # The number of the last call that belongs to a step.
+        self._noted = 0
         self._caller: Caller | None = None
         self._counted = True
         self._outer: object = None
@@ -249,8 +249,15 @@ class FlightRecorder:
     # -- what is known -------------------------------------------------------------------------------
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note."""
-        self.steps.note(step, number, self.ring, self.started, self.refused, excluded, ended_at)
+        """A step of the program is over; see StepHistory.note.
+
+        Of a step with more calls than the ring holds, the last ones are compared, on every rank alike; of an excluded
+        one none, and nowhere calls that were refused.
+        """
+        first, self._noted = self._noted + 1, self.started
+        numbers = range(self.started + 1 if excluded else first, self.started + 1)
+        made = [self.ring[n % KEPT] for n in numbers[-KEPT:] if n not in self.refused]
+        self.steps.note(step, number, len(numbers), [entry for entry in made if entry is not None], ended_at)
 
     def trace(self, spans: Spans | None) -> None:
         """Tell `spans` of every call from now on; None: nobody."""
@@ -303,7 +310,10 @@ class FlightRecorder:
         if found is None:
             return None
         shape = getattr(self.under_way, "shape", None)
-        return {**found, "shape": None if shape is None else list(shape), "inside": found["over"] is None}
+        found["shape"] = None if shape is None else list(shape)
+        found["inside"] = found.pop("over") is None
+        del found["began"]
+        return found
 
     def history(self) -> list[dict[str, Any]]:
         """The calls of the ring and the last messages as plain data, in the order of their beginning."""

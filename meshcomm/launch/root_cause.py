@@ -106,7 +106,9 @@ def _compare_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> 
             mismatched += [rank for _, ranks in fewest_first[:-1] for rank in ranks]
         for (number, operation), ranks in fewest_first:
             who = label(ranks[0]) if len(ranks) == 1 else _ranks(ranks)
-            lines.append(f"call {number} on {group} was {operation} on {who}, at {calls[ranks[0]]['site']}")
+            lines.append(
+                f"call {number} on {group} was {operation} on {who}, at {calls[ranks[0]]['callsite']}"
+            )
     return mismatched, lines
 
 

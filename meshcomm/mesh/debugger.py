@@ -6,10 +6,9 @@ import os
 import pdb
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import final
+from typing import IO, final
 
 
 def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
@@ -19,12 +18,11 @@ def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
         debugger stops again at the frame's next line; the others run on and wait in their next call.
     Raises BdbQuit after `q`, and where there is nobody to ask (no terminal, the end of a file).
     """
-    with _terminal():
-        debugger = _Debugger()
-        debugger.message(f"{label} stopped; the others wait until it goes on. c: go on, n: step, q: end")
-        debugger.reset()
-        debugger.interaction(frame, None)
-    if debugger.ends:
+    debugger = _Debugger(stdin=_terminal())
+    debugger.message(f"{label} stopped; the others wait until it goes on. c: go on, n: step, q: end")
+    debugger.reset()
+    debugger.interaction(frame, None)
+    if debugger.quitting:
         raise BdbQuit
     meet()
     if not debugger.goes_on:
@@ -34,32 +32,17 @@ def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
 
 @final
 class _Debugger(pdb.Pdb):
-    """pdb, which remembers what the user wanted when it returned."""
+    """pdb, which remembers whether the user wanted to go on."""
 
     goes_on = False
-    ends = False
 
     def set_continue(self) -> None:
         """After `c`."""
         self.goes_on = True
         super().set_continue()
 
-    def set_quit(self) -> None:
-        """After `q` and at the end of the input."""
-        self.ends = True
-        super().set_quit()
 
-
-@contextmanager
-def _terminal() -> Iterator[None]:
-    """sys.stdin as the process got it, where multiprocessing has put nothing in its place."""
-    before = sys.stdin
-    if before is not None and getattr(before, "name", "") != os.devnull:
-        yield
-        return
-    with open("/dev/stdin") as terminal:
-        sys.stdin = terminal
-        try:
-            yield
-        finally:
-            sys.stdin = before
+def _terminal() -> IO[str] | None:
+    """The process's own stdin, where multiprocessing has put nothing in its place; None: sys.stdin will do."""
+    replaced = sys.stdin is None or getattr(sys.stdin, "name", "") == os.devnull
+    return open(0, closefd=False) if replaced else None

@@ -33,7 +33,7 @@ def attach(
     handler = logging.StreamHandler(stream)
     handler.setFormatter(CoordsFormatter(mesh.layout, mesh.rank))
     if where is not None:
-        handler.addFilter(coords_filter(mesh.layout, mesh.rank, where))
+        handler.addFilter(CoordsFilter(mesh.layout, mesh.rank, where))
     (logger or logging.getLogger()).addHandler(handler)
     return handler
 
@@ -63,20 +63,15 @@ class CoordsFormatter(logging.Formatter):
         return "\n".join(f"{self._prefix} {line}".rstrip() for line in super().format(record).split("\n"))
 
 
-def coords_filter(layout: Layout, rank: int, where: str) -> logging.Filter:
-    """A logging.Filter that lets everything through on ranks where `where` holds, else nothing.
-
-    Raises WhereError, on every rank alike.
-    """
-    return _CoordsFilter(Where(where, layout).holds(rank))
-
-
 @final
-class _CoordsFilter(logging.Filter):
-    # A rank's coords never change, so the answer is known before the first record.
-    def __init__(self, speaks: bool) -> None:
+class CoordsFilter(logging.Filter):
+    """Lets everything through on ranks where `where` holds, else nothing. Raises WhereError, on every rank alike."""
+
+    def __init__(self, layout: Layout, rank: int, where: str) -> None:
         super().__init__()
-        self._speaks = speaks
+        # A rank's coords never change, so the answer is known before the first record.
+        self._speaks = Where(where, layout).holds(rank)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this rank writes the record."""
         return self._speaks
