@@ -13,7 +13,7 @@ from meshcomm.comm.callsite import line_of
 from meshcomm.comm.counters import Entry
 from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 
 # The runs of equal steps whose calls are remembered.
 RUNS: Final = 64
@@ -154,7 +154,7 @@ def _finding(
     if forgotten:
         made = "other calls"
         given = "the calls of that step are no longer remembered"
-        expected = f"the same calls in every step, as {_those(usual)} made them"
+        expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
         made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
@@ -162,10 +162,10 @@ def _finding(
         for rank in mismatched:
             alike.setdefault(signs[rank], []).append(rank)
         given = "\n".join(
-            f"{_those(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in alike.values()
+            f"{ranks_text(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in alike.values()
         )
         given += f"\nstep {number} ended at {first.ended_at}"
-        expected = f"as {_those(usual)}: {_calls(model, first)}"
+        expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
     return {
         "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
         "given": given,
@@ -190,7 +190,3 @@ def _calls(step: _Run, other: _Run) -> str:
 
 def _collectives(count: int) -> str:
     return f"{count} collective{'' if count == 1 else 's'}"
-
-
-def _those(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import fold, ranks_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.flight_recorder import FlightRecorder
@@ -131,7 +131,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
         if lines:
             others = [rank for rank in calls if rank not in lines]
             call, callsite = calls[others[0]]
-            rest = f"rank{'s' if len(others) > 1 else ''} {fold(others)} made {call}, at {callsite}, as call {number}"
+            rest = f"{ranks_text(others)} made {call}, at {callsite}, as call {number}"
             return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
     return None
 
@@ -208,7 +208,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
         # What it does since then mostly follows from that.
         closed = "has closed the mesh, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
-        why = f": it waited for rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}" if ranks else ""
+        why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
     calls = [call for group in status["groups"] if (call := _blocked_in(group)) is not None]
     if calls:
@@ -424,7 +424,7 @@ class FailedCall:
         why = "the host that holds it has ended or cannot be reached from this one"
         lines = [
             self._said,
-            f"rank{'s' if len(others) > 1 else ''} {fold(others)} could not be asked: the job's store does not answer; {why}",
+            f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
         expected = "a store that lives as long as the job: in the launcher, or in rank 0"
         hint = "look for the first error of the process that holds the store"

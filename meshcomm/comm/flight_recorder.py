@@ -209,7 +209,9 @@ class FlightRecorder:
         row = HOOKED.get(kind)
         if row is None:
             if kind in ("SEND", "RECV"):
-                self._message(name, "send" if kind == "SEND" else "recv", given)
+                tensors = given.input_tensors or given.output_tensors
+                peer = given.root if given.root >= 0 else None
+                self._past = self.messages.past(name, kind.lower(), peer, tensors, users_frame(3))
             return
         inputs, outputs = given.input_tensors, given.output_tensors
         nbytes = row.moved(sum(each.nbytes for each in inputs), len(self.ranks))
@@ -240,11 +242,6 @@ class FlightRecorder:
         elif self._past is not None:
             self.messages.posted(self._past, given.work)
             self._past = None
-
-    def _message(self, name: str, direction: Any, given: Any) -> None:
-        tensors = given.input_tensors or given.output_tensors
-        peer = given.root if given.root >= 0 else None
-        self._past = self.messages.past(name, direction, peer, tensors, users_frame(4))
 
     # -- what is known -------------------------------------------------------------------------------
 

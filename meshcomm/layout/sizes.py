@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshcomm.errors import LayoutError
 from meshcomm.layout.names import check_name
@@ -128,6 +128,11 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
         else f"sizes that multiply to {world}",
         hint=", or\n".join([*fitting, *([f"{processes} processes"] if processes != world else [])]),
     )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0 1 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"
 
 
 def fold(numbers: Iterable[int], most: int = 8) -> str:

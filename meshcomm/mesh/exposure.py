@@ -81,10 +81,8 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
     )
 
 
-def listening(port: int) -> list[str] | None:
-    """The addresses of this host on which someone listens at `port`; None where the system does not say."""
-    if not sys.platform.startswith("linux"):
-        return None
+def listening(port: int) -> list[str]:
+    """The addresses of this host on which someone listens at `port`; none where the system does not say."""
     found: list[str] = []
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
@@ -104,7 +102,7 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
 
     setting: what to write to change it, as in `MASTER_ADDR=127.0.0.1`.
     """
-    outside = [address for address in listening(port) or () if not is_loopback(address)]
+    outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:
         return None
     ranks = f"all {world_size} ranks are" if world_size > 1 else "its one rank is"
