@@ -88,12 +88,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    label: str,
-    ranks: Sequence[int],
-    number: int,
-    statuses: Statuses,
-    waiting: Waiting = None,
-    rank: int = 0,
+    label: str, ranks: Sequence[int], number: int, statuses: Statuses, waiting: Waiting = None, rank: int = 0
 ) -> Diagnosis:
     """Why a call on the group `label` of `ranks` does not end.
 
@@ -137,12 +132,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
 
 
 def absent(
-    label: str,
-    ranks: Sequence[int],
-    number: int,
-    statuses: Statuses,
-    waiting: Waiting = None,
-    rank: int = 0,
+    label: str, ranks: Sequence[int], number: int, statuses: Statuses, waiting: Waiting = None, rank: int = 0
 ) -> list[tuple[int, str | None]]:
     """The ranks that have not come to a call, see `diagnose`, and what each does instead; None: it is silent."""
     if waiting is not None:

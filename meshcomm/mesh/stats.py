@@ -80,17 +80,12 @@ class Row:
     def less(self, before: Row) -> Row:
         """What came after `before`, a row of the same call."""
 
-        def minus(a: float | None, b: float | None) -> float | None:
+        def minus(name: str) -> Any:
+            a, b = getattr(self, name), getattr(before, name)
             return a if a is None or b is None else a - b
 
-        return replace(
-            self,
-            calls=self.calls - before.calls,
-            nbytes=self.nbytes - before.nbytes,
-            seconds=minus(self.seconds, before.seconds),
-            span_s=minus(self.span_s, before.span_s),
-            predicted_s=minus(self.predicted_s, before.predicted_s),
-        )
+        summed = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
+        return replace(self, **{name: minus(name) for name in summed})
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,8 @@ class Watchdog:
         self._end = end
         self._failed: dict[str, Any] | None = None
         self._timer = CallTimer()
-        self._told: object = None
+        # The Work past the mesh that was last reported as held.
+        self._reported: object = None
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._query = StatusQuery(store, rank, self._interval)
@@ -256,18 +257,19 @@ class Watchdog:
         """Look for calls that their backend holds; whether to look again."""
         for recorder, call in self._timer.overdue(self._recorders, time.monotonic()):
             past = call is recorder.work
-            if _is_inside(_C10D if past else _COMM):
+            inside = _C10D if past else _COMM
+            if _is_inside(inside):
                 where = f"a call inside the backend at {_main_line(self._main)}"
                 held = TimeoutError("the backend is past its timeout and does not return: the process ends")
                 error = self._diagnosed(FailedCall(recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while, in which the backend may have given up or come to its end.
                 again = self._timer.overdue([(recorder, 0.0)], time.monotonic())
-                if (recorder, call) in again and _is_inside(_C10D if past else _COMM):
+                if (recorder, call) in again and _is_inside(inside):
                     self._end(error)
                     return False
-            elif past and call is not self._told:
-                self._told = call
+            elif past and call is not self._reported:
+                self._reported = call
                 held = TimeoutError("its backend has not given it up")
                 error = self._diagnosed(FailedCall(recorder, self._past(recorder), held))
                 print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
