@@ -286,6 +286,8 @@ def test_what_simulate_is_told_is_checked() -> None:
     for keywords, match in (
         ({}, "was not told which mesh to make"),
         ({"config": ROOT / "configs/mesh.toml", "dims": DIMS}, "told two meshes"),
+        ({"config": ROOT / "configs/mesh.toml", "options": {"dp": {"backend": "nccl"}}}, "told two meshes"),
+        ({"dims": {"dp": 2}, "options": {"dp": {"backnd": "nccl"}}}, "options.dp.backnd: unknown key"),
         ({"dims": {"dp": -1}}, "-1"),
         ({"dims": {"dp": 3}, "world_size": 8}, "8"),
     ):

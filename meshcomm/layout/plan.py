@@ -164,23 +164,23 @@ class Plan:
         """Every group of every name, in the order in which they are created."""
         for family in self.families:
             if family.size > 1:
-                for index, ranks in enumerate(self.layout.groups(family.name)):
-                    yield self._group(family, index, ranks)
+                for ranks in self.layout.groups(family.name):
+                    yield self._group(family, ranks)
 
     def for_rank(self, rank: int) -> RankPlan:
         """What `rank` sees. Time and memory grow with the sizes of its groups, not with the world."""
         layout = self.layout
-        groups = tuple(
-            self._group(family, layout.group_index(rank, family.name), layout.group_of(rank, family.name))
-            for family in self.families
-            if family.size > 1
-        )
+        wider = (family for family in self.families if family.size > 1)
+        groups = tuple(self._group(family, layout.group_of(rank, family.name)) for family in wider)
         return RankPlan(rank=rank, coords=layout.coords(rank), groups=groups)
 
-    def _group(self, family: Family, index: int, ranks: Ranks) -> Group:
+    def _group(self, family: Family, ranks: Ranks) -> Group:
         layout = self.layout
         first = layout.position(int(ranks[0]))
         common = {name: layout.digits(name).coord(first) for name in layout.rest(family.dims)}
+        index = 0
+        for name, coord in common.items():
+            index = index * layout.size(name) + coord
         members = tuple(ranks.tolist())
         return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
@@ -197,7 +197,7 @@ class Plan:
             "options": {family.name: family.options.facts() for family in self.families},
         }
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits of a SHA-256 over `facts()`, names in their order."""
         text = json.dumps(self.facts(), separators=(",", ":"))

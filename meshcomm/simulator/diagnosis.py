@@ -9,6 +9,7 @@ from typing import Final
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import fold
 from meshcomm.simulator.scheduler import Actor
+from meshcomm.simulator.start_order import shortest_way
 from meshcomm.simulator.store import StoreWait
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState
@@ -227,17 +228,7 @@ def find_circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
     while (following := next(other for other in left[walk[-1]] if other in left)) not in walk:
         walk.append(following)
     start = min(walk[walk.index(following) :])
-    # Breadth first: the first way back is a shortest one.
-    came, front = dict.fromkeys(left[start], start), list(left[start])
-    for rank in front:
-        for other in left.get(rank, ()):
-            if other not in came:
-                came[other] = rank
-                front.append(other)
-    path = [start]
-    while path[-1] != start or len(path) == 1:
-        path.append(came[path[-1]])
-    return path[:0:-1]
+    return shortest_way(left, start, start)[:-1]
 
 
 def _doing(actor: Actor) -> str:

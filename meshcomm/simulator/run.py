@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshcomm.comm.handle import UnwaitedHandle
-from meshcomm.config import Config, DimOptions, MeshConfig, load
+from meshcomm.config import Config, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.launch_environment import how_many_ranks
@@ -23,8 +23,7 @@ from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job
 from meshcomm.simulator.diagnosis import at_the_end, diagnose
-from meshcomm.simulator.rank_locals import RankLocals
-from meshcomm.simulator.scheduler import Actor, Scheduler
+from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.traffic import traffic_facts
 from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.simulator.world import SharedState, SimulatedWorld
@@ -65,15 +64,26 @@ def simulate(
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
     HandleNotWaited; RankFailed with what a rank's `fn` raised; ConfigError.
     """
-    keys = {
+    keys: dict[str, Any] = {
         "dims": dims,
         "merge": merge,
         "views": views,
+        "options": options,
         "rank_order": tuple(rank_order) if isinstance(rank_order, Iterable) else rank_order,
         "ranks": tuple(ranks) if isinstance(ranks, Iterable) else ranks,
     }
     given = {name: value for name, value in keys.items() if value is not None}
-    settings = _settings(config, given, options, overrides)
+    if (config is None) == (not given):
+        raise LaunchError(
+            "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",
+            given="neither config nor dims" if config is None else f"a config, and {', '.join(given)}",
+            expected="a config, or dims",
+            hint='simulate(fn, dims={"dp": 4, "tp": 2})',
+        )
+    mesh_config = MeshConfig(**given) if config is None else config
+    settings = load(
+        Config(mesh=mesh_config) if isinstance(mesh_config, MeshConfig) else mesh_config, overrides
+    )
     size = world_size_of(settings, world_size)
     settings.resolved(size)
 
@@ -198,25 +208,3 @@ def world_size_of(settings: Config, world_size: int | None) -> int:
     if settings.mesh.ranks is not None:
         return max(settings.mesh.ranks) + 1
     return math.prod(settings.mesh.sizes(None).values())
-
-
-def _settings(
-    config: Any,
-    given: dict[str, Any],
-    options: Mapping[str, Mapping[str, Any]] | None,
-    overrides: Sequence[str],
-) -> Config:
-    if (config is None) == (not given):
-        raise LaunchError(
-            "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",
-            given="neither config nor dims" if config is None else f"a config, and {', '.join(given)}",
-            expected="a config, or dims",
-            hint='simulate(fn, dims={"dp": 4, "tp": 2})',
-        )
-    if isinstance(config, MeshConfig):
-        config = Config(mesh=config)
-    if config is not None:
-        return load(config, overrides)
-    if options is not None:
-        given["options"] = {name: DimOptions(**own) for name, own in options.items()}
-    return load(Config(mesh=MeshConfig(**given)), overrides)

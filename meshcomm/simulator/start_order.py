@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple, final
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeVar, final
 
 from meshcomm.errors import DeadlockError
+
+Node = TypeVar("Node")
 
 # A collective: which group, and its number there.
 Call = tuple[int, int]
@@ -53,28 +56,9 @@ class StartOrder:
             before, start = earlier
             self._after[before].setdefault(call, (start, own))
             self._before[call].add(before)
-            path = self._path(call, before)
-            if path is not None:
-                return _error([(start, own), *path])
+            if way := shortest_way(self._after, call, before):
+                return _error([(start, own), *(self._after[one][other] for one, other in pairwise(way))])
         self._forget(call)
-        return None
-
-    def _path(self, source: Call, target: Call) -> list[tuple[Start, Start]] | None:
-        """The starts that lead from one call to another, later one."""
-        came: dict[Call, tuple[Call, tuple[Start, Start]]] = {}
-        waiting = [source]
-        while waiting:
-            at = waiting.pop()
-            if at == target:
-                path = []
-                while at != source:
-                    at, starts = came[at]
-                    path.append(starts)
-                return path[::-1]
-            for later, starts in self._after[at].items():
-                if later not in came:
-                    came[later] = (at, starts)
-                    waiting.append(later)
         return None
 
     def _forget(self, call: Call) -> None:
@@ -86,6 +70,23 @@ class StartOrder:
                     self._before[later].discard(at)
                     waiting.append(later)
                 del self._left[at], self._before[at]
+
+
+def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
+    """The nodes from one to another, both included, in one step or more; [] where there is no way."""
+    came = dict.fromkeys(after[source], source)
+    front = list(came)
+    for node in front:
+        for later in after.get(node, ()):
+            if later not in came:
+                came[later] = node
+                front.append(later)
+    if target not in came:
+        return []
+    way = [target]
+    while way[-1] != source or len(way) == 1:
+        way.append(came[way[-1]])
+    return way[::-1]
 
 
 def _error(circle: Sequence[tuple[Start, Start]]) -> DeadlockError:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
@@ -52,13 +53,9 @@ def callsite_of(actor: Actor) -> Callsite:
 
 def raised_at(error: BaseException) -> str:
     """The innermost line of the program that an exception passed through."""
-    found, trace = _UNKNOWN.line, error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not is_ours(file):
-            found = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    passed = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+    lines = [f"{file}:{line}" for file, line in passed if not is_ours(file)]
+    return lines[-1] if lines else _UNKNOWN.line
 
 
 def _walk(frame: Any) -> Callsite:
