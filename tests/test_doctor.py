@@ -26,8 +26,8 @@ from meshcomm.doctor.network import Interface
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.doctor import doctor as doctor_job
 from meshcomm.mesh import exposure
+from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.exposure import ExposedRendezvous
-from meshcomm.mesh.launch_environment import Launch, find_launch
 from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
 from tests.ports import free_port

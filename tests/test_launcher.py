@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.launch_environment import Launch, attempt_prefix, find_launch
+from meshcomm.mesh.environment import Launch, attempt_prefix, find_launch
 
 TORCHRUN = {
     "RANK": "5",

@@ -20,11 +20,10 @@ import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh.agree import leave_together
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.rank_claim import blame, claim, is_running, process_name
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.mesh.rendezvous import meet
-from meshcomm.mesh.store_connect import find_tcp_store, what_is_at
+from meshcomm.mesh.rendezvous import find_tcp_store, meet, what_is_at
 from meshcomm.testing import Pool
 from tests.ports import free_port
 
@@ -427,10 +426,10 @@ def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
 
 
 def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(prefix: str) -> None:
+    def lost() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr("meshcomm.mesh.creating.say_prefix", lost)
+    monkeypatch.setattr("meshcomm.mesh.opening.default_store", lost)
     with pytest.raises(CommunicationError, match=r"(?s)could not start torch's default group.*reset by peer"):
         meshcomm.init(dims={"dp": 1}, device="cpu")
     assert not dist.is_initialized()

@@ -24,8 +24,8 @@ def told(
     left: list[Failure], ended: dict[int, int] | None = None, alive_at: float = 10.0
 ) -> tuple[list[str], int, str]:
     silent = [without_error(rank, code, alive_at, LAYOUT.__getitem__) for rank, code in (ended or {}).items()]
-    found = root_cause([*left, *silent], 8, LAYOUT.__getitem__)
-    return [found.summary, *found.rest], found.code, found.text
+    root, others = root_cause([*left, *silent], 8, LAYOUT.__getitem__)
+    return [root.summary, *others], root.code, root.text
 
 
 FOLLOWED = "followed: lost a peer, or were ended by the launcher"

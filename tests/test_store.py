@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.store import SUPPORT, MeshStore
-from meshcomm.mesh.store_connect import kind_of
+from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")

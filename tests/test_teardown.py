@@ -83,6 +83,33 @@ def test_after_an_exception_the_next_mesh_works(pool: Pool) -> None:
         assert (texts, total, threads) == (expected, 2.0, [])
 
 
+def with_a_kept_error() -> tuple[str, tuple[int, int], tuple[int, int]]:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        mesh.warm_up()  # what torch makes once and keeps
+    gc.collect()
+    before = held()
+    kept: BaseException | None = None
+    try:
+        with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+            mesh.warm_up()
+            if mesh.rank == 0:
+                raise ValueError("one rank's own mistake")
+            mesh.all_reduce("dp", torch.ones(1))
+    except (ValueError, meshcomm.MeshcommError) as error:
+        kept = error
+    return type(kept).__name__, before, held()
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
+)
+def test_an_error_that_is_kept_keeps_no_group(pool: Pool) -> None:
+    found = pool.run(with_a_kept_error, ranks=2)
+    assert [name for name, _, _ in found] == ["ValueError", "PeerLost"]
+    for _, before, after in found:
+        assert after == before
+
+
 FORGOTTEN = """
 import torch, meshcomm
 mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.config import NetworkConfig, ProcessConfig
 from meshcomm.errors import MeshcommError
-from meshcomm.mesh.environment import network_variables
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
 

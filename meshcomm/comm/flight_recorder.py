@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter as clock
+from traceback import clear_frames
 from types import CodeType, TracebackType
 from typing import Any, Final, Protocol, final
 from weakref import ref
@@ -151,6 +152,8 @@ class FlightRecorder:
                 self._profiled.__exit__(None, None, None)
                 self._profiled = None
             if isinstance(error, RuntimeError) and self._caller is not None and entry is not None:
+                # What the error keeps alive is not the backend's Work, and with it the group's sockets.
+                clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
         finally:
             self.under_way, self._caller = self._outer, None

@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.devices import check_devices
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 
 
 def devices() -> Facts:

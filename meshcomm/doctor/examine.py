@@ -19,8 +19,7 @@ from meshcomm.doctor.versions import backend_findings, backends, versions
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.mesh.devices import choose_backend, choose_device
-from meshcomm.mesh.environment import gloo_defaults, network_variables
-from meshcomm.mesh.launch_environment import Launch, find_launch
+from meshcomm.mesh.environment import Launch, find_launch, gloo_defaults, network_variables
 from meshcomm.transport.support import support_table
 
 

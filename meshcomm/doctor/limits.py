@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.layout import Plan
 from meshcomm.mesh.devices import backend_on
-from meshcomm.mesh.environment import Environment
+from meshcomm.mesh.environment import with_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,13 @@ def gloo_cost(variables: dict[str, str]) -> Cost | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    environment = Environment()
-    environment.default(variables)
-    try:
+    with with_variables(variables, keep=True):
         # The first group may also pay for what all share.
         groups = [_solo()]
         files, threads = descriptors(), thread_count()
         groups.append(_solo())
         cost = Cost(descriptors() - files, thread_count() - threads)
         groups.clear()
-    finally:
-        environment.restore()
     return cost
 
 

@@ -17,7 +17,7 @@ from meshcomm.config import Config, ProcessConfig
 from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import LaunchError
 from meshcomm.layout.names import nearest_name
-from meshcomm.mesh.environment import Environment, network_variables
+from meshcomm.mesh.environment import network_variables, refuse_conflict
 from meshcomm.mesh.exposure import exposed_file, is_loopback
 
 # Of linux/sockios.h and linux/if.h.
@@ -123,9 +123,7 @@ def interface_findings(
 ) -> Iterator[Finding]:
     """Whether the interfaces that are asked for exist, are up, and are asked for once."""
     try:
-        environment = Environment()
-        environment.set(network_variables(settings.network))
-        environment.restore()
+        refuse_conflict(network_variables(settings.network))
     except LaunchError as error:
         yield Finding.of(error)
     by_name = {interface.name: interface for interface in present}

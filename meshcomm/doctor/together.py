@@ -20,8 +20,8 @@ from meshcomm.doctor.versions import versions
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.devices import choose_device
+from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
-from meshcomm.mesh.launch_environment import Launch
 from meshcomm.mesh.rendezvous import meet
 
 _AGREED = ("meshcomm", "torch", "python")

@@ -20,7 +20,7 @@ from meshcomm.costs.operations import named_operations
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
-from meshcomm.mesh.launch_environment import find_launch
+from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.plot import MARK as PLOT_MARK

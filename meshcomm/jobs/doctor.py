@@ -11,7 +11,7 @@ from meshcomm.config import load
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.jobs.starting import refuse_other_world
 from meshcomm.launch.rank import as_rank
-from meshcomm.mesh.launch_environment import find_launch
+from meshcomm.mesh.environment import find_launch
 
 # How long the ranks wait for each other where no config says.
 _DOCTOR_TIMEOUT_S: Final = 60.0

@@ -21,7 +21,7 @@ def parity(
     # What is wrong has been said by now: torch takes seconds to load.
     from meshcomm.jobs.starting import label_of, world_of
     from meshcomm.launch.spawn import launch
-    from meshcomm.mesh.launch_environment import find_launch
+    from meshcomm.mesh.environment import find_launch
     from meshcomm.train.parity_job import prove
 
     here = find_launch(os.environ)

@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.launch.rank import as_rank
 from meshcomm.launch.spawn import launch
-from meshcomm.mesh.launch_environment import Launch, find_launch, how_many_ranks
+from meshcomm.mesh.environment import Launch, find_launch, how_many_ranks
 
 
 def start_job(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from meshcomm.launch.reaper import end_with_parent
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.rank_failure import end_rank
 
 

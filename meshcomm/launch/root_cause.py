@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 
 from meshcomm.mesh.rank_failure import Failure
 
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
-@dataclass(frozen=True, slots=True)
-class RootCause:
-    """What the launcher prints of a failed attempt, and the exit code that follows from it.
-
-    text: the error of the root cause in full; "" where its rank left none. summary: it in one line.
-    rest: lines on the other ranks.
-    """
-
-    text: str
-    summary: str
-    rest: tuple[str, ...]
-    code: int
-
-
-def root_cause(failures: Iterable[Failure], world_size: int, label: Callable[[int], str]) -> RootCause:
-    """Find the root cause among `failures`, at least one, of ranks that were not asked to end.
+def root_cause(
+    failures: Iterable[Failure], world_size: int, label: Callable[[int], str]
+) -> tuple[Failure, list[str]]:
+    """The root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the others.
 
     label: the name of a rank, with its coords.
 
@@ -67,7 +55,7 @@ def root_cause(failures: Iterable[Failure], world_size: int, label: Callable[[in
     accounted = {root.rank, *root.missing, *mismatched, *(each.rank for each in others)}
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
-    return RootCause(root.text, root.summary, tuple(lines), root.code)
+    return root, lines
 
 
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
@@ -118,11 +106,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     >>> _ranks([3]), _ranks([0, 1]), _ranks([7, 0, 1, 2, 3, 4, 6])
     ('rank 3', 'ranks 0 1', 'ranks 0-4 6 7')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    numbered = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])
+    runs = [[rank for _, rank in run] for _, run in numbered]
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs]
     return f"rank{'' if [*map(len, runs)] == [1] else 's'} {' '.join(words)}"

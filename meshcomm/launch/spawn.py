@@ -84,12 +84,12 @@ def launch(
             failures = {each.rank: each for each in collect(folder, attempt)}
             for rank, (code, alive_at) in exits.items():
                 failures.setdefault(rank, without_error(rank, code, alive_at, label))
-            found = root_cause(failures.values(), world_size, label)
+            root, others = root_cause(failures.values(), world_size, label)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
-            lines = [found.text] if found.text else []
-            lines += [f"meshcomm: {line}" for line in (found.summary + restart, *found.rest)]
+            lines = [root.text] if root.text else []
+            lines += [f"meshcomm: {line}" for line in (root.summary + restart, *others)]
             print("\n".join(lines), file=sys.stderr, flush=True)
-        return found.code
+        return root.code
     except _Signalled as received:
         return 128 + received.number
     finally:

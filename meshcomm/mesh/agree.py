@@ -49,46 +49,34 @@ def agree(
     `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
     after the others gave up. StoreError where the store fails.
     """
+    text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
+    mine = hashlib.sha256(text.encode()).hexdigest()[:16]
+    deadline = time.monotonic() + timeout_s
     try:
-        _agree(store, rank, world_size, facts, timeout_s, what, ranks or range(world_size))
+        # One number holds how many have come and the sum of how many they expect.
+        total = store.add("come", 1 + (world_size << _COUNT_BITS))
+        count, expected = total & _COUNT, total >> _COUNT_BITS
+        _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
+        if count == world_size or expected != count * world_size:
+            _conclude(store, count, deadline)
+        try:
+            verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
+        except RuntimeError:
+            # Whoever comes from here on is told that it is too late.
+            verdict = store.compare_set("verdict", "", "gave up")
+        if verdict == b"gave up":
+            raise _told(store, rank, lambda: _absent(store, ranks or range(world_size), timeout_s, what))
+        if verdict != b"agree":
+            store.set(f"facts/{mine}", text)
+            raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
     except RuntimeError as error:
-        text = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise StoreError(
             f"rank {rank} lost the job's store while the ranks agreed on {what}",
-            given=text[0] if text else type(error).__name__,
+            given=lines[0] if lines else type(error).__name__,
             expected="a store that answers until all ranks have come; it lives in rank 0, the launcher, or a file",
             hint="look for the first error of the process that holds the store",
         ) from error
-
-
-def _agree(
-    store: Any,
-    rank: int,
-    world_size: int,
-    facts: Mapping[str, Any],
-    timeout_s: float,
-    what: str,
-    ranks: Sequence[int],
-) -> None:
-    text = json.dumps({"world": world_size, **facts}, sort_keys=False, separators=(",", ":"))
-    mine = hashlib.sha256(text.encode()).hexdigest()[:16]
-    deadline = time.monotonic() + timeout_s
-    # One number holds how many have come and the sum of how many they expect.
-    total = store.add("come", 1 + (world_size << _COUNT_BITS))
-    count, expected = total & _COUNT, total >> _COUNT_BITS
-    _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
-    if count == world_size or expected != count * world_size:
-        _conclude(store, count, deadline)
-    try:
-        verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
-    except RuntimeError:
-        # Whoever comes from here on is told that it is too late.
-        verdict = store.compare_set("verdict", "", "gave up")
-    if verdict == b"gave up":
-        raise _told(store, rank, lambda: _absent(store, ranks, timeout_s, what))
-    if verdict != b"agree":
-        store.set(f"facts/{mine}", text)
-        raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
 
 
 def leave_together(store: Any, stays: bool) -> None:
@@ -112,18 +100,17 @@ def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshM
     """
     if store.add("tellers", 1) == 1:
         error = find()
-        facts = [error.what, error.given, error.expected, error.hint, error.mismatched_ranks, error.missing]
-        store.set("told", json.dumps(facts))
+        store.set("told", json.dumps(vars(error)))
         return error
     try:
-        text = _get(store, "told", _TELL_S)
+        told = json.loads(_get(store, "told", _TELL_S))
     except RuntimeError:  # the one that was to tell is gone
         return find()
-    what, given, expected, hint, mismatched_ranks, missing = json.loads(text)
+    mismatched_ranks, missing = (tuple(told.pop(name, ())) for name in ("mismatched_ranks", "missing"))
     if rank in missing:  # it has come since
         return find()
-    error = MeshMismatchError(what, given=given, expected=expected, hint=hint)
-    error.mismatched_ranks, error.missing = tuple(mismatched_ranks), tuple(missing)
+    error = MeshMismatchError(**told)
+    error.mismatched_ranks, error.missing = mismatched_ranks, missing
     return error
 
 
@@ -151,11 +138,8 @@ def _announced(store: Any) -> dict[int, _Arrival]:
         numbers = range(1, (store.add("come", 0) & _COUNT) + 1)
         keys = [key for key in (f"here/{number}" for number in numbers) if store.check([key])]
         lines = [store.get(key).decode().strip() for key in keys]
-    arrivals = {}
-    for line in lines:
-        rank, fingerprint, expects, host = line.split(" ", 3)
-        arrivals[int(rank)] = _Arrival(int(rank), fingerprint, int(expects), host)
-    return arrivals
+    arrivals = (line.split(" ", 3) for line in lines)
+    return {int(rank): _Arrival(int(rank), mine, int(size), host) for rank, mine, size, host in arrivals}
 
 
 def _conclude(store: Any, count: int, deadline: float) -> None:
@@ -210,44 +194,42 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
 
 
 def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> MeshMismatchError:
-    world_size = len(ranks)
     arrivals = _announced(store)
     hosts: dict[str, list[int]] = {}
     for rank in sorted(arrivals):
         hosts.setdefault(arrivals[rank].host, []).append(rank)
-    missing = [rank for rank in ranks if rank not in arrivals]
-    came = "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())
+    missing = tuple(rank for rank in ranks if rank not in arrivals)
+    came = "there came, by host: " + "; ".join(f"{host}: {_ranks(own)}" for host, own in hosts.items())
+    expected = f"all of {_ranks(sorted(ranks))}"
+    if not missing:
+        return MeshMismatchError(
+            f"all {len(ranks)} ranks have come by now to agree on {what}, but some gave up before",
+            given=f"a timeout of {timeout_s:g} s; {came}",
+            expected=expected,
+            hint="start the ranks closer together, or a longer timeout_s",
+        )
     error = MeshMismatchError(
-        f"{_ranks(missing)} of {world_size} never came to agree on {what}"
-        if missing
-        else f"all {world_size} ranks have come by now to agree on {what}, but some gave up before",
-        given=f"after {timeout_s:g} s there came, by host: {came}"
-        if missing
-        else f"a timeout of {timeout_s:g} s; there came, by host: {came}",
-        expected=f"all of {_ranks(sorted(ranks))}",
-        hint="look at how the missing ranks were started and at their first error"
-        if missing
-        else "start the ranks closer together, or a longer timeout_s",
+        f"{_ranks(missing)} of {len(ranks)} never came to agree on {what}",
+        given=f"after {timeout_s:g} s {came}",
+        expected=expected,
+        hint="look at how the missing ranks were started and at their first error",
     )
-    error.missing = tuple(missing)
+    error.missing = missing
     return error
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(ours, dict) and isinstance(theirs, dict) and path.count(".") < 2:
-        if path and list(ours) != list(theirs) and set(ours) == set(theirs):
-            return [(path, ours, theirs)]  # only the order differs
-        found = []
-        for name in dict.fromkeys((*ours, *theirs)):
-            if ours.get(name) != theirs.get(name) or _order(ours.get(name)) != _order(theirs.get(name)):
-                inner = f"{path}.{name}" if path else name
-                found += _differences(ours.get(name), theirs.get(name), inner)
-        return found
-    return [(path, ours, theirs)]
-
-
-def _order(value: Any) -> Any:
-    return list(value) if isinstance(value, dict) else None
+    """What differs, by dotted name, two levels deep; names in another order differ as a whole."""
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
+        return [(path, ours, theirs)]
+    if path and list(ours) != list(theirs) and set(ours) == set(theirs):
+        return [(path, ours, theirs)]
+    return [
+        found
+        for name in dict.fromkeys((*ours, *theirs))
+        if json.dumps(ours.get(name)) != json.dumps(theirs.get(name))
+        for found in _differences(ours.get(name), theirs.get(name), f"{path}.{name}" if path else name)
+    ]
 
 
 def _plain(value: Any) -> str:
@@ -259,5 +241,5 @@ def _plain(value: Any) -> str:
     return text if len(text) < 200 else text[:200] + " .."
 
 
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"

@@ -15,9 +15,8 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import BarrierTimeout, UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import fold
-from meshcomm.mesh.runtime import Watching, prefixed
-from meshcomm.mesh.store import GRACE_S
-from meshcomm.mesh.store_connect import kind_of, wait_for, within
+from meshcomm.mesh.runtime import Watching
+from meshcomm.mesh.store import GRACE_S, kind_of, prefixed, wait_for, within
 from meshcomm.mesh.topology_queries import TopologyQueries
 from meshcomm.transport.torch_private import outside_graphs
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from meshcomm.errors import LaunchError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import did_you_mean
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.source import Settings
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.diagnosis import INTERFACES, Reason, reason_of
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
@@ -17,46 +18,43 @@ from meshcomm.mesh.devices import backend_on
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.torch_private import create_group, split_color
 
-Existing = Mapping[str, dist.ProcessGroup]
-
 
 def create_transports(
     plan: Plan,
     rank: int,
-    *,
     device: torch.device,
     whole_world: bool,
     create: Callable[[Group, bool], Transport],
-    existing: Existing | None = None,
+    existing: DeviceMesh | None = None,
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
     Called by: every rank of the plan's layout; a rank touches only groups that it is in.
     create:    makes one group; its second argument says whether NCCL may split the world for it.
-    existing:  process groups to use instead of new ones, by name; their ranks must be in coord order.
-    Raises:    CommunicationError naming the group; groups made before it are given back.
+    existing:  whose process groups are used instead of new ones where their ranks are in coord order.
+    Raises:    CommunicationError naming the group.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
     transports: dict[str, Transport] = {}
-    try:
-        for family in plan.families:
-            group = mine.get(family.name)
-            if group is None:
-                transports[family.name] = SoloTransport(device)
-            elif existing is not None and family.name in existing:
-                handle = existing[family.name]
-                transports[family.name] = ProcessGroupTransport(
-                    handle, backend_on(group.options.backend, device), device, False
-                )
-            elif family.shares is not None:
-                transports[family.name] = transports[family.shares]
-            else:
-                split = whole_world and _can_split(plan, family.name, group.options)
-                transports[family.name] = create(group, split)
-    except BaseException:
-        close_transports(transports)
-        raise
+    for family in plan.families:
+        name, group = family.name, mine.get(family.name)
+        if group is None:
+            transports[name] = SoloTransport(device)
+        elif handle := _lent(existing, plan, group):
+            backend = backend_on(group.options.backend, device)
+            transports[name] = ProcessGroupTransport(handle, backend, device, owned=False)
+        elif family.shares is not None:
+            transports[name] = transports[family.shares]
+        else:
+            transports[name] = create(group, whole_world and _can_split(plan, group))
     return transports
+
+
+def _lent(existing: DeviceMesh | None, plan: Plan, group: Group) -> dist.ProcessGroup | None:
+    if existing is None or group.name not in plan.layout.dims:
+        return None
+    handle = existing.get_group(group.name)
+    return handle if tuple(dist.get_process_group_ranks(handle)) == group.ranks else None
 
 
 # Gloo's word for an address that a coord of the group has not put into the store.
@@ -64,12 +62,7 @@ _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.M
 
 
 def open_group(
-    group: Group,
-    rank: int,
-    store: dist.Store,
-    prefix: str,
-    device: torch.device,
-    split: bool,
+    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, split: bool
 ) -> ProcessGroupTransport:
     """Create one group of the plan. Called by its ranks."""
     options = group.options
@@ -108,20 +101,11 @@ def open_group(
     return ProcessGroupTransport(handle, backend_on(options.backend, device), device, owned=True)
 
 
-def close_transports(transports: Mapping[str, Transport]) -> None:
-    """Give groups back, last created first, each once."""
-    closed: set[int] = set()
-    for transport in reversed(list(transports.values())):
-        if id(transport) not in closed:
-            closed.add(id(transport))
-            transport.close()
-
-
-def _can_split(plan: Plan, name: str, options: GroupOptions) -> bool:
+def _can_split(plan: Plan, group: Group) -> bool:
     """Whether NCCL may split the world's communicator: torch tells the parts apart by a hash."""
-    if "nccl" not in options.backend:
+    if "nccl" not in group.options.backend:
         return False
-    groups = plan.layout.groups(name)
+    groups = plan.layout.groups(group.name)
     return len({split_color(ranks) for ranks in groups.tolist()}) == len(groups)
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import WeakSet
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, CommunicatorCache, Functional
 from meshcomm.comm.along import AlongDims
@@ -23,12 +20,12 @@ from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
 from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import Barriers
-from meshcomm.mesh.launch_environment import Launch
 from meshcomm.mesh.metrics import Metrics
-from meshcomm.mesh.runtime import Watching, prefixed
-from meshcomm.mesh.store import MeshStore
-from meshcomm.mesh.torch_mesh import TorchMeshes
+from meshcomm.mesh.runtime import Runtime
+from meshcomm.mesh.store import MeshStore, prefixed
+from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Mesh(Barriers, Metrics, AlongDims):
+class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -51,33 +48,19 @@ class Mesh(Barriers, Metrics, AlongDims):
     in the mesh raises NotMember.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        *,
-        device: torch.device,
-        launch: Launch,
-        store: dist.Store,
-        prefix: str,
-        topology: Callable[[], TopologyConfig],
-        transports: dict[str, Transport],
-        startup_s: Mapping[str, float],
-        validate_calls: int | None,
-        watch: Watching | None,
-        add: Callable[[Mesh, Plan, str], Transport],
-        on_close: Callable[[], None],
-    ) -> None:
+    def __init__(self, plan: Plan, runtime: Runtime, startup_s: Mapping[str, float]) -> None:
         Barriers.__init__(self)
         Metrics.__init__(self)
+        TorchMesh.__init__(self)
         self.plan = plan
         self.layout: Layout = plan.layout
-        self.rank = rank
-        self.device = device
-        self._launch = launch
-        self._topology = topology
-        self.store = MeshStore(prefixed("user", store), lambda: self.label, plan.defaults.timeout_s)
-        self._store = store
+        self.rank = runtime.rank
+        self.device = runtime.device
+        self._launch = runtime.launch
+        self._topology = runtime.topology
+        self._prefix = runtime.prefix
+        self._store = prefixed("mesh", runtime.store)
+        self.store = MeshStore(prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s)
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
         self.closed = False
@@ -85,52 +68,22 @@ class Mesh(Barriers, Metrics, AlongDims):
         self._parent: int | None = None
         self._process = os.getpid()
         _OPEN.add(self)
-        self._add = add
-        self._on_close = on_close
-        self._transports = transports
-        self._validate_calls = validate_calls
+        self._runtime = runtime
+        self._transports = runtime.transports
+        self._watch = runtime.watch
         # By group, not by name: names that share a group share the count of what is compared on it.
         self._calls: dict[int, CallCheck] = {}
-        self._watch = watch
-        self._torch = TorchMeshes(self.layout, rank, device, prefix, self._transport_of)
         self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
-        self.objects = Objects(self._at, device)
+        self.objects = Objects(self._at, self.device)
         self._rearranger: Rearranger | None = None
         if self.is_member:
-            for family in plan.families:
-                self._at[family.name] = self._communicator(family.name, transports[family.name])
+            self._connect()
 
     @property
     def topology(self) -> TopologyConfig:
         """How ranks lie on machines, as the configuration or the launcher says it; for what is shown."""
         return self._topology()
-
-    # -- torch's objects over the same groups ---------------------------------------------------
-
-    def group(self, dims: Dims) -> dist.ProcessGroup:
-        """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
-        self._member()
-        if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
-            return self._torch.group(self._family_of(dims))
-        return self._torch.group(dims if isinstance(dims, str) else dims[0])
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """All base dims as one torch DeviceMesh over this mesh's groups."""
-        return self[tuple(self.layout.dims)]
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
-
-        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root.
-        """
-        self._member()
-        chosen = (names,) if isinstance(names, str) else names
-        self.layout.digits(chosen)
-        for name in chosen:
-            self.layout.digits(name)
-        return self._torch.over(chosen)
 
     # -- patterns ---------------------------------------------------------------------------------
 
@@ -211,13 +164,27 @@ class Mesh(Barriers, Metrics, AlongDims):
             lane=lane,
         )
         plan = Plan(layout, self.plan.defaults, {**self.plan.options, name: own}, self.plan.device)
-        transport = self._add(self, plan, name)
+        agree(
+            prefixed(f"create/{name}", self._runtime.store),
+            self.rank,
+            self.world_size,
+            plan.facts(),
+            plan.defaults.timeout_s,
+            what=f"the merged dim {name}",
+            ranks=layout.ranks.tolist(),
+        )
+        family = plan.family(name)
+        if family.size == 1:
+            transport: Transport = SoloTransport(self.device)
+        elif family.shares is not None:
+            transport = self._transports[family.shares]
+        else:
+            group = next(each for each in plan.for_rank(self.rank).groups if each.name == name)
+            transport = self._runtime.create(group, False)
         self.plan, self.layout = plan, layout
         self._transports[name] = transport
         self._at.clear()
-        for family in plan.families:
-            self._at[family.name] = self._communicator(family.name, self._transports[family.name])
-        self._torch.relayout(layout)
+        self._connect()
         self._rearranger = None
 
     def close(self) -> None:
@@ -231,21 +198,22 @@ class Mesh(Barriers, Metrics, AlongDims):
         self._close(compare=sys.exception() is None)
 
     def _close(self, compare: bool) -> None:
-        if not self.closed:
-            self.closed = True
-            differs = self._watch.before_leaving() if compare and self._watch is not None else None
-            self._at.clear()
-            self._calls.clear()
-            self._recorders.clear()
-            if self._watch is not None:
-                self._watch.close()
-            self._torch.close()
-            self.store.close()
-            self._on_close()
-            # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
-            del self._store, self._add, self._on_close
-            if differs is not None:
-                raise differs
+        if self.closed:
+            return
+        self.closed = True
+        differs = self._watch.before_leaving() if compare and self._watch is not None else None
+        self._at.clear()
+        self._calls.clear()
+        self._recorders.clear()
+        if self._watch is not None:
+            self._watch.close()
+        self._forget()
+        self.store.close()
+        self._runtime.resources.close()
+        # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
+        del self._store, self._runtime
+        if differs is not None:
+            raise differs
 
     def __enter__(self) -> Mesh:
         return self
@@ -309,6 +277,11 @@ class Mesh(Barriers, Metrics, AlongDims):
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        """A communicator for every name of the plan."""
+        for family in self.plan.families:
+            self._at[family.name] = self._communicator(family.name, self._transports[family.name])
+
     def _communicator(self, name: str, transport: Transport) -> Communicator:
         if transport.size == 1 or self._watch is None:
             return Communicator(name, transport, self.label)
@@ -316,18 +289,13 @@ class Mesh(Barriers, Metrics, AlongDims):
         if key not in self._calls:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
-            self._calls[key] = CallCheck(transport, ranks, self._validate_calls)
-            self._recorders[key] = self._watch.record(group.label, ranks, transport)
-            self._recorders[key].plan = f", plan {self.plan.fingerprint}"
-            self._recorders[key].trace(self.spans)
+            check = self._calls[key] = CallCheck(transport, ranks, self._runtime.validate_calls)
+            recorder = self._recorders[key] = self._watch.record(group.label, ranks, transport)
+            recorder.plan = f", plan {self.plan.fingerprint}"
+            recorder.trace(self.spans)
             if isinstance(transport, ProcessGroupTransport):
-                check = self._calls[key]
-                self._recorders[key].watch(transport.group, name, self.label, partial(check.compare, name))
+                recorder.watch(transport.group, name, self.label, partial(check.compare, name))
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
-
-    def _transport_of(self, name: str) -> Transport:
-        self._usable()
-        return self._transports[name]
 
     def _usable(self) -> None:
         self._member()

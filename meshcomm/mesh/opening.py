@@ -6,30 +6,45 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
+from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError, StoreError
+from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError, StoreError
+from meshcomm.layout import Group, Plan
 from meshcomm.mesh.agree import agree, leave_together
-from meshcomm.mesh.creating import Agreed, create_groups, create_in_world
 from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
-from meshcomm.mesh.environment import Environment, network_variables, shared_variables
-from meshcomm.mesh.launch_environment import Launch, find_launch
+from meshcomm.mesh.environment import (
+    SHARED,
+    find_launch,
+    gloo_defaults,
+    network_variables,
+    refuse_conflict,
+    with_variables,
+)
+from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_claim import blame, claim
-from meshcomm.mesh.rendezvous import (
-    Meeting,
-    meet,
-    of_this_attempt,
-    outer_prefix,
-)
-from meshcomm.mesh.runtime import WORLD, World, prefixed
+from meshcomm.mesh.rendezvous import Meeting, meet, of_this_attempt
+from meshcomm.mesh.runtime import WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
+from meshcomm.mesh.store import prefixed
+from meshcomm.mesh.watchdog import Watchdog
+from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import default_store
+
+if TYPE_CHECKING:
+    from meshcomm.config import TopologyConfig
+
+# In the default group's store: the prefix of the mesh that made the group.
+_PREFIX: Final = "meshcomm/prefix"
 
 
 def init(
@@ -87,46 +102,41 @@ def init(
     world = WORLD.get()
     launch = find_launch(os.environ) if world is None else world.launch
     failure: MeshcommError | None = None
-    settings: Settings = MeshOnly(MeshConfig(dims={"all": -1}))
     try:
         settings = settings_of(config, given, overrides)
     except MeshcommError as error:
+        if launch.world_size == 1:
+            raise
         # Meet the others all the same, so that they hear of it instead of waiting.
-        failure = error
-    if failure is not None and launch.world_size == 1:
-        raise failure
+        settings, failure = MeshOnly(MeshConfig(dims={"all": -1})), error
     if world is not None:
-        return _open(config, settings, _met(world, store, rank, world_size), failure, world)
-    return _open(config, settings, _meet(settings, launch, store, rank, world_size), failure, None)
-
-
-def _meet(
-    settings: Settings, launch: Launch, store: dist.Store | None, rank: int | None, world_size: int | None
-) -> Meeting:
-    if dist.is_initialized():
+        # Its ranks have met; whoever says how to meet means another one.
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
+        if named := ", ".join(name for name, value in meeting.items() if value is not None):
+            raise LaunchError(
+                f"init was told how to meet the other ranks, which have met: {named} has no effect here",
+                given=named,
+                expected="no store, rank or world_size in the simulator",
+                hint="leave them out; outside the simulator a launcher may say them",
+            )
+        joined = Meeting(world.store, launch.rank, launch.world_size, launch)
+    elif dist.is_initialized():
         # Of torch's fake backend only this rank exists: there is no store, and nobody to agree with.
         pretended = dist.get_backend() == "fake"
-        found = store or (dist.HashStore() if pretended else default_store())
-        return Meeting(
-            of_this_attempt(found), dist.get_rank(), dist.get_world_size(), launch, pretended, True
+        found = of_this_attempt(store or (dist.HashStore() if pretended else default_store()))
+        joined = Meeting(found, dist.get_rank(), dist.get_world_size(), launch, pretended, kept=True)
+    else:
+        joined = meet(
+            settings.process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size
         )
-    return meet(
-        settings.process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size
-    )
-
-
-def _met(world: World, store: dist.Store | None, rank: int | None, world_size: int | None) -> Meeting:
-    """A world's ranks have met; whoever says how to meet means another one."""
-    given = {"store": store, "rank": rank, "world_size": world_size}
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise LaunchError(
-            f"init was told how to meet the other ranks, which have met: {', '.join(named)} has no effect here",
-            given=", ".join(named),
-            expected="no store, rank or world_size in the simulator",
-            hint="leave them out; outside the simulator a launcher may say them",
-        )
-    return Meeting(world.store, world.launch.rank, world.launch.world_size, world.launch)
+    with ExitStack() as opening:
+        resources = opening.enter_context(ExitStack())
+        mesh = _open(config, settings, joined, failure, world, resources)
+        if settings.mesh.warm_up and mesh.is_member:
+            opening.callback(mesh.close)
+            mesh.warm_up()
+        opening.pop_all()
+    return mesh
 
 
 def _open(
@@ -135,13 +145,18 @@ def _open(
     joined: Meeting,
     failure: MeshcommError | None,
     world: World | None,
+    resources: ExitStack,
 ) -> Mesh:
     # Each rank counts its own openings in the store: the count is the same on all ranks, restarts
     # and re-opened meshes included, and no two meshes of a job ever meet in the same keys.
     try:
         claim(joined.store, joined.rank, kept=joined.kept)
-        opening = joined.store.add(f"meshcomm/opened/{joined.rank}", 1)
-        outer = "" if world is not None or joined.pretended else outer_prefix()
+        prefix = f"meshcomm{joined.store.add(f'meshcomm/opened/{joined.rank}', 1)}"
+        # The mesh that made the default group and one that is opened beside it count each in a part of the store
+        # of its own; torch has one list of names for both.
+        if world is None and dist.is_initialized() and not joined.pretended:
+            outer = default_store()
+            prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
     except RuntimeError as error:
         raise StoreError(
             f"rank {joined.rank} lost the job's store before the mesh was opened",
@@ -149,62 +164,164 @@ def _open(
             expected="a store that lives as long as the job: in the launcher, in rank 0, or a file",
             hint="look for the first error of the process that holds the store",
         ) from error
-    prefix = f"{outer}meshcomm{opening}"
     store = prefixed(prefix, joined.store)
-    environment = Environment()
-    try:
-        plan, device = None, torch.device("cpu")
-        if failure is None:
-            try:
-                if world is not None:
-                    device, backend = world.place(settings.mesh.device)
-                    plan = settings.plan(joined.world_size).on(device.type, backend)
-                else:
-                    environment.set(network_variables(settings.network))
-                    device = choose_device(settings.mesh.device, joined.launch)
-                    plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
-                    check_devices(settings, device, plan.defaults.backend, joined.launch)
-                    check_backends(plan)
-            except MeshcommError as error:
-                failure = error
-        facts: dict[str, Any] = {"problem": failure.what} if failure is not None else {}
-        if plan is not None and failure is None:
+    facts: dict[str, Any] = {}
+    if failure is None:
+        try:
+            plan, device = _plan(settings, joined, world, resources)
             facts = {
                 **plan.facts(),
                 "world": joined.world_size,
                 "validate_calls": settings.mesh.validate_calls,
                 "warm_up": settings.mesh.warm_up,
-                "versions": _versions(),
-                "environment": shared_variables(),
+                "versions": {
+                    "meshcomm": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
             }
-        common = prefixed("agree", store)
-        began = time.perf_counter()
-        try:
-            comes = 1 if joined.pretended else joined.world_size
-            agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
-        except MeshMismatchError as error:
-            blame(error, joined.store)
-            if world is None:
-                leave_together(common, stays=joined.rank == 0)
-            if failure is None:
-                raise
-        if failure is not None or plan is None:
-            # Told to the others; here the problem itself says more than that the ranks differ.
-            assert failure is not None
-            raise failure
-        agreed = Agreed(settings, joined, plan, device, store, prefix, time.perf_counter() - began)
-        mesh = create_groups(agreed, source, environment) if world is None else create_in_world(world, agreed)
-        if settings.mesh.warm_up and mesh.is_member:
-            try:
-                mesh.warm_up()
-            except BaseException:
-                mesh.close()
-                raise
-        return mesh
-    except BaseException:
-        environment.restore()
-        raise
+        except MeshcommError as error:
+            failure = error
+    if failure is not None:
+        facts = {"problem": failure.what}
+    common = prefixed("agree", store)
+    began = time.perf_counter()
+    try:
+        comes = 1 if joined.pretended else joined.world_size
+        agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
+    except MeshMismatchError as error:
+        blame(error, joined.store)
+        if world is None:
+            leave_together(common, stays=joined.rank == 0)
+        if failure is None:
+            raise
+    if failure is not None:
+        # Told to the others; here the problem itself says more than that the ranks differ.
+        raise failure
+    agree_s = time.perf_counter() - began
+    runtime = _create(source, settings, joined, plan, device, store, prefix, world, resources)
+    return Mesh(plan, runtime, {"agree": agree_s, "create": time.perf_counter() - began - agree_s})
 
 
-def _versions() -> dict[str, str]:
-    return {"meshcomm": __version__, "torch": torch.__version__, "python": platform.python_version()}
+def _plan(
+    settings: Settings, joined: Meeting, world: World | None, resources: ExitStack
+) -> tuple[Plan, torch.device]:
+    """The groups of the mesh, and this process's device; refuses what this host or torch lacks."""
+    if world is not None:
+        device, backend = world.place(settings.mesh.device)
+        return settings.plan(joined.world_size).on(device.type, backend), device
+    variables = network_variables(settings.network)
+    refuse_conflict(variables)
+    resources.enter_context(with_variables(variables))
+    device = choose_device(settings.mesh.device, joined.launch)
+    plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
+    check_devices(settings, device, plan.defaults.backend, joined.launch)
+    check_backends(plan)
+    return plan, device
+
+
+def _create(
+    source: object,
+    settings: Settings,
+    joined: Meeting,
+    plan: Plan,
+    device: torch.device,
+    store: dist.Store,
+    prefix: str,
+    world: World | None,
+    resources: ExitStack,
+) -> Runtime:
+    """This rank's groups, each created by the ranks that are in it, and what watches them.
+
+    Raises CommunicationError naming the group that could not be made.
+    """
+    # What the mesh keeps ends the process; not the store with it.
+    rank, launch, limit = joined.rank, joined.launch, settings.mesh.validate_calls
+    compared = None if limit == "always" or world is not None else limit
+    is_member = rank in plan.layout
+    transports: dict[str, Transport] = {}
+    resources.callback(transports.clear)
+    watch: Watching | None = None
+    if world is None and not dist.is_initialized():
+        _start_default_group(settings, joined, plan, device, store, prefix, resources)
+
+    def create(group: Group, split: bool) -> Transport:
+        if world is not None:
+            return world.open(group, prefix)
+        with with_variables(gloo_defaults(launch.one_host, len(group.ranks)), keep=True):
+            transport = open_group(group, rank, dist.PrefixStore("groups", store), prefix, device, split)
+        resources.callback(transport.close)
+        return transport
+
+    def topology() -> TopologyConfig:
+        if world is not None:
+            return settings.topology
+        from meshcomm.topology import discovered
+
+        return discovered(settings.topology, os.environ)
+
+    if is_member:
+        whole_world = world is None and plan.layout.world_size == joined.world_size
+        existing = source if isinstance(source, DeviceMesh) else None
+        transports.update(create_transports(plan, rank, device, whole_world, create, existing))
+        coords, groups = plan.layout.coords(rank), plan.for_rank(rank).groups
+        timeouts = {group.label: group.options.timeout_s for group in groups}
+
+        def end(error: MeshcommError) -> None:
+            from meshcomm.mesh.rank_failure import end_rank
+
+            # A cause that is still silent, a grace after the timeout, will not speak.
+            end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
+
+        if world is not None:
+            watch = world.watch(coords, prefix)
+        elif groups:
+            watch = Watchdog(
+                dist.PrefixStore("watch", dist.PrefixStore("mesh", store)),
+                rank,
+                coords,
+                plan.layout.world_size,
+                settings.mesh.reports,
+                compared,
+                timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
+                end=end,
+                alone=joined.pretended,
+            )
+    return Runtime(
+        launch, rank, device, store, prefix, topology, transports, watch, compared, create, resources
+    )
+
+
+def _start_default_group(
+    settings: Settings,
+    joined: Meeting,
+    plan: Plan,
+    device: torch.device,
+    store: dist.Store,
+    prefix: str,
+    resources: ExitStack,
+) -> None:
+    """Give torch.distributed its default group, which it does not have yet."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bind = settings.process.device_id is not False and device.type != "cpu"
+    resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    try:
+        with with_variables(gloo_defaults(joined.launch.one_host), keep=True):
+            dist.init_process_group(
+                plan.defaults.backend,
+                store=dist.PrefixStore("world", store),
+                rank=joined.rank,
+                world_size=joined.world_size,
+                timeout=timedelta(seconds=settings.mesh.timeout_s),
+                device_id=device if bind else None,
+            )
+        default_store().set(_PREFIX, prefix)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {joined.rank} could not start torch's default group",
+            given=str(error).splitlines()[0],
+            expected=f"backend {plan.defaults.backend} to start, and a store that answers",
+            hint="look for the first error of the process that holds the store",
+        ) from error

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
-from meshcomm.mesh.launch_environment import Launch, attempt_of
+from meshcomm.mesh.environment import Launch, attempt_of
 from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.store_connect import within
+from meshcomm.mesh.store import within
 
 # A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
 _PATIENCE_S = 3.0
@@ -72,13 +72,22 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     # Other libraries' errors may have attributes of these names that mean something else.
     facts = vars(error) if isinstance(error, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
+    frames = _frames(error)
+    # In what others wrote, the library that raised says less than the line that called it.
+    own = [each for each in frames if "site-packages" not in each.filename] or frames
+    text = (
+        f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
+    )
+    if isinstance(error, CommunicationError):
+        # It may be another rank's; then how the program came to its call matters.
+        text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
     return Failure(
         rank,
         who,
         time.time(),
         ": ".join([type(error).__name__, *str(error).splitlines()[:1]]),
-        _frame(error),
-        f"{who}: {_diagnosis(error)}" if isinstance(error, MeshcommError) else f"{who}:\n{_traceback(error)}",
+        f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "",
+        f"{who}:{text}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
         follows=lost or bool(mismatched and rank not in mismatched),
         mismatched=rank in mismatched,
@@ -99,14 +108,6 @@ def _starts_scripts(file: str) -> bool:
     return "runpy" in file or file.startswith(_STARTERS)
 
 
-def _diagnosis(error: MeshcommError) -> str:
-    """The error, then, where it may be another rank's, how the program came to its call."""
-    text = f"{type(error).__name__}: {error}"
-    if not isinstance(error, CommunicationError):
-        return text
-    return f"{text}\ncalled from:\n{''.join(traceback.format_list(_frames(error)))}".rstrip()
-
-
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the error's traceback, but those of meshcomm and torch."""
     return [
@@ -114,13 +115,6 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
         for each in traceback.extract_tb(error.__traceback__)
         if not is_ours(each.filename) and not _starts_scripts(each.filename)
     ]
-
-
-def _frame(error: BaseException) -> str:
-    frames = _frames(error)
-    # In what others wrote, the library that raised says less than the line that called it.
-    own = [each for each in frames if "site-packages" not in each.filename] or frames
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:

@@ -1,25 +1,26 @@
-"""How does this process meet the others? The store, the device, the default process group."""
+"""How does this process meet the others? The store of the job, and what is there where none is found."""
 
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-import torch
 import torch.distributed as dist
 
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError
+from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback, serve_on_loopback
-from meshcomm.mesh.launch_environment import Launch, attempt_of, attempt_prefix
 from meshcomm.mesh.rank_claim import came_twice, is_running, process_name
-from meshcomm.mesh.store_connect import find_tcp_store
-from meshcomm.transport.torch_private import default_store
+from meshcomm.mesh.store import within
 
-_PREFIX: Final = "meshcomm/prefix"
+# What a client that is about to succeed gets beyond its timeout.
+_GRACE_S: Final = 0.5
+_LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,13 @@ def meet(
     Raises LaunchError where nothing says who this process is, or nobody is met within the timeout.
     Rank 0 warns with ExposedRendezvous where all ranks are on this host and the address is one that others reach.
     """
-    rank = _given(rank, process.rank, launch.rank)
-    world_size = _given(world_size, process.world_size, launch.world_size)
+    rank, world_size = (
+        next(value for value in values if value is not None)
+        for values in (
+            (rank, process.rank, launch.rank),
+            (world_size, process.world_size, launch.world_size),
+        )
+    )
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise LaunchError(
@@ -89,10 +95,6 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(prefix, store) if prefix else store
 
 
-def _given(argument: int | None, config: int | None, launcher: int) -> int:
-    return next(value for value in (argument, config, launcher) if value is not None)
-
-
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
@@ -112,7 +114,8 @@ def _find_store(
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
-    host, port = _split(address)
+    host, _, digits = address.rpartition(":")
+    host, port = host.strip("[]"), int(digits)
     # Under torchrun its agent hosts the store at MASTER_ADDR, and no rank does; elsewhere rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, port) == (
         (launch.address or "").strip("[]"),
@@ -169,38 +172,39 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     return store
 
 
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+def find_tcp_store(
+    host: str, port: int, world_size: int, *, hosts: bool, timeout: timedelta
+) -> dist.TCPStore:
+    """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
 
-
-def start_default_group(
-    meeting: Meeting, store: dist.Store, backend: str, device: torch.device, timeout_s: float, bind: bool
-) -> None:
-    """Give torch.distributed its default group, which it must not have yet."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if bind and device.type != "cpu" else None,
-    )
-
-
-def say_prefix(prefix: str) -> None:
-    """Note in the default group's store that the mesh with this prefix made the group."""
-    default_store().set(_PREFIX, prefix)
-
-
-def outer_prefix() -> str:
-    """What stands before the names of a mesh that is opened beside the one that made the default group.
-
-    Both count from one, each in its own part of the store; torch has one list of names for both.
+    Nobody waits for the other ranks. Raises what torch does, and TimeoutError, which says what is at the
+    address instead, about a second after the timeout.
     """
-    if not dist.is_initialized():
-        return ""
-    store = default_store()
-    return f"{store.get(_PREFIX).decode()}." if store.check([_PREFIX]) else ""
+
+    def make() -> dist.TCPStore:
+        return dist.TCPStore(
+            host, port, world_size, hosts, timeout, wait_for_workers=False, multi_tenant=True
+        )
+
+    try:
+        return within(timeout.total_seconds() + _GRACE_S, make)
+    except TimeoutError as late:
+        try:
+            found = within(_LOOK_S, lambda: what_is_at(host, port))
+        except TimeoutError:
+            found = f"nothing that could be reached within {_LOOK_S:g} s"
+        raise TimeoutError(f"at {host}:{port} there is {found}") from late
+
+
+def what_is_at(host: str, port: int) -> str:
+    """What is at an address where no store of torch answers, in words."""
+    try:
+        with socket.create_connection((host, port), timeout=_LOOK_S) as connection:
+            connection.settimeout(_LOOK_S / 4)
+            try:
+                said = connection.recv(64)
+            except TimeoutError:
+                return "a program that accepts connections and says nothing: no store of torch, or one that is stopped"
+            return f"a program that says {said!r}: no store of torch" if said else "a program that hangs up"
+    except OSError as error:
+        return f"nobody to be reached: {error.strerror or error}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,34 @@ import torch.distributed as dist
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 from meshcomm.transport import Transport
+
+if TYPE_CHECKING:
+    from meshcomm.config import TopologyConfig
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What one rank has of a mesh when all ranks have agreed on it and its groups exist.
+
+    store: of the job, under `prefix`, which is this mesh's own. topology: how ranks lie on machines, as the
+    configuration or the launcher says it. validate_calls: how many calls of each kind are compared; None: all, or
+    the world does it itself. create: makes one group; its second argument says whether NCCL may split the world
+    for it. resources: gives back all that was made, last first.
+    """
+
+    launch: Launch
+    rank: int
+    device: torch.device
+    store: dist.Store
+    prefix: str
+    topology: Callable[[], TopologyConfig]
+    transports: dict[str, Transport]
+    watch: Watching | None
+    validate_calls: int | None
+    create: Callable[[Group, bool], Transport]
+    resources: ExitStack
 
 
 class Watching(Protocol):
@@ -73,10 +101,3 @@ class World(Protocol):
 
 # A context variable, as ranks that are threads of one process each live in a context of their own.
 WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
-
-
-def prefixed(prefix: str, store: dist.Store) -> dist.Store:
-    """`store` under a prefix of its own; a store that can do that itself does."""
-    own = getattr(store, "prefixed", None)
-    found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
-    return found

@@ -1,51 +1,118 @@
-"""`mesh.store`: what the ranks of a job leave for each other, under keys that nobody else uses."""
+"""`mesh.store`: what the ranks of a job leave for each other, and calls of torch's stores that always end."""
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, final
+from datetime import timedelta
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.store_connect import kind_of, wait_for, within
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
-Support: TypeAlias = Literal["one step", "one by one", "two steps", "refused"]
 
 # What each kind of store does in each method, tried on torch 2.13. "one step": other ranks see all
 # of it or nothing. "one by one": key after key. "two steps": what is returned is right unless
 # another rank changes the key in between. A PrefixStore does what the store below it does.
-_EVERYWHERE: Final[dict[str, Support]] = {
-    "TCPStore": "one step",
-    "FileStore": "one step",
-    "HashStore": "one step",
-}
-SUPPORT: Final[dict[str, dict[str, Support]]] = {
-    "set": _EVERYWHERE,
-    "get": _EVERYWHERE,
-    "add": _EVERYWHERE,
-    "append": {**_EVERYWHERE, "FileStore": "refused"},
-    "compare_set": _EVERYWHERE,
-    "delete_key": {**_EVERYWHERE, "FileStore": "two steps"},
-    "has_key": _EVERYWHERE,
-    "check": {**_EVERYWHERE, "FileStore": "one by one", "HashStore": "one by one"},
-    "wait": {**_EVERYWHERE, "FileStore": "one by one", "HashStore": "one by one"},
-    "multi_get": {**_EVERYWHERE, "FileStore": "one by one", "HashStore": "one by one"},
-    "multi_set": {**_EVERYWHERE, "FileStore": "one by one", "HashStore": "one by one"},
-    "keys": _EVERYWHERE,
-    "num_keys": _EVERYWHERE,
+_KINDS: Final = ("TCPStore", "FileStore", "HashStore")
+_ONE_STEP: Final = dict.fromkeys(_KINDS, "one step")
+_ONE_BY_ONE: Final = {**dict.fromkeys(_KINDS, "one by one"), "TCPStore": "one step"}
+SUPPORT: Final = {
+    "set": _ONE_STEP,
+    "get": _ONE_STEP,
+    "add": _ONE_STEP,
+    "append": {**_ONE_STEP, "FileStore": "refused"},
+    "compare_set": _ONE_STEP,
+    "delete_key": {**_ONE_STEP, "FileStore": "two steps"},
+    "has_key": _ONE_STEP,
+    "check": _ONE_BY_ONE,
+    "wait": _ONE_BY_ONE,
+    "multi_get": _ONE_BY_ONE,
+    "multi_set": _ONE_BY_ONE,
+    "keys": _ONE_STEP,
+    "num_keys": _ONE_STEP,
 }
 
 # What a server that is alive may need beyond the time that it was given.
 GRACE_S: Final = 2.0
 
+# Most waits are shorter; they need no second connection.
+_SOON_S: Final = 0.01
+_POLL_S: Final = 0.001
+
 # No value is ever this one: comparing with it reads a key without waiting for it, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]+")
+
+
+def prefixed(prefix: str, store: dist.Store) -> dist.Store:
+    """`store` under a prefix of its own; a store that can do that itself does."""
+    own = getattr(store, "prefixed", None)
+    found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
+    return found
+
+
+def kind_of(store: dist.Store) -> str:
+    """`TCPStore`, `FileStore`, `HashStore`, or the class of somebody else's: what is below every prefix."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises; TimeoutError after `limit_s` seconds.
+
+    `call` is then left alone in a thread that keeps nobody from ending the process.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="meshcomm-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return returned[0]
+
+
+def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
+    """Whether all `keys` were set in time. Raises RuntimeError where the store fails.
+
+    A TCPStore's client lets one call through at a time. A wait would keep out the thread that answers
+    for this rank, and the others would take the rank for dead. So all but short waits have a client of
+    their own, for as long as they last.
+    """
+    deadline = time.monotonic() + timeout_s
+    if kind_of(store) == "TCPStore":
+        soon = time.monotonic() + min(_SOON_S, timeout_s)
+        while time.monotonic() < soon:
+            if store.check(list(keys)):
+                return True
+            time.sleep(_POLL_S)
+        store = store.clone()
+    # torch counts whole milliseconds, and some stores take none of them for "forever".
+    left_ms = max(1, math.ceil((deadline - time.monotonic()) * 1000))
+    try:
+        store.wait(list(keys), timedelta(milliseconds=left_ms))
+    except RuntimeError as error:
+        if "timeout" in str(error).lower():
+            return False
+        raise
+    return True
 
 
 @final
@@ -57,8 +124,7 @@ class MeshStore:
     one that was set as str. Timeouts are in seconds; None means `timeout`.
 
     Every rank of the job may use it, at any time and in any order, also one outside the mesh. It
-    is for small things: the store is one server, and values pass through it one after the other.
-    A call
+    is for small things: the store is one server, and values pass through it one after the other. A call
     on a TCPStore costs about 0.1 ms, as a thread stands by in case that its server never answers.
 
     Raises: StoreTimeout naming the key, this rank and the seconds; StoreError where the store
@@ -69,8 +135,8 @@ class MeshStore:
         self._store: Any = store  # torch's annotations leave out half of its methods
         self._label = label
         self._closed = ""
-        self._timeout_s = _checked_timeout(timeout_s, label)
         self.kind = kind_of(store)
+        self.set_timeout(timeout_s)
 
     @property
     def torch_store(self) -> dist.Store:
@@ -86,21 +152,22 @@ class MeshStore:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change `timeout` for this mesh's store on this rank, and for nothing else."""
-        self._timeout_s = _checked_timeout(timeout_s, self._label)
+        self._timeout_s = self._checked(timeout_s)
 
     # -- one key --------------------------------------------------------------------------------
 
     def set(self, key: str, value: Value) -> None:
         """Set `key`, whether or not it was set."""
         data = self._value("set", key, value)
-        self._run("set", key, lambda: self._store.set(key, data))
+        self._run("set", [key], lambda: self._store.set(key, data))
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
         """The value of `key`, waited for."""
-        deadline = time.monotonic() + self._seconds(timeout_s)
+        seconds = self._seconds(timeout_s)
+        deadline = time.monotonic() + seconds
         while (found := self._peek("get", key)) is None:
             # Another rank may delete the key again between the wait and the look.
-            self._wait("get", [key], deadline, timeout_s)
+            self._wait("get", [key], deadline, seconds)
         return found
 
     def add(self, key: str, amount: int) -> int:
@@ -110,12 +177,14 @@ class MeshStore:
         TCPStore would drop the whole job's connection.
         """
         present = self._peek("add", key)
-        if present is not None and not _INTEGER.fullmatch(present):
-            self._refuse("add", key, f"the value {_short(present)}", "a whole number, as add makes it")
-        total = int(present or b"0") + amount
+        present = b"0" if present is None else present
+        if not _INTEGER.fullmatch(present):
+            shown = present if len(present) <= 40 else present[:37] + b"..."
+            self._refuse("add", [key], f"the value {shown!r}", "a whole number, as add makes it")
+        total = int(present) + amount
         if not (-(2**63) <= amount < 2**63 and -(2**63) <= total < 2**63):
-            self._refuse("add", key, f"{amount} to {int(present or b'0')}", "a sum of 64 bits")
-        return self._run("add", key, lambda: int(self._store.add(key, amount)))
+            self._refuse("add", [key], f"{amount} to {int(present)}", "a sum of 64 bits")
+        return self._run("add", [key], lambda: int(self._store.add(key, amount)))
 
     def append(self, key: str, value: Value) -> None:
         """Put `value` behind what `key` holds, nothing if it is not set. Refused on FileStore."""
@@ -128,7 +197,7 @@ class MeshStore:
                 hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
             )
         data = self._value("append", key, value)
-        self._run("append", key, lambda: self._store.append(key, data))
+        self._run("append", [key], lambda: self._store.append(key, data))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Set `key` to `desired` where it holds `expected`; return what it holds then.
@@ -136,14 +205,13 @@ class MeshStore:
         A key that is not set holds nothing, b"", and stays unset where `expected` is something
         else; then `expected` is returned, as torch does.
         """
-        old = self._value("compare_set", key, expected)
-        new = self._value("compare_set", key, desired)
-        return self._run("compare_set", key, lambda: bytes(self._store.compare_set(key, old, new)))
+        old, new = (self._value("compare_set", key, each) for each in (expected, desired))
+        return self._run("compare_set", [key], lambda: bytes(self._store.compare_set(key, old, new)))
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; return whether it was set."""
         there = self.kind != "FileStore" or self.has_key(key)
-        return self._run("delete_key", key, lambda: bool(self._store.delete_key(key))) and there
+        return self._run("delete_key", [key], lambda: bool(self._store.delete_key(key))) and there
 
     def has_key(self, key: str) -> bool:
         """Whether `key` is set."""
@@ -153,22 +221,21 @@ class MeshStore:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are set. Does not wait."""
-        names = self._keys("check", keys)
-        return self._run("check", names, lambda: bool(self._store.check(names)))
+        return self._run("check", keys, lambda: bool(self._store.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Return when all `keys` are set."""
-        names = self._keys("wait", keys)
-        self._wait("wait", names, time.monotonic() + self._seconds(timeout_s), timeout_s)
+        seconds = self._seconds(timeout_s)
+        self._wait("wait", keys, time.monotonic() + seconds, seconds)
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
         """The values of `keys`, waited for."""
-        names = self._keys("multi_get", keys)
-        deadline = time.monotonic() + self._seconds(timeout_s)
-        self._wait("multi_get", names, deadline, timeout_s)
+        seconds = self._seconds(timeout_s)
+        deadline = time.monotonic() + seconds
+        self._wait("multi_get", keys, deadline, seconds)
         if SUPPORT["multi_get"].get(self.kind) == "one step":
-            return self._run("multi_get", names, lambda: [bytes(v) for v in self._store.multi_get(names)])
-        return [self.get(name, max(deadline - time.monotonic(), 0.001)) for name in names]
+            return self._run("multi_get", keys, lambda: [*map(bytes, self._store.multi_get(list(keys)))])
+        return [self.get(name, max(deadline - time.monotonic(), 0.001)) for name in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Set several keys."""
@@ -180,7 +247,7 @@ class MeshStore:
 
     def keys(self) -> list[str]:
         """The keys that are set now, sorted: only those of this mesh's store."""
-        return sorted(self._run("keys", [], lambda: [str(key) for key in self._store.list_keys()]))
+        return self._run("keys", [], lambda: sorted(map(str, self._store.list_keys())))
 
     def num_keys(self) -> int:
         """How many keys are set now. torch's own counts the whole job's."""
@@ -198,74 +265,59 @@ class MeshStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _peek(self, call: str, key: str) -> bytes | None:
-        self._keys(call, [key])
-        held = self._run(call, key, lambda: bytes(self._store.compare_set(key, _NOBODY, _NOBODY)))
+        held = self._run(call, [key], lambda: bytes(self._store.compare_set(key, _NOBODY, _NOBODY)))
         return None if held == _NOBODY else held
 
-    def _wait(self, call: str, keys: list[str], deadline: float, timeout_s: float | None) -> None:
-        if self._came(call, keys, deadline):
+    def _wait(self, call: str, keys: Sequence[str], deadline: float, seconds: float) -> None:
+        """Return when all `keys` are set; after the deadline say which were not within `seconds`."""
+        left_s = max(0.001, deadline - time.monotonic())
+
+        def came() -> bool:
+            if self.kind != "FileStore":
+                return wait_for(self._store, keys, left_s)
+            # Its own wait rounds up to whole seconds.
+            while not (all_set := self._store.check(list(keys))) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return bool(all_set)
+
+        if self._run(call, keys, came, left_s):
             return
         missing = [key for key in keys if self._peek(call, key) is None]
         if not missing:
             return
-        seconds = self._seconds(timeout_s)
-        named = ", ".join(f'"{key}"' for key in missing[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise StoreTimeout(
-            f"store.{call} on {self._label()}: {named}{more} not set within {seconds:g} s",
+            f"store.{call} on {self._label()}: {_listed(missing)}{more} not set within {seconds:g} s",
             given=f"{len(missing)} of {len(keys)} keys missing, {self.kind}",
             expected="another rank to set what is waited for",
             hint="look at the rank that sets it; or timeout_s=...",
         )
 
-    def _came(self, call: str, keys: list[str], deadline: float) -> bool:
-        """Whether all `keys` were set before the deadline."""
+    def _run(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float | None = None) -> T:
+        """What `act` returns, which is about `keys`; limit_s: seconds, `timeout` unless given."""
         self._open(call)
-        if self.kind == "FileStore":  # its own wait rounds up to whole seconds
-            while not self.check(keys):
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.01)
-            return True
-        left_s = max(0.001, deadline - time.monotonic())
+        names, limit_s = self._keys(call, keys), limit_s or self._timeout_s
         try:
-            return self._answered(call, keys, left_s, lambda: wait_for(self._store, keys, left_s))
-        except RuntimeError as error:
-            raise self._failure(call, keys, error) from error
-
-    def _run(self, call: str, key: str | list[str], act: Callable[[], T]) -> T:
-        self._open(call)
-        self._keys(call, [key] if not isinstance(key, list) else key)
-        try:
-            return self._answered(call, key, self._timeout_s, act)
-        except (RuntimeError, ValueError) as error:
-            raise self._failure(call, key, error) from error
-
-    def _answered(self, call: str, key: str | list[str], limit_s: float, act: Callable[[], T]) -> T:
-        """What `act` returns. torch's client waits without end for a server that was cut off or stopped."""
-        if self.kind != "TCPStore":
-            return act()
-        try:
-            return within(limit_s + GRACE_S, act)
+            # torch's client waits without end for a server that was cut off or stopped.
+            return within(limit_s + GRACE_S, act) if self.kind == "TCPStore" else act()
         except TimeoutError:
             raise StoreTimeout(
                 f"store.{call} on {self._label()}: the job's {self.kind} has not answered for {limit_s:g} s",
-                given=_named(key),
+                given=_named(names),
                 expected="a store that answers; it lives in rank 0 or the launcher",
                 hint="look at the process that holds the store, and at the network between",
             ) from None
+        except (RuntimeError, ValueError) as error:
+            text = str(error).strip().splitlines()
+            raise StoreError(
+                f"store.{call} on {self._label()}: the job's {self.kind} failed",
+                given=f"{_named(names)}; {text[0] if text else type(error).__name__}",
+                expected="a store that answers; it lives in rank 0, the launcher, or a file",
+                hint="look for the first error of the process that holds the store",
+            ) from error
 
-    def _failure(self, call: str, key: str | list[str], error: Exception) -> StoreError:
-        text = str(error).strip().splitlines()
-        return StoreError(
-            f"store.{call} on {self._label()}: the job's {self.kind} failed",
-            given=f"{_named(key)}; {text[0] if text else type(error).__name__}",
-            expected="a store that answers; it lives in rank 0, the launcher, or a file",
-            hint="look for the first error of the process that holds the store",
-        )
-
-    def _refuse(self, call: str, key: str | list[str], given: str, expected: str) -> NoReturn:
-        raise StoreError(f"store.{call} on {self._label()}: {_named(key)}", given=given, expected=expected)
+    def _refuse(self, call: str, keys: Sequence[str], given: str, expected: str) -> NoReturn:
+        raise StoreError(f"store.{call} on {self._label()}: {_named(keys)}", given=given, expected=expected)
 
     def _keys(self, call: str, keys: Sequence[str]) -> list[str]:
         bad = [repr(key) for key in keys if not isinstance(key, str)]
@@ -276,14 +328,24 @@ class MeshStore:
 
     def _value(self, call: str, key: str, value: object) -> bytes:
         if not isinstance(value, (str, bytes, bytearray)):
-            self._refuse(call, key, f"a value of type {type(value).__name__}", "bytes or str")
+            self._refuse(call, [key], f"a value of type {type(value).__name__}", "bytes or str")
         data = value.encode() if isinstance(value, str) else bytes(value)
         if data == _NOBODY:
-            self._refuse(call, key, "the one value that means no value", "any other")
+            self._refuse(call, [key], "the one value that means no value", "any other")
         return data
 
     def _seconds(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else _checked_timeout(timeout_s, self._label)
+        return self._timeout_s if timeout_s is None else self._checked(timeout_s)
+
+    def _checked(self, timeout_s: float) -> float:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
+            raise StoreError(
+                f"store on {self._label()}: timeout {timeout_s!r}",
+                given=repr(timeout_s),
+                expected="seconds, more than 0",
+                hint="has_key asks without waiting",
+            )
+        return float(timeout_s)
 
     def _open(self, call: str) -> None:
         if self._closed:
@@ -295,22 +357,9 @@ class MeshStore:
             )
 
 
-def _checked_timeout(timeout_s: float, label: Callable[[], str]) -> float:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
-        raise StoreError(
-            f"store on {label()}: timeout {timeout_s!r}",
-            given=repr(timeout_s),
-            expected="seconds, more than 0",
-            hint="has_key asks without waiting",
-        )
-    return float(timeout_s)
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(f'"{each}"' for each in keys[:8])
 
 
-def _named(key: str | list[str]) -> str:
-    keys = [key] if isinstance(key, str) else key
-    shown = ", ".join(f'"{each}"' for each in keys[:8])
-    return f"key {shown}" if len(keys) == 1 else f"keys {shown}" if keys else "keys"
-
-
-def _short(data: bytes) -> str:
-    return repr(data if len(data) <= 40 else data[:37] + b"...")
+def _named(keys: Sequence[str]) -> str:
+    return f"key {_listed(keys)}" if len(keys) == 1 else f"keys {_listed(keys)}".rstrip()

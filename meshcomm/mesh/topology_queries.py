@@ -8,7 +8,7 @@ from typing import Literal, overload
 from meshcomm.errors import NotMember
 from meshcomm.layout import Dims, Layout
 from meshcomm.layout.sizes import fold
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 
 
 class TopologyQueries:

@@ -1,47 +1,41 @@
-"""The mesh as torch's own DeviceMesh, over the same groups."""
+"""A mesh as torch's own objects: process groups, and DeviceMeshes over the same groups."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.errors import UnsupportedOp
-from meshcomm.layout import Dims, Layout
+from meshcomm.layout import Dims
+from meshcomm.mesh.topology_queries import TopologyQueries
 from meshcomm.transport import ProcessGroupTransport, Transport
 from meshcomm.transport.torch_private import SoloGroup, forget_device_meshes
 
 
-@final
-class TorchMeshes:
-    """DeviceMeshes of one mesh, each made when first asked for; making one communicates nothing.
+class TorchMesh(TopologyQueries):
+    """torch's objects over the groups of a mesh, each made when first asked for, without communication.
 
     All slices that keep the dims' order share one root, which is what torch's FSDP and tensor
     parallelism ask of meshes that are used on one model.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        prefix: str,
-        transport: Callable[[str], Transport],
-    ) -> None:
-        self._layout = layout
-        self._rank = rank
-        self._device = device
-        self._prefix = prefix
-        self._transport = transport
-        self._solo: dict[str, SoloGroup] = {}
-        self._made: dict[tuple[str, ...], DeviceMesh] = {}
+    device: torch.device
+    _prefix: str
+    _transports: dict[str, Transport]
 
-    def group(self, name: str) -> dist.ProcessGroup:
-        """The process group of one name; for size 1 a group that copies."""
-        transport = self._transport(name)
+    def __init__(self) -> None:
+        self._solo: dict[str, SoloGroup] = {}
+        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def group(self, dims: Dims) -> dist.ProcessGroup:
+        """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
+        self._usable()
+        if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
+            name = self._family_of(dims)
+        else:
+            name = dims if isinstance(dims, str) else dims[0]
+        transport = self._transports[name]
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
         if transport.size > 1 or not dist.is_initialized():
@@ -52,48 +46,53 @@ class TorchMeshes:
                 hint=f'mesh.all_reduce("{name}", x); what needs torch\'s groups: meshcomm run',
             )
         if name not in self._solo:
-            self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self._rank}", self._rank)
+            self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self.rank}", self.rank)
         return self._solo[name]
 
-    def over(self, names: tuple[str, ...]) -> DeviceMesh:
-        """The DeviceMesh whose dims are `names`, in this order."""
-        if names not in self._made:
-            self._made[names] = self._make(names)
-        return self._made[names]
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All base dims as one torch DeviceMesh over this mesh's groups."""
+        return self[tuple(self.layout.dims)]
 
-    def relayout(self, layout: Layout) -> None:
-        """Know the names of a layout that only adds names."""
-        self._layout = layout
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
-    def close(self) -> None:
-        """Forget the meshes and the groups of size 1."""
-        if self._made:
-            forget_device_meshes()
-        self._made.clear()
-        for group in self._solo.values():
-            group.close()
-        self._solo.clear()
+        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root.
+        """
+        self._member()
+        chosen = (names,) if isinstance(names, str) else names
+        self.layout.digits(chosen)
+        for name in chosen:
+            self.layout.digits(name)
+        if chosen not in self._device_meshes:
+            self._device_meshes[chosen] = self._device_mesh(chosen)
+        return self._device_meshes[chosen]
 
-    def _make(self, names: tuple[str, ...]) -> DeviceMesh:
-        layout = self._layout
-        base = tuple(layout.dims)
-        for whole in (base, *(tuple(sizes) for sizes in layout.views.values())):
-            ordered = tuple(name for name in whole if name in names)
-            if ordered == names and names != whole:
-                root = self.over(whole)
-                return root[names if len(names) > 1 else names[0]]
-        grid = _subgrid(layout, self._rank, names)
+    def _device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        layout = self.layout
+        for whole in (tuple(layout.dims), *(tuple(sizes) for sizes in layout.views.values())):
+            if names != whole and names == tuple(name for name in whole if name in names):
+                return self[whole][names if len(names) > 1 else names[0]]
+        if len(names) == 1:
+            return DeviceMesh.from_group(self.group(names[0]), self.device.type, mesh_dim_names=names)
+        # The ranks that share this rank's other coords, with an axis for each name.
+        grid = layout.group_of(self.rank, names).reshape([layout.size(name) for name in names])
         return DeviceMesh.from_group(
-            [self.group(name) for name in names] if len(names) > 1 else self.group(names[0]),
-            self._device.type,
-            mesh=torch.tensor(grid, device="cpu") if len(names) > 1 else None,
+            [self.group(name) for name in names],
+            self.device.type,
+            mesh=torch.tensor(grid.tolist(), device="cpu"),
             mesh_dim_names=names,
         )
 
+    def _family_of(self, dims: Dims) -> str:
+        """The name whose groups are those of `dims`. Raises UnknownDim where no group was declared."""
+        raise NotImplementedError
 
-def _subgrid(layout: Layout, rank: int, names: tuple[str, ...]) -> list[object]:
-    """The ranks that share this rank's other coords, as nested lists with one level per name."""
-    merged: Dims = names if len(names) > 1 else names[0]
-    ranks = layout.group_of(rank, merged).reshape([layout.size(name) for name in names])
-    grid: list[object] = ranks.tolist()
-    return grid
+    def _forget(self) -> None:
+        """Let go of the meshes and of the groups of size 1."""
+        if self._device_meshes:
+            forget_device_meshes()
+        self._device_meshes.clear()
+        for group in self._solo.values():
+            group.close()
+        self._solo.clear()

@@ -17,8 +17,7 @@ import torch
 from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.config import Config, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.mesh.environment import with_variables
-from meshcomm.mesh.launch_environment import how_many_ranks
+from meshcomm.mesh.environment import how_many_ranks, with_variables
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job

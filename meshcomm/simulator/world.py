@@ -15,7 +15,7 @@ from meshcomm.comm.handle import failure
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.devices import backend_on
-from meshcomm.mesh.launch_environment import Launch
+from meshcomm.mesh.environment import Launch
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.store import InMemoryStore, SimulatedStore

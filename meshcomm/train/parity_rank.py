@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshcomm.config import Config, load
 from meshcomm.launch.rank import as_rank
-from meshcomm.mesh.launch_environment import find_launch
+from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.train.differences import Difference, compare
 from meshcomm.train.parity import Record, record

@@ -89,8 +89,14 @@ class ProcessGroupTransport(Transport):
         return source_rank(work)
 
     def close(self) -> None:
+        """Give the group back, and let go of it: its sockets and threads go with the last reference.
+
+        What is kept of a failed call, a traceback say, holds this object for longer than the mesh lives.
+        """
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
+        self._methods.clear()
+        del self.group
 
 
 @cache
