@@ -244,7 +244,28 @@ def _create(
     resources.callback(transports.clear)
     watch: Watching | None = None
     if world is None and not dist.is_initialized():
-        _start_default_group(settings, joined, plan, device, store, prefix, resources)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        bind = settings.process.device_id is not False and device.type != "cpu"
+        resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        try:
+            with with_variables(gloo_defaults(launch.one_host), keep=True):
+                dist.init_process_group(
+                    plan.defaults.backend,
+                    store=dist.PrefixStore("world", store),
+                    rank=rank,
+                    world_size=joined.world_size,
+                    timeout=timedelta(seconds=settings.mesh.timeout_s),
+                    device_id=device if bind else None,
+                )
+            default_store().set(_PREFIX, prefix)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {rank} could not start torch's default group",
+                given=str(error).splitlines()[0],
+                expected=f"backend {plan.defaults.backend} to start, and a store that answers",
+                hint="look for the first error of the process that holds the store",
+            ) from error
 
     def create(group: Group, split: bool) -> Transport:
         if world is not None:
@@ -291,37 +312,3 @@ def _create(
     return Runtime(
         launch, rank, device, store, prefix, topology, transports, watch, compared, create, resources
     )
-
-
-def _start_default_group(
-    settings: Settings,
-    joined: Meeting,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
-    resources: ExitStack,
-) -> None:
-    """Give torch.distributed its default group, which it does not have yet."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    bind = settings.process.device_id is not False and device.type != "cpu"
-    resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-    try:
-        with with_variables(gloo_defaults(joined.launch.one_host), keep=True):
-            dist.init_process_group(
-                plan.defaults.backend,
-                store=dist.PrefixStore("world", store),
-                rank=joined.rank,
-                world_size=joined.world_size,
-                timeout=timedelta(seconds=settings.mesh.timeout_s),
-                device_id=device if bind else None,
-            )
-        default_store().set(_PREFIX, prefix)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {joined.rank} could not start torch's default group",
-            given=str(error).splitlines()[0],
-            expected=f"backend {plan.defaults.backend} to start, and a store that answers",
-            hint="look for the first error of the process that holds the store",
-        ) from error

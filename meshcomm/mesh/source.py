@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -15,12 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.problems import report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
-from meshcomm.config.topology import TopologyConfig
 from meshcomm.errors import LaunchError, LayoutError
 from meshcomm.layout import Plan
 
 if TYPE_CHECKING:
-    from meshcomm.config import Config
+    from meshcomm.config import Config, TopologyConfig
 
 CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
@@ -35,7 +35,13 @@ class MeshOnly:
     mesh: MeshConfig
     process: ProcessConfig = field(default_factory=ProcessConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
+
+    @cached_property
+    def topology(self) -> TopologyConfig:
+        """As nobody has said it; its model is only loaded for what shows the mesh."""
+        from meshcomm.config.topology import TopologyConfig
+
+        return TopologyConfig()
 
     def plan(self, world: int | None) -> Plan:
         """See Config.plan."""
@@ -132,7 +138,14 @@ def _refuse_unused(path: str, own: Settings) -> None:
     from meshcomm.config import load
 
     asked = load(path, _overrides())
-    lost = [f"{name}.{key}" for name in _SECTIONS for key in _lost(getattr(asked, name), getattr(own, name))]
+    lost = []
+    for name in _SECTIONS:
+        section, mine = getattr(asked, name), getattr(own, name)
+        lost += [
+            f"{name}.{key}"
+            for key in type(section).model_fields
+            if key in section.model_fields_set and not _same(getattr(section, key), getattr(mine, key))
+        ]
     if not lost:
         return
     sets = "".join(f" --set {override}" for override in _overrides())
@@ -142,13 +155,6 @@ def _refuse_unused(path: str, own: Settings) -> None:
         expected="one of the two; or first the config's mesh, then beside it the script's own",
         hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world N script.py",
     )
-
-
-def _lost(asked: Any, own: Any) -> Iterator[str]:
-    """The keys that `asked` was given and that have another value in `own`."""
-    for key in type(asked).model_fields:
-        if key in asked.model_fields_set and not _same(getattr(asked, key), getattr(own, key)):
-            yield key
 
 
 def _same(asked: Any, own: Any) -> bool:
