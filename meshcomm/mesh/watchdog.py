@@ -36,7 +36,7 @@ from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.status_query import StatusQuery
-from meshcomm.mesh.store_connect import within
+from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import calls_under_way, capturing
 
