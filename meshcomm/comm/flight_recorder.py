@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, final
 from weakref import ref
 
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.callsite import line_of, users_frame
@@ -19,9 +20,8 @@ from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
-from meshcomm.transport.profile import labelled, profiling
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import GroupHooks, capturing
+from meshcomm.transport.torch_private import GroupHooks, capturing, profiling
 
 KEPT: Final = 256
 # Collectives of which a rank tells the others.
@@ -127,7 +127,7 @@ class FlightRecorder:
                 self.label, counter.name, counter.call, place, began, nbytes, tensors, number=number
             )
         if profiling() and caller is not None:
-            self._profiled = labelled(f"meshcomm::{counter.call} {counter.name}{self.plan}")
+            self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
         return self
 

@@ -78,7 +78,7 @@ class Objects:
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
         with call.comm.named("objects.broadcast") as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
-            data = _settled(comm.broadcast(mine[0] if mine else call.blank(sizes[src]), src))
+            data = comm.broadcast(mine[0] if mine else call.blank(sizes[src]), src)
         return call.decoded(data)
 
     def all_gather(
@@ -128,7 +128,7 @@ class Objects:
         with call.comm.named("objects.scatter") as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             splits = [message.numel() for message in mine] or [0] * comm.size
-            own = _settled(comm.all_to_all(torch.cat(mine) if mine else call.blank(0), splits=splits))
+            own = comm.all_to_all(torch.cat(mine) if mine else call.blank(0), splits=splits)
         return call.decoded(own)
 
     def send(
@@ -321,7 +321,7 @@ class _Call:
     ) -> tuple[list[Tensor], list[int]]:
         """This rank's objects as bytes, and every rank's size. Raises ObjectError on every rank otherwise."""
         mine = self.encoded(make)
-        table = _settled(comm.all_gather(self.packed())).view(comm.size, -1)
+        table = comm.all_gather(self.packed()).view(comm.size, -1)
         try:
             offers = [self.read(coord, data) for coord, data in enumerate(table)]
             self.compare(offers)
@@ -388,13 +388,8 @@ def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | Non
     found = comm.all_gather(x, uneven=not even) if dst is None else comm.gather(x, dst, uneven=not even)
     if found is None:
         return []
-    parts = _settled(found).split([longest] * comm.size if even else sizes)
+    parts = found.split([longest] * comm.size if even else sizes)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-def _settled(result: object) -> Tensor:
-    assert isinstance(result, Tensor)
-    return result
 
 
 def _one_each(objs: Any, size: int) -> Sequence[Any]:

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from meshcomm.comm.checks import (
     OWN_TAGS,
@@ -40,8 +41,7 @@ from meshcomm.comm.shapes import (
 from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Done, Transport, Work
 from meshcomm.transport.base import Direction
-from meshcomm.transport.profile import labelled, profiling
-from meshcomm.transport.torch_private import written
+from meshcomm.transport.torch_private import profiling, written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
@@ -278,7 +278,11 @@ class Messages:
             message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
             if not async_op:
                 log.confirm(message)
-            with labelled(f"meshcomm::{call} {self._name}{recorder.plan}") if profiling() else _UNLABELLED:
+            with (
+                record_function(f"meshcomm::{call} {self._name}{recorder.plan}")
+                if profiling()
+                else _UNLABELLED
+            ):
                 works = self._transport.start_p2p(
                     [
                         end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1)))

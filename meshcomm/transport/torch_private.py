@@ -26,32 +26,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.futures import Future
 
-__all__ = [
-    "GroupHooks",
-    "SoloGroup",
-    "backend_of",
-    "calls_under_way",
-    "capturing",
-    "coalescing",
-    "copy_all",
-    "create_group",
-    "default_store",
-    "flash_attention",
-    "flash_attention_backward",
-    "forget_device_meshes",
-    "forward_mode",
-    "has_flash_attention",
-    "live_groups",
-    "options_type",
-    "profiling",
-    "source_rank",
-    "split_color",
-    "timeout_of",
-    "transforming",
-    "written",
-]
-
-
 # The type of a group's name, where torch has one of its own.
 _NAME: Any = getattr(c10d, "GroupName", str)
 
@@ -391,62 +365,32 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         return None
 
-    # Each of these gets (outputs, inputs) in torch's own nesting and does what one rank does.
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)
 
-    allreduce_coalesced = allreduce
-    broadcast = allreduce
-    reduce = allreduce
+    allreduce_coalesced = broadcast = reduce = allreduce
 
     def barrier(self, opts: Any = None) -> Any:
         return _done([])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for out, x in zip(outputs, inputs, strict=True):
-            out[0].copy_(x)
-        return _done(outputs)
-
-    def all_gather_single(self, output: Any, x: Any, opts: Any = None) -> Any:
-        output.view(x.shape).copy_(x)
-        return _done(output)
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for out, x in zip(outputs, inputs, strict=True):
+    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        """What one rank does of every call that moves data; both in torch's own nesting, which differs by call."""
+        for out, x in zip(_flat(outputs), _flat(inputs), strict=True):
             out.view(x.shape).copy_(x)
         return _done(outputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_single_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_single = all_gather_single
-    _reduce_scatter_base = all_gather_single
+    gather = allgather = alltoall = reduce_scatter = scatter
+    # Each under the name of torch 2.14 and newer, then under that of older ones.
+    all_gather_single = reduce_scatter_single = all_to_all_single = scatter
+    _allgather_base = _reduce_scatter_base = alltoall_base = scatter
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = scatter
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = scatter
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.allgather(outputs, inputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for out, parts in zip(outputs, inputs, strict=True):
-            out.copy_(parts[0])
-        return _done(outputs)
-
-    reduce_scatter = scatter
-
-    def all_to_all_single(
-        self, output: Any, x: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
-    ) -> Any:
-        output.copy_(x)
-        return _done(output)
-
-    alltoall_base = all_to_all_single
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for out, x in zip(outputs, inputs, strict=True):
-            out.copy_(x)
-        return _done(outputs)
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [x for each in tensors for x in _flat(each)]
 
 
 def _done(result: Any) -> Any:
