@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import shortest_way
 from meshcomm.simulator.store import StoreWait
@@ -68,11 +68,11 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
         alike.setdefault((_text(error).replace(actors[rank].name, ""), raised_at(error)), []).append(rank)
     lines = []
     for (_, line), ranks in alike.items():
-        lines += [f"{_ranks(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
+        lines += [f"{ranks_text(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
     if waiting:
-        lines.append(f"{_ranks(waiting)} waited for others when nothing more could happen")
+        lines.append(f"{ranks_text(sorted(waiting))} waited for others when nothing more could happen")
     first = min(failed)
-    who = actors[first].name if len(failed) == 1 else f"{_ranks(failed)} of {len(actors)}"
+    who = actors[first].name if len(failed) == 1 else f"{ranks_text(sorted(failed))} of {len(actors)}"
     found = RankFailed(
         f"{who} failed: {_text(failed[first]).splitlines()[0]}",
         given="\n".join(lines),
@@ -124,21 +124,23 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
     lines = []
     for rank in roots:
         returned = needs[rank]
-        why = f"; {_ranks(returned)} {'has' if len(returned) == 1 else 'have'} returned" if returned else ""
+        why = (
+            f"; {ranks_text(returned)} {'has' if len(returned) == 1 else 'have'} returned" if returned else ""
+        )
         lines.append(f"{waiting[rank].name} {_doing(waiting[rank])}{why}")
     given = _with_rest(lines, set(waiting) - set(roots))
     on = [waiting[rank].wait for rank in roots]
     error: UnmatchedMessage | DeadlockError
     if all(isinstance(wait, SimulatedWork) and wait.kind != "collective" for wait in on):
         error = UnmatchedMessage(
-            f"{_ranks(gone)} returned while {_wait(roots)} for a message",
+            f"{ranks_text(gone)} returned while {_wait(roots)} for a message",
             given=given,
             expected=_PAIRS,
             hint="look at the peers and at the number of messages on both sides",
         )
     elif gone:
         error = DeadlockError(
-            f"{_ranks(gone)} returned while {_wait(roots)}",
+            f"{ranks_text(gone)} returned while {_wait(roots)}",
             given=given,
             expected="the same number of calls on every rank",
             hint="look for a loop, a return or a branch that depends on the rank",
@@ -158,7 +160,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     messages = _unmatched(shared)
     if not messages:
         return None
-    ranks = _ranks({each.work.actor.rank for each in messages})
+    ranks = ranks_text(sorted({each.work.actor.rank for each in messages}))
     what = f"{ranks} ended with {_count(messages, 'message')} that never met the other end"
     return _unmatched_error(what, messages, _PAIRS)
 
@@ -167,13 +169,13 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
     lines, ranks = [], set()
     for actor in shared.scheduler.actors:
         for work in actor.unwaited:
-            state = "" if work.done else f"; never complete: {_ranks(work.absent())} did not come"
+            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not come"
             lines.append(f"{_started(work)}{state}")
             ranks.add(actor.rank)
     if not lines:
         return None
     error = HandleNotWaited(
-        f"{_ranks(ranks)} ended without waiting for {_count(lines, 'handle')}",
+        f"{ranks_text(sorted(ranks))} ended without waiting for {_count(lines, 'handle')}",
         given="\n".join(_shortened(lines)),
         expected="handle.wait() for every call with async_op, isend and irecv",
         hint="keep the handle, and wait for it before its tensors are used",
@@ -269,16 +271,10 @@ def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: st
 # -- words -----------------------------------------------------------------------------------------
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2, 5`."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {fold(found)}"
-
-
 def _wait(ranks: Iterable[int]) -> str:
     """`rank 3 waits` or `ranks 0-2 wait`."""
     found = list(ranks)
-    return f"{_ranks(found)} {'waits' if len(found) == 1 else 'wait'}"
+    return f"{ranks_text(sorted(found))} {'waits' if len(found) == 1 else 'wait'}"
 
 
 def _count(things: Sequence[object], name: str) -> str:
