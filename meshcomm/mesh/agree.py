@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError, StoreError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 
 # In the number that counts who has come: above these bits, the sum of the sizes that they expect.
 _COUNT_BITS: Final = 31
@@ -181,13 +181,13 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
         ranks = [other for other in odd if prints[other] == fingerprint]
         other_facts = json.loads(store.get(f"facts/{fingerprint}"))
         for name, ours, theirs in _differences(usual, other_facts):
-            lines.append(f"{_ranks(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
+            lines.append(f"{ranks_text(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
     usual_ranks = [other for other in present if other not in odd]
     error = MeshMismatchError(
-        f"{what} differs between ranks: {_ranks(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
+        f"{what} differs between ranks: {ranks_text(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
         given="\n".join(lines),
-        expected=f"what {_ranks(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
-        hint=f"start {_ranks(odd)} with the same config, code and package versions",
+        expected=f"what {ranks_text(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
+        hint=f"start {ranks_text(odd)} with the same config, code and package versions",
     )
     error.mismatched_ranks = odd
     return error
@@ -199,8 +199,8 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
     for rank in sorted(arrivals):
         hosts.setdefault(arrivals[rank].host, []).append(rank)
     missing = tuple(rank for rank in ranks if rank not in arrivals)
-    came = "there came, by host: " + "; ".join(f"{host}: {_ranks(own)}" for host, own in hosts.items())
-    expected = f"all of {_ranks(sorted(ranks))}"
+    came = "there came, by host: " + "; ".join(f"{host}: {ranks_text(own)}" for host, own in hosts.items())
+    expected = f"all of {ranks_text(sorted(ranks))}"
     if not missing:
         return MeshMismatchError(
             f"all {len(ranks)} ranks have come by now to agree on {what}, but some gave up before",
@@ -209,7 +209,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
             hint="start the ranks closer together, or a longer timeout_s",
         )
     error = MeshMismatchError(
-        f"{_ranks(missing)} of {len(ranks)} never came to agree on {what}",
+        f"{ranks_text(missing)} of {len(ranks)} never came to agree on {what}",
         given=f"after {timeout_s:g} s {came}",
         expected=expected,
         hint="look at how the missing ranks were started and at their first error",
@@ -239,7 +239,3 @@ def _plain(value: Any) -> str:
         return "{ " + ", ".join(f"{name} = {_plain(inner)}" for name, inner in value.items()) + " }"
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) < 200 else text[:200] + " .."
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(ranks)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshcomm.errors import LaunchError, MeshMismatchError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
 _TWICE: Final = "meshcomm/twice"
@@ -104,5 +104,4 @@ def blame(error: MeshMismatchError, store: Any) -> None:
     error.mismatched_ranks = tuple(sorted({rank for rank, _, _ in found}))
     listed = [f"rank {rank} came twice: {first}; and {second}" for rank, first, second in found]
     error.given = "\n".join([str(error.given), *listed])
-    one = len(error.mismatched_ranks) == 1
-    error.hint = f"look at what says the rank of the processes that are rank{'' if one else 's'} {fold(error.mismatched_ranks)}"
+    error.hint = f"look at what says the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
