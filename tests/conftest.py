@@ -36,7 +36,7 @@ _OF_JOBS = re.compile(
     r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+"
 )
 
-_FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
+_FIGURE = "measured"
 _ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
 
 
@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="with -m parity: write docs/guide/combinations.md from what the meshes gave",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to make the page in parts."""
+    if config.getoption("--write-parity-table") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--write-parity-table needs the rows of one process: add -n 0")
 
 
 def pytest_sessionstart() -> None:
@@ -72,9 +78,9 @@ def pool(mesh_pool: Pool) -> Pool:
 
 
 @pytest.fixture
-def figures(pytestconfig: pytest.Config) -> Callable[[str], None]:
+def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Takes lines with measured figures; they stand at the end of the test log."""
-    return pytestconfig.stash.setdefault(_FIGURES, []).append
+    return lambda line: request.node.user_properties.append((_FIGURE, line))
 
 
 @pytest.fixture
@@ -85,7 +91,10 @@ def parity_rows(pytestconfig: pytest.Config) -> list[tuple[str, Difference]]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the figures, and make a page of them where that is asked for."""
-    lines = config.stash.get(_FIGURES, [])
+    # In the reports of the tests, as these come from the processes that ran them.
+    reports = [report for each in terminalreporter.stats.values() for report in each]
+    properties = [each for report in reports for each in getattr(report, "user_properties", ())]
+    lines = dict.fromkeys(line for name, line in properties if name == _FIGURE)
     if lines:
         terminalreporter.section("measured")
         for line in lines:

@@ -22,7 +22,7 @@ gradient norms, weights and gradients. The worst difference is the largest of al
 the largest value of the quantity, 1 at least; the tests refuse more than 1e-9.
 Measured with torch {torch} on CPU with Gloo.
 
-`pytest -m parity --write-parity-table` runs the meshes and writes this page. The
+`pytest -n 0 -m parity --write-parity-table` runs the meshes and writes this page. The
 configurations are in `tests/parity_cases.py`; the model has {layers} layers of width {width} with dropout
 {dropout}, gradients are clipped. [`meshcomm parity`](parity.md) does the same for a configuration of yours.
 
