@@ -19,10 +19,7 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
-    try:
-        present = torch.get_device_module(kind).device_count()
-    except RuntimeError:  # torch has never heard of it
-        present = 0
+    present = _devices(kind)
     if present == 0:
         raise LaunchError(
             f"this host has no {kind} device",
@@ -77,6 +74,14 @@ def check_backends(plan: Plan) -> None:
                     expected=f"one of {', '.join(usable)}",
                     hint=did_you_mean(part, usable) or 'mesh.backend = "auto"',
                 )
+        for kind, part in _by_device(backend).items():
+            if kind != "cpu" and not _devices(kind):
+                raise LaunchError(
+                    f"this host has no {kind} device for the backend {part}",
+                    given=f"{backend} for {name}",
+                    expected=f"a {kind} device, or a backend for the devices of this host",
+                    hint=f'mesh.backend = "{_by_device(backend).get("cpu", "auto")}"',
+                )
     if dist.is_initialized() and dist.get_backend() == "fake" != plan.defaults.backend:
         raise LaunchError(
             "torch's default group is of the fake backend: the other ranks do not exist",
@@ -115,6 +120,14 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
             expected="one device for each rank: NCCL refuses two ranks on one device",
             hint=f'--nproc-per-node {present}, or mesh.device = "cpu"',
         )
+
+
+def _devices(kind: str) -> int:
+    """How many devices of a kind this process sees."""
+    try:
+        return int(torch.get_device_module(kind).device_count())
+    except RuntimeError:  # torch has never heard of it
+        return 0
 
 
 def _by_device(backend: str) -> dict[str, str]:
