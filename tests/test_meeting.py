@@ -255,13 +255,19 @@ def test_the_backend_of_the_default_group_is_followed(pool: Pool) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has what is missing elsewhere")
 def test_the_missing_part_of_a_composite_backend_is_named() -> None:
-    for given in ({"backend": "cpu:gloo,cuda:nccl"}, {"options": {"dp": {"backend": "cpu:gloo,cuda:nccl"}}}):
-        with pytest.raises(
-            LaunchError,
-            match=r"this (torch has no backend|host has no cuda device for the backend) nccl\n"
-            r"  given:    cpu:gloo,cuda:nccl for ",
-        ):
-            meshcomm.init(dims={"dp": 1}, device="cpu", store=dist.HashStore(), rank=0, world_size=1, **given)
+    with pytest.raises(
+        LaunchError,
+        match=r"this (torch has no backend|host has no cuda device for the backend) nccl\n"
+        r"  given:    cpu:gloo,cuda:nccl for the default group",
+    ):
+        meshcomm.init(
+            dims={"dp": 1},
+            device="cpu",
+            backend="cpu:gloo,cuda:nccl",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     assert not dist.is_initialized()
 
 
