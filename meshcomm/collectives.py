@@ -33,6 +33,10 @@ class Call(NamedTuple):
     blocking: bool = True
 
 
+def _ring(n: int) -> Fraction:
+    return Fraction(n - 1, n)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
     """One collective.
@@ -40,116 +44,46 @@ class Collective:
     methods:   of torch's ProcessGroup, the newest name first. options: the type of its options.
     hooks:     what torch's group hooks call it, and its other forms.
     arguments: what the method takes before the options, from x, out, size and lengths.
-    value:     writes the result of every rank, from the calls of all in coord order.
     root:      what the coord is called that has ("src") or gets ("dst") the whole.
+    in_place:  x becomes the result.
+    splits, joins: whether an axis of x is cut into a part for each coord, and whether the parts of all are joined.
     whole:     nccl-tests count the data of all ranks, not that of one.
     bus:       bytes over the busiest link for each byte of the size, for n ranks: nccl-tests' factor.
-    result:    the factor (multiplied by n, divided by n) of the axis that the collective joins or splits.
+    functional: of `mesh.functional`, what has a gradient instead, where that has another name.
     """
 
     name: str
     methods: tuple[str, ...]
     options: str
     hooks: tuple[str, ...]
-    arguments: Callable[[Any, Any, int, Any], tuple[Any, ...]]
-    value: Callable[[Sequence[Call], Reduce], None]
+    arguments: Callable[[Any, Any, int, Any], tuple[Any, ...]] = lambda x, out, size, lengths: ([x],)
     root: Literal["src", "dst"] | None = None
+    in_place: bool = False
     reduces: bool = False
+    splits: bool = False
+    joins: bool = False
     whole: bool = False
     bus: Callable[[int], Fraction] = lambda n: Fraction(1)
-    result: Literal["same", "joined", "split"] = "same"
+    functional: str = ""
 
     def moved(self, nbytes: int, size: int) -> int:
         """Bytes of a call as nccl-tests count them, from those of the tensor that a rank brings."""
         return nbytes * size if self.whole else nbytes
 
-    def shape(self, shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
-        """The shape of the result along `axis`, from that of x.
+    def shape(self, shape: Sequence[int], axis: int, size: int, concat: int = 0) -> tuple[int, ...]:
+        """The shape of the result along `axis`, from that of x. concat: the axis that an all_to_all joins.
 
         >>> ROWS["all_gather"].shape((2, 3), 1, 4), ROWS["reduce_scatter"].shape((8, 3), 0, 4)
         ((2, 12), (2, 3))
+        >>> ROWS["all_to_all"].shape((2, 8), 1, 4, concat=0)
+        (8, 2)
         """
-        if self.result == "same":
-            return tuple(shape)
-        length = shape[axis] * size if self.result == "joined" else shape[axis] // size
-        return (*shape[:axis], length, *shape[axis + 1 :])
-
-
-def _ring(n: int) -> Fraction:
-    return Fraction(n - 1, n)
-
-
-# -- what every rank gets: `calls` in coord order, tensors contiguous ------------------------------
-
-
-def _all_reduce(calls: Sequence[Call], reduce: Reduce) -> None:
-    flats = [_x(call) for call in calls]
-    total = reduce(flats, calls[0].op or "sum")
-    for flat in flats:
-        flat.copy_(total)
-
-
-def _reduce(calls: Sequence[Call], reduce: Reduce) -> None:
-    flats = [_x(call) for call in calls]
-    flats[calls[0].root].copy_(reduce(flats, calls[0].op or "sum"))
-
-
-def _reduce_scatter(calls: Sequence[Call], reduce: Reduce) -> None:
-    total = reduce([_x(call) for call in calls], calls[0].op or "sum")
-    for call, part in zip(calls, total.view(len(calls), -1), strict=True):
-        _out(call).copy_(part)
-
-
-def _broadcast(calls: Sequence[Call], reduce: Reduce) -> None:
-    for coord, call in enumerate(calls):
-        if coord != call.root:
-            _x(call).copy_(_x(calls[call.root]))
-
-
-def _all_gather(calls: Sequence[Call], reduce: Reduce) -> None:
-    whole = _joined([_x(call) for call in calls])
-    for call in calls:
-        _out(call).copy_(whole)
-
-
-def _gather(calls: Sequence[Call], reduce: Reduce) -> None:
-    _out(calls[calls[0].root]).copy_(_joined([_x(call) for call in calls]))
-
-
-def _scatter(calls: Sequence[Call], reduce: Reduce) -> None:
-    for call, part in zip(calls, _x(calls[calls[0].root]).view(len(calls), -1), strict=True):
-        _out(call).copy_(part)
-
-
-def _all_to_all(calls: Sequence[Call], reduce: Reduce) -> None:
-    parts = [
-        _x(call).split(call.lengths[1]) if call.lengths else _x(call).view(len(calls), -1) for call in calls
-    ]
-    for coord, call in enumerate(calls):
-        _out(call).copy_(_joined([part[coord] for part in parts]))
-
-
-def _barrier(calls: Sequence[Call], reduce: Reduce) -> None:
-    return None
-
-
-def _x(call: Call) -> Tensor:
-    assert call.x is not None
-    return call.x.view(-1)
-
-
-def _out(call: Call) -> Tensor:
-    assert call.out is not None
-    return call.out.view(-1)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other."""
-    lengths = [part.numel() for part in parts]
-    whole = parts[0].new_empty(sum(lengths))
-    for place, part in zip(whole.split(lengths), parts, strict=True):
-        place.copy_(part)
-    return whole
+        sizes = list(shape)
+        if self.splits:
+            sizes[axis] //= size
+        if self.joins:
+            sizes[concat if self.splits else axis] *= size
+        return tuple(sizes)
 
 
 def _parts(x: Any, size: int) -> list[list[Any]]:
@@ -157,93 +91,79 @@ def _parts(x: Any, size: int) -> list[list[Any]]:
 
 
 ALL_REDUCE: Final = Collective(
-    name="all_reduce",
-    methods=("allreduce",),
-    options="AllreduceOptions",
+    "all_reduce",
+    ("allreduce",),
+    "AllreduceOptions",
     hooks=("ALLREDUCE", "ALLREDUCE_COALESCED"),
-    arguments=lambda x, out, size, lengths: ([x],),
-    value=_all_reduce,
+    in_place=True,
     reduces=True,
     bus=lambda n: 2 * _ring(n),
 )
 REDUCE: Final = Collective(
-    name="reduce",
-    methods=("reduce",),
-    options="ReduceOptions",
+    "reduce",
+    ("reduce",),
+    "ReduceOptions",
     hooks=("REDUCE",),
-    arguments=lambda x, out, size, lengths: ([x],),
-    value=_reduce,
     root="dst",
+    in_place=True,
     reduces=True,
+    functional="all_reduce",
 )
 BROADCAST: Final = Collective(
-    name="broadcast",
-    methods=("broadcast",),
-    options="BroadcastOptions",
-    hooks=("BROADCAST",),
-    arguments=lambda x, out, size, lengths: ([x],),
-    value=_broadcast,
-    root="src",
+    "broadcast", ("broadcast",), "BroadcastOptions", hooks=("BROADCAST",), root="src", in_place=True
 )
 ALL_GATHER: Final = Collective(
-    name="all_gather",
-    methods=("all_gather_single", "_allgather_base"),
-    options="AllgatherOptions",
+    "all_gather",
+    ("all_gather_single", "_allgather_base"),
+    "AllgatherOptions",
     hooks=("ALLGATHER_BASE", "ALLGATHER", "ALLGATHER_COALESCED", "ALLGATHER_INTO_TENSOR_COALESCED"),
     arguments=lambda x, out, size, lengths: (out, x),
-    value=_all_gather,
+    joins=True,
     whole=True,
     bus=_ring,
-    result="joined",
 )
 GATHER: Final = Collective(
-    name="gather",
-    methods=("gather",),
-    options="GatherOptions",
+    "gather",
+    ("gather",),
+    "GatherOptions",
     hooks=("GATHER",),
     arguments=lambda x, out, size, lengths: (_parts(out, size), [x.view(-1)]),
-    value=_gather,
     root="dst",
+    joins=True,
     whole=True,
-    result="joined",
+    functional="all_gather",
 )
 SCATTER: Final = Collective(
-    name="scatter",
-    methods=("scatter",),
-    options="ScatterOptions",
+    "scatter",
+    ("scatter",),
+    "ScatterOptions",
     hooks=("SCATTER",),
     arguments=lambda x, out, size, lengths: ([out.view(-1)], _parts(x, size)),
-    value=_scatter,
     root="src",
-    result="split",
+    splits=True,
 )
 REDUCE_SCATTER: Final = Collective(
-    name="reduce_scatter",
-    methods=("reduce_scatter_single", "_reduce_scatter_base"),
-    options="ReduceScatterOptions",
+    "reduce_scatter",
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    "ReduceScatterOptions",
     hooks=("REDUCE_SCATTER_BASE", "REDUCE_SCATTER", "REDUCE_SCATTER_TENSOR_COALESCED"),
     arguments=lambda x, out, size, lengths: (out, x),
-    value=_reduce_scatter,
     reduces=True,
+    splits=True,
     bus=_ring,
-    result="split",
 )
 ALL_TO_ALL: Final = Collective(
-    name="all_to_all",
-    methods=("all_to_all_single", "alltoall_base"),
-    options="AllToAllOptions",
+    "all_to_all",
+    ("all_to_all_single", "alltoall_base"),
+    "AllToAllOptions",
     hooks=("ALLTOALL_BASE", "ALLTOALL"),
     arguments=lambda x, out, size, lengths: (out, x, *(lengths or ([], []))),
-    value=_all_to_all,
+    splits=True,
+    joins=True,
     bus=_ring,
 )
 BARRIER: Final = Collective(
-    name="barrier",
-    methods=("barrier",),
-    options="BarrierOptions",
-    hooks=("BARRIER",),
-    arguments=lambda x, out, size, lengths: (),
-    value=_barrier,
+    "barrier", ("barrier",), "BarrierOptions", hooks=("BARRIER",), arguments=lambda x, out, size, lengths: ()
 )
 
 ROWS: Final = {
@@ -255,3 +175,37 @@ ROWS: Final = {
 
 # The row of each name that torch's group hooks give.
 HOOKED: Final = {hook: row for row in ROWS.values() for hook in row.hooks}
+
+
+def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
+    """Write what every rank gets of a collective. calls: of all ranks in coord order, their tensors contiguous."""
+    row, root, size = calls[0].row, calls[0].root, len(calls)
+    if row is BARRIER:
+        return
+    brought: list[Any] = [call.x.view(-1) for call in calls if call.x is not None]
+    if row is ALL_TO_ALL:
+        parts = [
+            x.split(call.lengths[1]) if call.lengths else x.view(size, -1)
+            for x, call in zip(brought, calls, strict=True)
+        ]
+        results = [_joined([part[coord] for part in parts]) for coord in range(size)]
+    else:
+        if row.reduces:
+            whole = reduce(brought, calls[0].op or "sum")
+        else:
+            # Only its source brings something to a scatter.
+            whole = _joined(brought) if row.joins else brought[root if row.in_place else 0]
+        results = list(whole.view(size, -1)) if row.splits else [whole] * size
+    for coord, (call, result) in enumerate(zip(calls, results, strict=True)):
+        if row.root != "dst" or coord == root:
+            target: Any = call.x if row.in_place else call.out
+            target.view(-1).copy_(result)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Flat tensors one after the other."""
+    lengths = [part.numel() for part in parts]
+    whole = parts[0].new_empty(sum(lengths))
+    for place, part in zip(whole.split(lengths), parts, strict=True):
+        place.copy_(part)
+    return whole

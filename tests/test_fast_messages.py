@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import meshcomm
+from meshcomm.collectives import ALL_REDUCE
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
@@ -131,7 +132,7 @@ def one_call(mesh: Any, rng: random.Random) -> Any:
 
 
 def prepared_kinds(comm: Any) -> int:
-    return len(comm._fast.ready) + len(comm.messages._fast)
+    return len(comm._ready) + len(comm.messages._fast)
 
 
 def plain(found: Any) -> Any:
@@ -320,12 +321,12 @@ def failures(fast: bool) -> list[Any]:
             hint="another one",
         )
         own = ProcessGroupTransport.start_p2p, ProcessGroupTransport.start
-        kept = {key: dict(made) for key, made in comm._fast.ready.items()}
+        kept = dict(comm._ready)
         for start in (at_start, lambda *_: Failing()):
             ProcessGroupTransport.start_p2p = lambda *_, start=start: [start()]  # type: ignore[method-assign,assignment]
             if fast:
-                made = comm._fast.ready["all_reduce", "sum", True]
-                made[torch.float32] = made[torch.float32]._replace(start=start)
+                key = (ALL_REDUCE, "sum", -1, True, torch.float32)
+                comm._ready[key] = comm._ready[key]._replace(start=start)
             else:
                 ProcessGroupTransport.start = start  # type: ignore[method-assign,assignment]
             try:
@@ -347,8 +348,7 @@ def failures(fast: bool) -> list[Any]:
                     found.append((str(caught.value), type(caught.value.__cause__).__name__))
             finally:
                 ProcessGroupTransport.start_p2p, ProcessGroupTransport.start = own  # type: ignore[method-assign]
-        for key, made in kept.items():
-            comm._fast.ready[key] = made
+        comm._ready.update(kept)
         recorder.trace(None)
         found += [(row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows]
         found += [(call["call"], call["over"] is not None) for call in recorder.history()]

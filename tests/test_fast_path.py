@@ -34,7 +34,7 @@ def warm(mesh: Mesh) -> None:
 
 
 def kept(mesh: Mesh) -> list[object]:
-    return sorted(map(str, mesh._at["dp"]._fast.ready))
+    return sorted(map(str, mesh._at["dp"]._ready))
 
 
 def values() -> tuple[list[object], dict[str, Any]]:
@@ -179,6 +179,23 @@ def test_what_was_refused_before_is_refused_still(pool: Pool) -> None:
     for texts in pool.run(refused, ranks=N):
         for name, (_, _, message) in REFUSED.items():
             assert message in texts[name]
+
+
+def other_axes() -> list[Any]:
+    """-1 is axis 0 of the tensors that the calls are prepared with, and axis 1 of the next ones."""
+    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
+        for _ in range(2):
+            mesh.all_gather("dp", torch.ones(4), axis=-1)
+            mesh.all_to_all("dp", torch.ones(4), -1, -1)
+        x = torch.arange(4.0).view(2, 2) + 10 * mesh.coord("dp")
+        return [mesh.all_gather("dp", x, axis=-1).tolist(), mesh.all_to_all("dp", x, -1, -1).tolist()]
+
+
+def test_a_negative_axis_is_counted_in_each_tensor_anew(pool: Pool) -> None:
+    for coord, found in enumerate(pool.run(other_axes, ranks=2)):
+        xs = [torch.arange(4.0).view(2, 2) + 10 * each for each in range(2)]
+        moved = torch.cat([x[:, coord : coord + 1] for x in xs], 1)
+        assert found == [torch.cat(xs, 1).tolist(), moved.tolist()]
 
 
 def counted() -> tuple[list[tuple[str, int, int]], str]:

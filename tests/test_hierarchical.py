@@ -7,7 +7,7 @@ import torch
 
 import meshcomm
 from meshcomm import Mesh
-from meshcomm.comm import hierarchical
+from meshcomm.comm import scheduled
 from meshcomm.testing import Pool
 
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
@@ -31,7 +31,7 @@ def reduced(mesh: Mesh, length: int, op: str) -> list[bool]:
 @pytest.mark.parametrize("length", [1, 1000, 4097])
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_pieces_give_the_whole(length: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 1024 * 8)
+    monkeypatch.setattr(scheduled, "_PIECE_BYTES", 1024 * 8)
     assert meshcomm.simulate(reduced, dims=DIMS, args=(length, op)) == [[True] * 3] * 8
 
 

@@ -312,16 +312,16 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(pool: Pool, tm
 def one_large(mesh: Mesh) -> tuple[int, int]:
     """The most that this rank takes in, for sizes far apart and for sizes that are alike."""
     taken: list[int] = []
-    usual = Communicator.all_gather
+    usual = Communicator.collective
 
-    def counted(self: Communicator, x: torch.Tensor, *args: Any, **keys: Any) -> Any:
-        found = usual(self, x, *args, **keys)
+    def counted(self: Communicator, row: Any, x: torch.Tensor, *args: Any, **keys: Any) -> Any:
+        found = usual(self, row, x, *args, **keys)
         assert isinstance(found, torch.Tensor)
         taken.append(found.nbytes)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "all_gather", counted)
+        patch.setattr(Communicator, "collective", counted)
         x = torch.full((300_000,), 3.5) if mesh.coord("all") == 5 else mesh.coord("all")
         got = mesh.objects.all_gather("all", x)
         large = max(taken)

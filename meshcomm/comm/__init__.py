@@ -1,7 +1,6 @@
 """A communicator along dims: collectives, messages, and their differentiable forms."""
 
-from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.communicator_cache import CommunicatorCache
+from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.comm.functional import Functional
 from meshcomm.comm.handle import Handle
 

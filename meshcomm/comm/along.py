@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
 
-from meshcomm.comm import hierarchical, lists, scheduled
-from meshcomm.comm.communicator_cache import CommunicatorCache
+from meshcomm.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+)
+from meshcomm.comm import lists, scheduled
+from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Envelope
 from meshcomm.errors import UnsupportedOp
@@ -17,8 +26,38 @@ from meshcomm.transport.torch_private import outside_graphs
 
 Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
+Envelopes: TypeAlias = Sequence[Envelope]
+# `async_op`: whether the result comes at once, or a Handle of it.
+Sync: TypeAlias = Literal[False]
+Async: TypeAlias = Literal[True]
+
 # What is given comes back: a tensor, or a list of them. A tuple comes back as a list.
 X = TypeVar("X", Tensor, list[Tensor], Sequence[Tensor])
+
+
+# What a call may be given by name besides `async_op`, for its overloads.
+class Factor(TypedDict, total=False):
+    factor: float | None
+
+
+class Summed(Factor, total=False):
+    algorithm: Algorithm
+
+
+class Out(TypedDict, total=False):
+    out: Tensor | None
+
+
+class Reduced(Factor, Out, total=False):
+    pass
+
+
+class Joined(Out, total=False):
+    uneven: bool
+
+
+class Moved(Out, total=False):
+    splits: Sequence[int] | None
 
 
 @outside_graphs
@@ -51,25 +90,11 @@ class AlongDims:
 
     @overload
     def all_reduce(
-        self,
-        dims: Dims,
-        x: X,
-        op: str = ...,
-        *,
-        async_op: Literal[False] = ...,
-        factor: float | None = ...,
-        algorithm: Algorithm = ...,
+        self, dims: Dims, x: X, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Summed]
     ) -> X: ...
     @overload
     def all_reduce(
-        self,
-        dims: Dims,
-        x: X,
-        op: str = ...,
-        *,
-        async_op: Literal[True],
-        factor: float | None = ...,
-        algorithm: Algorithm = ...,
+        self, dims: Dims, x: X, op: str = ..., *, async_op: Async, **more: Unpack[Summed]
     ) -> Handle[X]: ...
     def all_reduce(
         self,
@@ -108,8 +133,8 @@ class AlongDims:
             except TypeError:
                 comm = self._at.along(dims)
             if isinstance(x, Tensor):
-                return comm.all_reduce(x, op, async_op, factor)
-            return lists.all_reduce(comm, x, op, async_op, factor)
+                return comm.collective(ALL_REDUCE, x, async_op, op=op, factor=factor)
+            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, factor=factor)
         return self._by_algorithm(dims, x, op, async_op, factor, algorithm)
 
     def _by_algorithm(
@@ -136,31 +161,17 @@ class AlongDims:
             )
         self.layout.digits(expanded)
         if algorithm == "hierarchical":
-            return hierarchical.all_reduce([self._at[name] for name in expanded], x, op, factor)
+            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, factor)
         inner = self.layout.size(expanded[-1]) if levels else 1
         return scheduled.all_reduce(self._at.along(dims), x, op, factor, algorithm, inner)  # type: ignore[arg-type]
 
     @overload
     def reduce(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        op: str = ...,
-        *,
-        async_op: Literal[False] = ...,
-        factor: float | None = ...,
+        self, dims: Dims, x: Tensor, dst: int, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Factor]
     ) -> Tensor | None: ...
     @overload
     def reduce(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        op: str = ...,
-        *,
-        async_op: Literal[True],
-        factor: float | None = ...,
+        self, dims: Dims, x: Tensor, dst: int, op: str = ..., *, async_op: Async, **more: Unpack[Factor]
     ) -> Handle[Tensor | None]: ...
     def reduce(
         self,
@@ -176,31 +187,15 @@ class AlongDims:
 
         Shape, op, calling: as for `all_reduce`. Returns new memory.
         """
-        return self._at.along(dims).reduce(x, dst, op, async_op, factor)
+        return self._at.along(dims).collective(REDUCE, x, async_op, op=op, root=dst, factor=factor)
 
     @overload
     def reduce_scatter(
-        self,
-        dims: Dims,
-        x: X,
-        axis: int = ...,
-        op: str = ...,
-        *,
-        async_op: Literal[False] = ...,
-        out: Tensor | None = ...,
-        factor: float | None = ...,
+        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Reduced]
     ) -> X: ...
     @overload
     def reduce_scatter(
-        self,
-        dims: Dims,
-        x: X,
-        axis: int = ...,
-        op: str = ...,
-        *,
-        async_op: Literal[True],
-        out: Tensor | None = ...,
-        factor: float | None = ...,
+        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
     ) -> Handle[X]: ...
     def reduce_scatter(
         self,
@@ -221,47 +216,35 @@ class AlongDims:
         Gradient:   none; see `mesh.functional.reduce_scatter`.
         Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
         """
+        comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return self._at.along(dims).reduce_scatter(x, axis, op, async_op, out, factor)
+            return comm.collective(REDUCE_SCATTER, x, async_op, op=op, axis=axis, out=out, factor=factor)
         self._only_plain("reduce_scatter", out=out is not None)
-        return lists.reduce_scatter(self._at.along(dims), x, axis, op, async_op, factor)
+        return lists.collective(comm, REDUCE_SCATTER, x, async_op, op=op, axis=axis, factor=factor)
 
     # -- moving data ----------------------------------------------------------------------------
 
     @overload
-    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Literal[False] = ...) -> X: ...
+    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Sync = ...) -> X: ...
     @overload
-    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Literal[True]) -> Handle[X]: ...
+    def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Async) -> Handle[X]: ...
     def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
         """Overwrite `x` with the x of coord `src`, and return it. Lists travel together.
 
         Shape, calling, gradient: as for `all_reduce`; any dtype.
         """
+        comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return self._at.along(dims).broadcast(x, src, async_op)
-        return lists.broadcast(self._at.along(dims), x, src, async_op)
+            return comm.collective(BROADCAST, x, async_op, root=src)
+        return lists.collective(comm, BROADCAST, x, async_op, root=src)
 
     @overload
     def all_gather(
-        self,
-        dims: Dims,
-        x: X,
-        axis: int = ...,
-        *,
-        async_op: Literal[False] = ...,
-        out: Tensor | None = ...,
-        uneven: bool = ...,
+        self, dims: Dims, x: X, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> X: ...
     @overload
     def all_gather(
-        self,
-        dims: Dims,
-        x: X,
-        axis: int = ...,
-        *,
-        async_op: Literal[True],
-        out: Tensor | None = ...,
-        uneven: bool = ...,
+        self, dims: Dims, x: X, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[X]: ...
     def all_gather(
         self,
@@ -283,34 +266,19 @@ class AlongDims:
         Gradient:   none; see `mesh.functional.all_gather`.
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
+        comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return self._at.along(dims).all_gather(x, axis, async_op, out, uneven)
+            return comm.collective(ALL_GATHER, x, async_op, axis=axis, out=out, uneven=uneven)
         self._only_plain("all_gather", out=out is not None, uneven=uneven)
-        return lists.all_gather(self._at.along(dims), x, axis, async_op)
+        return lists.collective(comm, ALL_GATHER, x, async_op, axis=axis)
 
     @overload
     def gather(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        axis: int = ...,
-        *,
-        async_op: Literal[False] = ...,
-        uneven: bool = ...,
-        out: Tensor | None = ...,
+        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> Tensor | None: ...
     @overload
     def gather(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        axis: int = ...,
-        *,
-        async_op: Literal[True],
-        uneven: bool = ...,
-        out: Tensor | None = ...,
+        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor | None]: ...
     def gather(
         self,
@@ -324,7 +292,8 @@ class AlongDims:
         out: Tensor | None = None,
     ) -> Any:
         """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
-        return self._at.along(dims).gather(x, dst, axis, async_op, uneven, out)
+        comm = self._at.along(dims)
+        return comm.collective(GATHER, x, async_op, root=dst, axis=axis, uneven=uneven, out=out)
 
     @overload
     def scatter(
@@ -332,21 +301,14 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int = ...,
+        axis: int = 0,
         *,
-        async_op: Literal[False] = ...,
-        out: Tensor | None = ...,
+        async_op: Sync = ...,
+        **more: Unpack[Out],
     ) -> Tensor: ...
     @overload
     def scatter(
-        self,
-        dims: Dims,
-        x: Tensor | None,
-        src: int,
-        axis: int = ...,
-        *,
-        async_op: Literal[True],
-        out: Tensor | None = ...,
+        self, dims: Dims, x: Tensor | None, src: int, axis: int = 0, *, async_op: Async, **more: Unpack[Out]
     ) -> Handle[Tensor]: ...
     def scatter(
         self,
@@ -372,24 +334,22 @@ class AlongDims:
         self,
         dims: Dims,
         x: Tensor,
-        split_axis: int = ...,
-        concat_axis: int = ...,
+        split_axis: int = 0,
+        concat_axis: int = 0,
         *,
-        async_op: Literal[False] = ...,
-        splits: Sequence[int] | None = ...,
-        out: Tensor | None = ...,
+        async_op: Sync = ...,
+        **more: Unpack[Moved],
     ) -> Tensor: ...
     @overload
     def all_to_all(
         self,
         dims: Dims,
         x: Tensor,
-        split_axis: int = ...,
-        concat_axis: int = ...,
+        split_axis: int = 0,
+        concat_axis: int = 0,
         *,
-        async_op: Literal[True],
-        splits: Sequence[int] | None = ...,
-        out: Tensor | None = ...,
+        async_op: Async,
+        **more: Unpack[Moved],
     ) -> Handle[Tensor]: ...
     def all_to_all(
         self,
@@ -412,7 +372,10 @@ class AlongDims:
         Gradient:   none; see `mesh.functional.all_to_all`.
         Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
         """
-        return self._at.along(dims).all_to_all(x, split_axis, concat_axis, async_op, splits, out)
+        comm = self._at.along(dims)
+        return comm.collective(
+            ALL_TO_ALL, x, async_op, axis=split_axis, concat=concat_axis, splits=splits, out=out
+        )
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -452,22 +415,11 @@ class AlongDims:
 
     @overload
     def exchange(
-        self,
-        dims: Dims,
-        sends: Sequence[Envelope] = ...,
-        recvs: Sequence[Envelope] = ...,
-        *,
-        async_op: Literal[False] = ...,
+        self, dims: Dims, sends: Envelopes = ..., recvs: Envelopes = ..., *, async_op: Sync = ...
     ) -> list[Tensor]: ...
-
     @overload
     def exchange(
-        self,
-        dims: Dims,
-        sends: Sequence[Envelope] = ...,
-        recvs: Sequence[Envelope] = ...,
-        *,
-        async_op: Literal[True],
+        self, dims: Dims, sends: Envelopes = ..., recvs: Envelopes = ..., *, async_op: Async
     ) -> Handle[list[Tensor]]: ...
     def exchange(
         self,

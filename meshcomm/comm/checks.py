@@ -7,14 +7,20 @@ import sys
 from collections.abc import Callable
 from numbers import Complex, Real
 from operator import index
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
-from meshcomm.transport.torch_private import is_fwd_grad_enabled, is_wrapped, transforming, unpack_dual
+from meshcomm.transport.torch_private import (
+    forward_mode,
+    is_fwd_grad_enabled,
+    is_wrapped,
+    profiling,
+    transforming,
+    unpack_dual,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,6 +28,28 @@ if TYPE_CHECKING:
 # Tags from here on are the library's own: objects, and algorithms written out over messages.
 OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
+# Looked up for every call.
+_STRIDED: Final = torch.strided
+
+
+def usable(x: Any, device: torch.device) -> bool:
+    """Whether a backend can be given `x` as it is: its memory holds its values, and nobody else watches it.
+
+    Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
+    differ in nothing else.
+    """
+    return (
+        type(x) is Tensor
+        and x.device == device
+        and x.layout is _STRIDED
+        and not x.is_nested
+        and not x.requires_grad
+        and x.is_contiguous()
+        and not x.is_neg()
+        and forward_mode._current_level < 0
+        and not transforming()
+        and not profiling()
+    )
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
@@ -97,7 +125,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             expected="a tensor without gradients, or torch.no_grad()",
             hint=f"mesh.functional.{functional}, which returns a new tensor and has a gradient",
         )
-    if forward_ad._current_level >= 0 and has_tangent(x):
+    if forward_mode._current_level >= 0 and has_tangent(x):
         raise AutogradError(
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
@@ -114,7 +142,7 @@ def has_tangent(x: Tensor) -> bool:
 
 def followed(x: Tensor) -> bool:
     """Whether what is made of `x` is differentiated, or a transform of torch.func is under way."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or transforming()
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_mode._current_level >= 0 or transforming()
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:
@@ -152,15 +180,13 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
     return axis % x.ndim
 
 
-def check_divisible(
-    x: Tensor, axis: int, size: int, where: Callable[[], str], who: Callable[[], str]
-) -> None:
+def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], who: str) -> None:
     """Axis `axis` of `x` must split into `size` equal parts."""
     length = x.shape[axis]
     if length % size:
         raise ShapeError(
             f"{where()} cannot split axis {axis}",
-            given=f"x of shape {tuple(x.shape)} on {who()}",
+            given=f"x of shape {tuple(x.shape)} on {who}",
             expected=f"a size of axis {axis} divisible by {size}, got {length}",
             hint=f"pad axis {axis} to {-(-length // size) * size}",
         )

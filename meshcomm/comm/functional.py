@@ -14,8 +14,7 @@ from torch import Tensor
 
 from meshcomm.comm import operators
 from meshcomm.comm.checks import check_divisible, check_offset, check_tensor, normal_axis
-from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.communicator_cache import CommunicatorCache
+from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.errors import AutogradError
 from meshcomm.layout import Dims
 
@@ -132,7 +131,7 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
 def _axis(comm: Communicator, x: Tensor, axis: int, call: str, split: bool = False) -> int:
     axis = normal_axis(x, axis, lambda: _where(comm, call))
     if split:
-        check_divisible(x, axis, comm.size, lambda: _where(comm, call), lambda: comm.who)
+        check_divisible(x, axis, comm.size, lambda: _where(comm, call), comm.who)
     return axis
 
 

@@ -15,7 +15,6 @@ from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.counters import PendingCall
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
-from meshcomm.transport import Work
 from meshcomm.transport.torch_private import outside_graphs
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ class Handle(Generic[T]):
     reported once, as an UnwaitedHandle warning with the line that made the call.
 
     Args:
-        works: the backend's Work objects; none where the call is over.
+        works: the backend's Work objects, or other handles; none where the call is over.
         by: the communicator that issued the call. call: the operation's name.
         finish: makes the result when the works are over. result: the result, where there is nothing to make.
         pending: told of the waits, for counters and traces.
@@ -69,7 +68,7 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        works: Sequence[Work],
+        works: Sequence[Any],
         by: Caller,
         call: str,
         finish: Callable[[], T] | None = None,
@@ -80,7 +79,7 @@ class Handle(Generic[T]):
         confirm: Callable[[], None] | None = None,
         held: object = None,
     ) -> None:
-        self._works: Sequence[Work] | None = works
+        self._works: Sequence[Any] | None = works
         self._by = by
         self._call = call
         self._finish = finish
@@ -103,13 +102,15 @@ class Handle(Generic[T]):
             hint="pickle handle.wait(), the call's result",
         )
 
-    def wait(self, timeout_s: float | None = None) -> T:
+    def wait(self, timeout_s: float | timedelta | None = None) -> T:
         """Block until the call is over and return its result; again: return it at once.
 
-        timeout_s: None waits for the group's own timeout.
+        timeout_s: seconds, or a timedelta as torch's Work takes; None waits for the group's own timeout.
         Raises CommunicationError, whose cause is the backend's own error; again on every wait. Where the
         ranks' steps have differed before, that is the error: CallMismatchError.
         """
+        if isinstance(timeout_s, timedelta):
+            timeout_s = timeout_s.total_seconds()
         if timeout_s is not None:
             timeout_s = seconds_of(timeout_s, lambda: f"{self._by.where(self._call)}: wait")
         if self._works is not None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from meshcomm.comm.checks import OWN_TAGS, check_coord, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
-from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.communicator_cache import CommunicatorCache
+from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
@@ -78,7 +78,7 @@ class Objects:
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
         with call.comm.named("objects.broadcast") as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
-            data = comm.broadcast(mine[0] if mine else call.blank(sizes[src]), src)
+            data = comm.collective(BROADCAST, mine[0] if mine else call.blank(sizes[src]), root=src)
         return call.decoded(data)
 
     def all_gather(
@@ -128,7 +128,7 @@ class Objects:
         with call.comm.named("objects.scatter") as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             splits = [message.numel() for message in mine] or [0] * comm.size
-            own = comm.all_to_all(torch.cat(mine) if mine else call.blank(0), splits=splits)
+            own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), splits=splits)
         return call.decoded(own)
 
     def send(
@@ -321,7 +321,7 @@ class _Call:
     ) -> tuple[list[Tensor], list[int]]:
         """This rank's objects as bytes, and every rank's size. Raises ObjectError on every rank otherwise."""
         mine = self.encoded(make)
-        table = comm.all_gather(self.packed()).view(comm.size, -1)
+        table = comm.collective(ALL_GATHER, self.packed()).view(comm.size, -1)
         try:
             offers = [self.read(coord, data) for coord, data in enumerate(table)]
             self.compare(offers)
@@ -385,7 +385,8 @@ def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | Non
     # Padding all to the longest must not move and hold more than twice of what there is.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
-    found = comm.all_gather(x, uneven=not even) if dst is None else comm.gather(x, dst, uneven=not even)
+    row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
+    found = comm.collective(row, x, root=root, uneven=not even)
     if found is None:
         return []
     parts = found.split([longest] * comm.size if even else sizes)

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from meshcomm.comm.checks import has_tangent
-from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.communicator_cache import CommunicatorCache
+from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.errors import AutogradError, MeshClosed
 from meshcomm.transport.torch_private import (
     SingleLevelFunction,
@@ -97,7 +97,7 @@ class _Row:
 
 
 def _all_reduce(comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
-    return _tensor(comm.all_reduce(x.clone(memory_format=torch.contiguous_format), op))
+    return _made(comm, ALL_REDUCE, x.clone(memory_format=torch.contiguous_format), op=op)
 
 
 def _slice(comm: Communicator, x: Tensor, axis: int) -> Tensor:
@@ -105,8 +105,14 @@ def _slice(comm: Communicator, x: Tensor, axis: int) -> Tensor:
     return x.narrow(axis, comm.coord * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def _tensor(result: Any) -> Tensor:
-    assert isinstance(result, Tensor)
+def _shift(comm: Communicator, x: Tensor, offset: int) -> Tensor:
+    result = comm.messages.shift(x.detach(), offset)
+    assert result is not None
+    return result.contiguous()
+
+
+def _made(comm: Communicator, row: Collective, x: Tensor, **given: Any) -> Tensor:
+    result: Tensor = comm.collective(row, x.detach(), **given)
     return result.contiguous()
 
 
@@ -157,7 +163,7 @@ _ROWS: Final = (
     _Row(
         "all_gather",
         "int axis, str grad",
-        lambda comm, x, axis, grad: _tensor(comm.all_gather(x.detach(), axis)),
+        lambda comm, x, axis, grad: _made(comm, ALL_GATHER, x, axis=axis),
         lambda s, n, axis, grad: _scaled(s, axis, n, 1),
         _all_gather_adjoint,
         axes=1,
@@ -165,7 +171,7 @@ _ROWS: Final = (
     _Row(
         "reduce_scatter",
         "int axis, str op",
-        lambda comm, x, axis, op: _tensor(comm.reduce_scatter(x.detach(), axis, op)),
+        lambda comm, x, axis, op: _made(comm, REDUCE_SCATTER, x, axis=axis, op=op),
         lambda s, n, axis, op: _scaled(s, axis, 1, n),
         _reduce_scatter_adjoint,
         axes=1,
@@ -182,7 +188,7 @@ _ROWS: Final = (
     _Row(
         "all_to_all",
         "int split_axis, int concat_axis",
-        lambda comm, x, split, concat: _tensor(comm.all_to_all(x.detach(), split, concat)),
+        lambda comm, x, split, concat: _made(comm, ALL_TO_ALL, x, axis=split, concat=concat),
         _all_to_all_shape,
         lambda dy, place, split, concat: call("all_to_all", dy, place, concat, split),
         axes=2,
@@ -190,7 +196,7 @@ _ROWS: Final = (
     _Row(
         "shift",
         "int offset",
-        lambda comm, x, offset: _tensor(comm.messages.shift(x.detach(), offset)),
+        lambda comm, x, offset: _shift(comm, x, offset),
         lambda s, n, offset: s,
         lambda dy, place, offset: call("shift", dy, place, -offset),
     ),

@@ -22,8 +22,8 @@ from meshcomm.comm.checks import (
     check_tag,
     check_tensor,
     check_written,
+    usable,
 )
-from meshcomm.comm.fast_path import usable
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p_log import PendingMessage

@@ -1,10 +1,11 @@
-"""An all-reduce step by step over messages along a dim, as a schedule says."""
+"""All-reduces in several steps: over messages along a dim, as a schedule says, or dim by dim."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from meshcomm.algorithms import (
     two_level,
 )
 from meshcomm.algorithms.schedule import bounds
-from meshcomm.comm.checks import OWN_TAGS
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.shapes import unwatched
+from meshcomm.comm.handle import Handle
+from meshcomm.comm.shapes import into, materialised, unwatched
 
 Scheduled: TypeAlias = Literal[
     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "two_level"
@@ -33,6 +36,8 @@ _TAG: Final = OWN_TAGS
 # Pieces of a tree's pipeline: smaller ones cost more than they hide, docs/benchmarks.md has the figures.
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
+# Of larger tensors pieces of this size follow each other through the dims of `hierarchical`.
+_PIECE_BYTES: Final = 4 << 20
 
 # How two operands become one; an average is divided at the end.
 COMBINE: Final[Mapping[str, Callable[..., Tensor]]] = {
@@ -74,7 +79,7 @@ def all_reduce(
     """
     if x.numel() == 0:
         # Every rank meets all the same, so that a skipped call is noticed.
-        found: Tensor = comm.all_reduce(x, op, False, factor)
+        found: Tensor = comm.collective(ALL_REDUCE, x, op=op, factor=factor)
         return found
 
     def run(flat: Tensor, plain_op: str) -> None:
@@ -86,7 +91,7 @@ def all_reduce(
             if plain_op == "avg":
                 flat.div_(comm.size)
 
-    reduced: Tensor = comm.all_reduce(x, op, False, factor, (algorithm, run))
+    reduced: Tensor = comm.collective(ALL_REDUCE, x, op=op, factor=factor, algorithm=(algorithm, run))
     return reduced
 
 
@@ -153,3 +158,63 @@ def _run(
                 # The lower coord's on the left, so that two partners compute the same.
                 left, right = (mine, out) if own < peer else (out, mine)
                 combine(left, right, out=mine)
+
+
+def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None) -> Tensor:
+    """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
+
+    Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced
+    over the outer dims in the same way; then the innermost dim gathers them. Across the outer dims
+    goes 1/n of the data, n the size of the innermost dim, where a flat ring sends all of it.
+    Equal to the flat result up to rounding: the order of the sums is another.
+    """
+    inner = comms[-1]
+    where = partial(inner.where, "all_reduce")
+    check_tensor(x, inner.transport.kinds, where)
+    if len(comms) == 1 or x.numel() == 0:
+        # An empty tensor still makes every rank meet, so that a skipped call is noticed.
+        for comm in comms:
+            comm.collective(ALL_REDUCE, x, op=op, factor=factor)
+        return x
+    check_in_place(x, where, "all_reduce")
+    check_written(x, where)
+    flat = materialised(x).view(-1)
+    length = flat.numel()
+    padding = -length % inner.size
+    padded = flat.new_zeros(length + padding)
+    padded[:length] = flat
+    most = max(1, _PIECE_BYTES // (inner.size * flat.element_size())) * inner.size
+    pieces = padded.split(most)
+    further = "sum" if op == "premul_sum" else op
+    # While two pieces cross the outer dims, which are the slow ones, the one behind them is being reduced
+    # inside and the one before them gathered.
+    crossing: deque[tuple[Handle[Tensor] | None, Tensor, Tensor]] = deque()
+    gathering: list[Handle[Tensor]] = []
+
+    def reduce(number: int) -> Any:
+        return inner.collective(REDUCE_SCATTER, pieces[number], True, op=op, factor=factor)
+
+    def gather() -> None:
+        across, mine, piece = crossing.popleft()
+        if across is not None:
+            across.wait()
+        # Into where the piece came from: what was there has been reduced.
+        gathering.append(inner.collective(ALL_GATHER, mine, True, out=piece))
+
+    reducing = reduce(0)
+    for number, piece in enumerate(pieces):
+        mine = reducing.wait()
+        if number + 1 < len(pieces):
+            reducing = reduce(number + 1)
+        if len(comms) == 2:
+            crossing.append((comms[0].collective(ALL_REDUCE, mine, True, op=further), mine, piece))
+        else:
+            hierarchical(comms[:-1], mine, further, None)
+            crossing.append((None, mine, piece))
+        if len(crossing) == 2:
+            gather()
+    while crossing:
+        gather()
+    for handle in gathering:
+        handle.wait()
+    return into(x, padded[:length].view(x.shape))

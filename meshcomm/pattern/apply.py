@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from meshcomm.collectives import ROWS
 from meshcomm.comm import CommunicatorCache, Functional
 from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
@@ -24,6 +25,13 @@ from meshcomm.transport.torch_private import once_in_graphs
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 
 _RULES = ("slice", "reduce_scatter")
+# What the arguments of a step are to a communicator.
+_TAKEN = {
+    "all_reduce": ("op",),
+    "reduce_scatter": ("axis", "op"),
+    "all_gather": ("axis",),
+    "all_to_all": ("axis", "concat"),
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ class Rearranger:
                 length = x.shape[axis] // step.size
                 x = x.narrow(axis, at.coord * length, length)
             elif step.dim:
-                x = getattr(self._at[step.dim], step.kind)(x, *step.args)
+                named: dict[str, Any] = dict(zip(_TAKEN[step.kind], step.args, strict=True))
+                x = self._at[step.dim].collective(ROWS[step.kind], x, **named)
             else:
                 x = _local(step, x)
         return x

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import SCATTER, Call, Collective
+from meshcomm.collectives import SCATTER, Call, Collective, write_results
 from meshcomm.comm.callsite import is_ours
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
@@ -259,7 +259,7 @@ class SimulatedGroup:
             del self.pending[number]
             # Above any mode that the rank that happens to be last is in.
             with torch.inference_mode():
-                call.row.value(calls, reduced)
+                write_results(calls, reduced)
             for each in contributions.values():
                 each.work.complete()
         return work

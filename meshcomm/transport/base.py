@@ -130,5 +130,5 @@ class SoloTransport(Transport):
         return None
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
-        moves = row.result != "same" or row.name == "all_to_all"
+        moves = not row.in_place
         return None if moves else Prepared(lambda *given: None, None)
