@@ -167,8 +167,8 @@ def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, 
                 (
                     message.name,
                     message.call,
-                    message.code.co_name,
-                    message.instruction,
+                    message.place[0].co_name,
+                    message.place[1],
                     message.nbytes,
                     message.parts,
                 )

@@ -83,7 +83,7 @@ def test_after_an_exception_the_next_mesh_works(pool: Pool) -> None:
         assert (texts, total, threads) == (expected, 2.0, [])
 
 
-def with_a_kept_error() -> tuple[str, tuple[int, int], tuple[int, int]]:
+def with_a_kept_error(call: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
         mesh.warm_up()  # what torch makes once and keeps
     gc.collect()
@@ -94,6 +94,8 @@ def with_a_kept_error() -> tuple[str, tuple[int, int], tuple[int, int]]:
             mesh.warm_up()
             if mesh.rank == 0:
                 raise ValueError("one rank's own mistake")
+            if call == "recv":
+                mesh.recv("dp", torch.ones(1), src=0)
             mesh.all_reduce("dp", torch.ones(1))
     except (ValueError, meshcomm.MeshcommError) as error:
         kept = error
@@ -103,8 +105,9 @@ def with_a_kept_error() -> tuple[str, tuple[int, int], tuple[int, int]]:
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
 )
-def test_an_error_that_is_kept_keeps_no_group(pool: Pool) -> None:
-    found = pool.run(with_a_kept_error, ranks=2)
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+def test_an_error_that_is_kept_keeps_no_group(pool: Pool, call: str) -> None:
+    found = pool.run(with_a_kept_error, call, ranks=2)
     assert [name for name, _, _ in found] == ["ValueError", "PeerLost"]
     for _, before, after in found:
         assert after == before

@@ -65,10 +65,22 @@ class PendingCall:
 
     total: where it counts; None: nowhere. calls: 0 for a part of a call that another part counts for.
     shown: whose `waiting` it is while it is waited for; None: of `total`. told: its span, where a trace is taken.
+    place: code and instruction of the user's line, where that is known.
     began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
     """
 
-    __slots__ = ("_calls", "_seconds", "_shown", "_sums", "_total", "began", "nbytes", "over", "told")
+    __slots__ = (
+        "_calls",
+        "_seconds",
+        "_shown",
+        "_sums",
+        "_total",
+        "began",
+        "nbytes",
+        "over",
+        "place",
+        "told",
+    )
 
     def __init__(
         self,
@@ -79,6 +91,7 @@ class PendingCall:
         told: Span | None = None,
         calls: int = 1,
         shown: Any = None,
+        place: tuple[CodeType, int] | None = None,
     ) -> None:
         self._total = total
         self._sums: Sums | None = None if total is None else total.async_op
@@ -87,6 +100,7 @@ class PendingCall:
         self.nbytes = nbytes
         self._seconds = left - began
         self.told = told
+        self.place = place
         self.began = began
         self.over = 0.0
 

@@ -179,7 +179,11 @@ class FlightRecorder:
         now = clock()
         if self.span is not None:
             self.span.left = now
-        return None if entry is None else PendingCall(entry[0], entry[1], entry[4], now, self.span)
+        return (
+            None
+            if entry is None
+            else PendingCall(entry[0], entry[1], entry[4], now, self.span, place=entry[2:4])
+        )
 
     # -- calls past the mesh -------------------------------------------------------------------------
 

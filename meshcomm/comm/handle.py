@@ -91,8 +91,11 @@ class Handle(Generic[T]):
         self._error: Exception | None = None
         self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
-        frame = users_frame(2)
-        self._place = frame.f_code, frame.f_lasti
+        place = None if pending is None else pending.place
+        if place is None:
+            frame = users_frame(2)
+            place = frame.f_code, frame.f_lasti
+        self._place = place
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(

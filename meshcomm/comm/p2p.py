@@ -273,6 +273,7 @@ class Messages:
         """
         recorder, log = self._recorder, self._recorder.messages
         message = handle = None
+        works: Sequence[Work] = ()
         try:
             # Messages of a collective that is done step by step are a part of it.
             message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
@@ -305,9 +306,9 @@ class Messages:
                     held=ends,
                 )
             else:
-                for work in works:
-                    work.wait()
+                _wait(works)
         except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
+            works = ()  # an error that is kept keeps this frame, which must not keep the group
             raise self.failed(_told(call, ends), error) from error
         finally:
             log.waiting = None
@@ -320,6 +321,11 @@ class Messages:
         src = self._transport.source_of(work)
         self._recorder.messages.arrived(message, src)
         return src
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _told(call: str, ends: Sequence[P2P]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from time import perf_counter as clock
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, final
 
 from torch import Tensor
@@ -45,7 +45,8 @@ class PendingMessage(PendingCall):
     other ends that had not come. For the rest see PendingCall.
     """
 
-    __slots__ = ("call", "code", "instruction", "name", "parts", "unanswered")
+    __slots__ = ("call", "name", "parts", "unanswered")
+    place: tuple[CodeType, int]
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class PendingMessage(PendingCall):
         told: Span | None = None,
         unanswered: Sequence[Unanswered] = (),
     ) -> None:
-        super().__init__(total, nbytes, began, began, told, calls, log)
+        place = frame.f_code, frame.f_lasti
+        super().__init__(total, nbytes, began, began, told, calls, log, place)
         self.name = name
         self.call = call
         self.parts = parts
-        self.code, self.instruction = frame.f_code, frame.f_lasti
         self.unanswered = unanswered
         log.recent.append(self)
 
@@ -254,7 +255,7 @@ class MessageLog:
                     [direction, None if peer is None else ranks[peer], tag, number]
                     for direction, peer, tag, number in waiting.parts
                 ],
-                "callsite": line_of(waiting.code, waiting.instruction),
+                "callsite": line_of(*waiting.place),
             },
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, final
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import ROWS
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from meshcomm.comm import CommunicatorCache, Functional
 from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
@@ -25,12 +25,12 @@ from meshcomm.transport.torch_private import once_in_graphs
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 
 _RULES = ("slice", "reduce_scatter")
-# What the arguments of a step are to a communicator.
-_TAKEN = {
-    "all_reduce": ("op",),
-    "reduce_scatter": ("axis", "op"),
-    "all_gather": ("axis",),
-    "all_to_all": ("axis", "concat"),
+# How the arguments of a step are given to a communicator.
+_CALLS: Mapping[str, Callable[..., Tensor]] = {
+    "all_reduce": lambda at, x, op: at.collective(ALL_REDUCE, x, op=op),
+    "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, op=op, axis=axis),
+    "all_gather": lambda at, x, axis: at.collective(ALL_GATHER, x, axis=axis),
+    "all_to_all": lambda at, x, axis, concat: at.collective(ALL_TO_ALL, x, axis=axis, concat=concat),
 }
 
 
@@ -103,8 +103,7 @@ class Rearranger:
                 length = x.shape[axis] // step.size
                 x = x.narrow(axis, at.coord * length, length)
             elif step.dim:
-                named: dict[str, Any] = dict(zip(_TAKEN[step.kind], step.args, strict=True))
-                x = self._at[step.dim].collective(ROWS[step.kind], x, **named)
+                x = _CALLS[step.kind](self._at[step.dim], x, *step.args)
             else:
                 x = _local(step, x)
         return x
