@@ -17,11 +17,13 @@ from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
+from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
+from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import GroupHooks, capturing, profiling
+from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling
 
 KEPT: Final = 256
 # Collectives of which a rank tells the others.
@@ -90,7 +92,9 @@ class FlightRecorder:
         self._outer: object = None
         self._past: PendingMessage | None = None
         self._profiled: Any = None
-        self._compare: Callable[[str, dict[str, Any]], None] | None = None
+        self._check: CallCheck | None = None
+        # Whether a collective past the mesh is between its two hooks.
+        self._issued = False
         self.hooks: GroupHooks | None = None
 
     @property
@@ -187,14 +191,12 @@ class FlightRecorder:
 
     # -- calls past the mesh -------------------------------------------------------------------------
 
-    def watch(
-        self, group: Any, name: str, who: str, compare: Callable[[str, dict[str, Any]], None] | None
-    ) -> None:
+    def watch(self, group: Any, name: str, who: str, check: CallCheck) -> None:
         """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
 
-        who: this rank with its coords, for errors. compare: told of each collective before it is sent; raises where the ranks are about to differ.
+        who: this rank with its coords, for errors. check: compares the first collectives before they are sent.
         """
-        self._compare = compare
+        self._check = check
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
         me = ref(self)
 
@@ -212,37 +214,49 @@ class FlightRecorder:
         """A call is about to be issued on the group. One of ours is known already."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
-        kind = given.name.name
+        kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
+        tensors = given.input_tensors
         if row is None:
             if kind in ("SEND", "RECV"):
-                tensors = given.input_tensors or given.output_tensors
                 peer = given.root if given.root >= 0 else None
-                self._past = self.messages.past(name, kind.lower(), peer, tensors, users_frame(3))
+                tensors = tensors or given.output_tensors
+                direction: Direction = "send" if kind == "SEND" else "recv"
+                self._past = self.messages.past(name, direction, peer, tensors, users_frame(3))
             return
-        inputs, outputs = given.input_tensors, given.output_tensors
-        nbytes = row.moved(sum(each.nbytes for each in inputs), len(self.ranks))
-        tensors = inputs or outputs
+        one = tensors[0] if len(tensors) == 1 else None
+        nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
         counter = counter_of(self.counters, name, row.name, True)
-        self.call(None, counter, nbytes, tensors[0] if len(tensors) == 1 else None)
-        # What is compared travels on the same group while this call is under way, and is not a call of its own.
+        self.call(None, counter, row.moved(nbytes, len(self.ranks)), one)
         try:
-            if self._compare is not None:
-                self._compare(row.name, _facts(row, kind, inputs, outputs, given.root))
+            if self._check is not None:
+                self._compare(self._check, row, kind, name, who, given)
+        finally:
+            self.under_way = None
+        self._issued = True
+
+    def _compare(self, check: CallCheck, row: Collective, kind: str, name: str, who: str, given: Any) -> None:
+        """Compare a call past the mesh. What is compared travels on the same group while this call is under way."""
+        if not check.active:
+            self._check = None
+            return
+        try:
+            check.compare(
+                name, row.name, _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
+            )
         except MeshcommError:
             self.refuse()
             raise
         except RuntimeError as error:
             where = f'{row.name} made past the mesh along "{name}" on {who}'
             raise self.inquire(self, where, error) from error
-        finally:
-            self.under_way = None
 
     def _after(self, given: Any) -> None:
         """A call has been issued on the group."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
-        if given.name.name in HOOKED:
+        if self._issued:
+            self._issued = False
             self.__exit__(None, None, None)
             # The Work of a captured call is never over: its graph is.
             self.work = None if capturing() else given.work
@@ -286,7 +300,7 @@ class FlightRecorder:
         self.messages.close()
         if self.hooks is not None:
             self.hooks.remove()
-        self.work = self._compare = None
+        self.work = self._check = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
         """The call `number` as plain data; None where it is not in the ring.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import WeakSet
@@ -294,7 +293,7 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.spans)
             if isinstance(transport, ProcessGroupTransport):
-                recorder.watch(transport.group, name, self.label, partial(check.compare, name))
+                recorder.watch(transport.group, name, self.label, check)
         return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
 
     def _usable(self) -> None:

@@ -50,6 +50,13 @@ def options_type(name: str) -> Any:
 _HOOK: Any = 0x6D657368
 
 
+# The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
+_HOOKED_CALLS: Any = getattr(bindings, "HookOpName", None)
+HOOK_NAMES: dict[int, str] = {
+    int(member): name for name, member in getattr(_HOOKED_CALLS, "__members__", {}).items()
+}
+
+
 @final
 class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
