@@ -46,7 +46,8 @@ class Handle(Generic[T]):
         finish: makes the result when the works are over. result: the result, where there is nothing to make.
         pending: told of the waits, for counters and traces.
         source: of a receive, the coord that it is from, or what finds it after the wait.
-        confirm: waits until the other end of a first message means the same; raises where it does not.
+        confirm: waits until the other end of a first message means the same, and raises where it does not; returns the
+            seconds that are left of the timeout where it stayed silent.
         held: kept until the wait.
     """
 
@@ -76,7 +77,7 @@ class Handle(Generic[T]):
         result: T | None = None,
         pending: PendingCall | None = None,
         source: int | Callable[[], int] | None = None,
-        confirm: Callable[[], None] | None = None,
+        confirm: Callable[[], float | None] | None = None,
         held: object = None,
     ) -> None:
         self._works: Sequence[Any] | None = works
@@ -134,7 +135,8 @@ class Handle(Generic[T]):
         try:
             try:
                 if self._confirm is not None:
-                    self._confirm()
+                    left_s = self._confirm()
+                    timeout_s = left_s if timeout_s is None else timeout_s
                 for work in works:
                     if timeout_s is None:
                         work.wait()

@@ -277,8 +277,7 @@ class Messages:
         try:
             # Messages of a collective that is done step by step are a part of it.
             message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
-            if not async_op:
-                log.confirm(message)
+            left_s = None if async_op else log.confirm(message)
             with (
                 record_function(f"meshcomm::{call} {self._name}{recorder.plan}")
                 if profiling()
@@ -306,7 +305,7 @@ class Messages:
                     held=ends,
                 )
             else:
-                _wait(works)
+                _wait(works, left_s)
         except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
             works = ()  # an error that is kept keeps this frame, which must not keep the group
             raise self.failed(_told(call, ends), error) from error
@@ -323,9 +322,12 @@ class Messages:
         return src
 
 
-def _wait(works: Sequence[Work]) -> None:
+def _wait(works: Sequence[Work], timeout_s: float | None) -> None:
     for work in works:
-        work.wait()
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
 
 
 def _told(call: str, ends: Sequence[P2P]) -> str:

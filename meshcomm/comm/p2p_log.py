@@ -26,8 +26,10 @@ _KEPT: Final = 256
 _CHANNELS: Final = 4096
 # Each of a pair's first messages costs its two ends seven operations of the job's one store.
 _MOST_COMPARED: Final = 4
-# How long the end that comes first waits to be told that the other means the same, before it moves its data.
+# How long at most, and which part of the group's timeout, the end that comes first waits to be told that the other means
+# the same, before it moves its data. It is a part of the timeout: a call with a silent peer takes no longer for it.
 _ANSWERED_S: Final = 5.0
+_ANSWERED_PART: Final = 0.5
 
 # Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
 Channel: TypeAlias = tuple[Direction, int, int]
@@ -196,11 +198,15 @@ class MessageLog:
         waiting = [message for message, work in posted if not work.is_completed()]
         return next(iter((*failed, *waiting)), None)
 
-    def confirm(self, message: PendingMessage) -> None:
-        """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError."""
-        if message.unanswered and self._check is not None:
-            self._check.confirm(message.unanswered)
-            message.unanswered = ()
+    def confirm(self, message: PendingMessage) -> float | None:
+        """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError.
+
+        Returns the seconds that are left of the group's timeout where one stayed silent; None where all answered.
+        """
+        if not message.unanswered or self._check is None:
+            return None
+        unanswered, message.unanswered = message.unanswered, ()
+        return self._check.confirm(unanswered)
 
     def arrived(self, message: PendingMessage, src: int) -> None:
         """A receive from whoever comes first was served by coord `src`."""
@@ -286,14 +292,18 @@ class MessageCheck:
         ranks: its global ranks, in coord order.
         rank: this one.
         limit: how many messages are compared; None: all. At most 4 where a number is given.
+        timeout_s: the group's.
     """
 
-    def __init__(self, store: Any, label: str, ranks: list[int], rank: int, limit: int | None) -> None:
+    def __init__(
+        self, store: Any, label: str, ranks: list[int], rank: int, limit: int | None, timeout_s: float
+    ) -> None:
         self._store = store
         self._label = label
         self._ranks = ranks
         self._rank = rank
         self._limit = math.inf if limit is None else min(limit, _MOST_COMPARED)
+        self._timeout_s = timeout_s
         self._any = False
         self.pairs: Counter[tuple[Direction, int]] = Counter()
 
@@ -339,15 +349,19 @@ class MessageCheck:
             raise self._differs(key, told)
         return []
 
-    def confirm(self, waiting: Sequence[Unanswered]) -> None:
+    def confirm(self, waiting: Sequence[Unanswered]) -> float | None:
         """Return when the other ends mean the same, or have been silent for some seconds; then their backend tells.
 
-        Raises CallMismatchError where one means something else.
+        Returns what is left of the timeout where one was silent. Raises CallMismatchError where one means something else.
         """
-        until, pause = time.monotonic() + _ANSWERED_S, 0.0005
+        began, pause, left = time.monotonic(), 0.0005, None
+        until = began + min(_ANSWERED_S, _ANSWERED_PART * self._timeout_s)
         for key, peer in waiting:
             while not self._store.check([f"{key}/answer"]):
-                if time.monotonic() > until or self._store.check([f"{self._label}/any/{peer}"]):
+                if (now := time.monotonic()) > until:
+                    left = self._timeout_s - (now - began)
+                    break
+                if self._store.check([f"{self._label}/any/{peer}"]):
                     break
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
@@ -357,6 +371,7 @@ class MessageCheck:
                 self._store.delete_key(f"{key}/answer")
                 if told:
                     raise self._differs(key, told)
+        return left
 
     def key(self, src: int, dst: int, tag: int, number: int) -> str:
         """Where the end that comes first says what it is about to do."""

@@ -124,7 +124,8 @@ class Watchdog:
         check = None
         if self._compared != 0:
             store = dist.PrefixStore("messages", self._store)
-            check = MessageCheck(store, label, ranks, self._rank, self._compared)
+            timeout_s = transport.timeout_s or self._timeouts(label)
+            check = MessageCheck(store, label, ranks, self._rank, self._compared, timeout_s)
         # Weak, as a group outlives a mesh that is dropped without being closed.
         inquire = WeakMethod(self._inquire)
 
