@@ -49,7 +49,7 @@ class Collective:
     splits, joins: whether an axis of x is cut into a part for each coord, and whether the parts of all are joined.
     whole:     nccl-tests count the data of all ranks, not that of one.
     bus:       bytes over the busiest link for each byte of the size, for n ranks: nccl-tests' factor.
-    functional: of `mesh.functional`, what has a gradient instead, where that has another name.
+    functional: of `mesh.functional`, what has a gradient instead, where that has another name; "" for nothing.
     """
 
     name: str
@@ -64,7 +64,12 @@ class Collective:
     joins: bool = False
     whole: bool = False
     bus: Callable[[int], Fraction] = lambda n: Fraction(1)
-    functional: str = ""
+    functional: str | None = None
+
+    @property
+    def with_gradient(self) -> str:
+        """What of `mesh.functional` has a gradient instead; "" where nothing has."""
+        return self.name if self.functional is None else self.functional
 
     def moved(self, nbytes: int, size: int) -> int:
         """Bytes of a call as nccl-tests count them, from those of the tensor that a rank brings."""
@@ -110,7 +115,13 @@ REDUCE: Final = Collective(
     functional="all_reduce",
 )
 BROADCAST: Final = Collective(
-    "broadcast", ("broadcast",), "BroadcastOptions", hooks=("BROADCAST",), root="src", in_place=True
+    "broadcast",
+    ("broadcast",),
+    "BroadcastOptions",
+    hooks=("BROADCAST",),
+    root="src",
+    in_place=True,
+    functional="",
 )
 ALL_GATHER: Final = Collective(
     "all_gather",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshcomm
+from meshcomm.comm.p2p_log import MessageCheck
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError
 from meshcomm.testing import Pool
 
@@ -106,3 +109,15 @@ def received_twice() -> float:
 
 def test_a_receive_from_itself_that_failed_takes_no_later_message(pool: Pool) -> None:
     assert pool.run(received_twice, ranks=2) == [2.0, 2.0]
+
+
+def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
+    store = dist.HashStore()
+    first, second = (MessageCheck(store, "pp", [0, 1], rank, 64, timeout_s=0.2) for rank in (0, 1))
+    (frame, x), key = (sys._getframe(), torch.zeros(2)), ("send", 1, 0, 1)
+    unanswered = first.meet(*key, x, frame)
+    left_s = first.confirm(unanswered)
+    # Half of it was waited at least; the rest is what the backend gets.
+    assert left_s is not None and left_s <= 0.1
+    assert second.meet("recv", 0, 0, 1, x, frame) == []
+    assert first.confirm(unanswered) is None

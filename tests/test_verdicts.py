@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
+from meshcomm.transport.torch_private import HOOK_NAMES
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 
 TIMEOUT = 2.0
@@ -904,3 +906,25 @@ def test_a_call_made_past_the_mesh_is_told(pool: Pool, tmp_path: Path) -> None:
     else:  # torch's flight recorder has it
         assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in text
         assert ", in gloo:all_reduce, call 2 on torch's group meshcomm" in text
+
+
+@needs_group_hooks
+def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
+    kinds = {name: number for number, name in HOOK_NAMES.items()}
+    recorder = FlightRecorder("dp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    work = SimpleNamespace(is_completed=lambda: False)
+
+    def given(kind: str) -> Any:
+        x = torch.ones(2)
+        return SimpleNamespace(name=kinds[kind], input_tensors=[x], output_tensors=[], root=1, work=work)
+
+    recorder._before("dp", "rank 0", given("ALLREDUCE"))
+    recorder._before("dp", "rank 0", given("SEND"))
+    recorder._after(given("SEND"))
+    assert {key[1]: counter.calls for key, counter in recorder.counters.items()} == {
+        "all_reduce": 0,
+        "send": 1,
+    }
+    unfinished = recorder.messages.unfinished()
+    assert unfinished is not None and unfinished.call == "send"
+    assert recorder.work is None

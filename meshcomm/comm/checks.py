@@ -117,20 +117,24 @@ def _made_dense(x: Tensor) -> str:
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
-    """In-place collectives do not touch what autograd watches."""
+    """In-place collectives do not touch what autograd watches. functional: what does; "" where nothing does."""
     if x.requires_grad and torch.is_grad_enabled():
         raise AutogradError(
             f"{where()} would change a tensor that needs gradients",
             given=f"a tensor of shape {tuple(x.shape)} with requires_grad=True",
             expected="a tensor without gradients, or torch.no_grad()",
-            hint=f"mesh.functional.{functional}, which returns a new tensor and has a gradient",
+            hint=f"mesh.functional.{functional}, which returns a new tensor and has a gradient"
+            if functional
+            else "the tensor's .detach(), which shares its memory",
         )
     if forward_mode._current_level >= 0 and has_tangent(x):
         raise AutogradError(
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
             expected="a tensor without tangents",
-            hint=f"mesh.functional.{functional}, which returns a new tensor and carries tangents on",
+            hint=f"mesh.functional.{functional}, which returns a new tensor and carries tangents on"
+            if functional
+            else "torch.autograd.forward_ad.unpack_dual(x).primal",
         )
 
 

@@ -210,7 +210,7 @@ class Communicator:
         if row.root is not None:
             check_coord(root, self.size, row.root, where)
         check_tensor(x, self._kinds, where)
-        check_in_place(x, where, row.functional or row.name)
+        check_in_place(x, where, row.with_gradient)
         if row.in_place and row is not REDUCE:
             check_written(x, where)
         if row.reduces:
@@ -550,7 +550,7 @@ class Communicator:
     def _check_written(self, out: Tensor, where: Callable[[], str]) -> None:
         """Refuse an `out` that nothing can be received into, of whatever shape."""
         check_tensor(out, self._kinds, lambda: f"{where()}: out")
-        check_in_place(out, where, where().split()[0])
+        check_in_place(out, where, "")
         check_written(out, lambda: f"{where()}: out")
 
     def _misfit(

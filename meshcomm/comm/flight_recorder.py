@@ -214,6 +214,8 @@ class FlightRecorder:
         """A call is about to be issued on the group. One of ours is known already."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
+        # A call that the backend refused has had no second hook.
+        self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
         tensors = given.input_tensors

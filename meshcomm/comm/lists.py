@@ -58,7 +58,7 @@ def collective(
         # Mostly nothing is to be asked, and lists are long.
         if not usable(x, device) or x.is_quantized:
             check_tensor(x, comm.transport.kinds, where)
-            check_in_place(x, where, row.name)
+            check_in_place(x, where, row.with_gradient)
             if row.in_place:
                 check_written(x, where)
         if not row.in_place:
