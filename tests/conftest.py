@@ -11,7 +11,7 @@ import pytest
 
 from meshcomm.testing import Pool
 from meshcomm.train.differences import Difference
-from tests.parity_page import write_page
+from tests.train.parity_page import write_page
 
 # torch's store looks up the name of every address that connects. A name server that does not answer
 # must not cost each test five seconds; read when the first name is looked up, so set before that.

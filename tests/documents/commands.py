@@ -14,14 +14,14 @@ from meshcomm.cli.page import all_commands
 
 # Commands that take longer than a page may, and the tests that run them.
 NOT_RUN = {
-    "train": "starts its ranks and trains for minutes; tests/test_training.py",
-    "parity": "trains twice; tests/test_parity.py",
-    "bench": "measures for minutes, and never gives the same figures; tests/test_bench.py",
-    "doctor": "says what this machine has; tests/test_doctor.py",
-    "export": "wants a run's checkpoint; tests/test_checkpoint_safetensors.py",
-    "import": "wants an exported file; tests/test_checkpoint_safetensors.py",
-    "report": "wants the reports of a job that failed; tests/test_verdicts.py",
-    "view": "serves until it is stopped; tests/test_view.py",
+    "train": "starts its ranks and trains for minutes; tests/train/test_training.py",
+    "parity": "trains twice; tests/train/test_parity.py",
+    "bench": "measures for minutes, and never gives the same figures; tests/bench/test_bench.py",
+    "doctor": "says what this machine has; tests/doctor/test_doctor.py",
+    "export": "wants a run's checkpoint; tests/train/test_checkpoint_safetensors.py",
+    "import": "wants an exported file; tests/train/test_checkpoint_safetensors.py",
+    "report": "wants the reports of a job that failed; tests/mesh/test_verdicts.py",
+    "view": "serves until it is stopped; tests/view/test_view.py",
 }
 # Programs that are not ours; what stands behind them is not read.
 _OTHERS = {"pytest", "pip", "cd", "export", "ip", "srun", "mpirun", "git", "properdocs", "ssh", "cat", "ls"}

@@ -17,5 +17,5 @@ NOT_RUN: Final[Mapping[str, str]] = {
 
 # Pages whose blocks other tests run; here they are only read.
 OWN_TESTS: Final[Mapping[str, str]] = {
-    "docs/reference/errors.md": "tests/error_page.py",
+    "docs/reference/errors.md": "tests/documents/error_page.py",
 }

@@ -1,6 +1,6 @@
 """What one rank asks the job's store for, from `meshcomm.init` to the first call along every dim.
 
-Written down call by call, as tests/test_scale_counts.py sees them on real Gloo processes. Bytes are
+Written down call by call, as tests/bench/test_scale_counts.py sees them on real Gloo processes. Bytes are
 those of keys and values, both ways, without what TCP and torch's protocol add.
 """
 

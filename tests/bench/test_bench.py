@@ -1,0 +1,655 @@
+"""`meshcomm bench`: constants that are known come back from the fit, figures are consistent, pictures to scale."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.bench.chosen import Item, chosen_dims, items
+from meshcomm.bench.facts import Asked, measured_facts
+from meshcomm.bench.output import check_output
+from meshcomm.bench.sweep import Measured
+from meshcomm.bench.timing import in_turn
+from meshcomm.cli import app
+from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.costs import OPERATIONS, Hop, Operation, Route, best, bus_factor, lines, route
+from meshcomm.costs.counted import COUNTED, counted_bytes
+from meshcomm.costs.fitting import ASSUMED, Time, assumed, fit, work
+from meshcomm.costs.measured import MARK, fit_links, measured_text
+from meshcomm.errors import ConfigError, UnknownDim
+from meshcomm.layout import Plan
+from meshcomm.show.bench import bench_view, fit_facts, row_facts
+from meshcomm.show.plot import MARK as PLOT_MARK
+from meshcomm.show.plot import bandwidth_svg
+from meshcomm.testing import Pool
+from meshcomm.topology import known_machine, span
+
+ROOT = Path(__file__).parents[2]
+SIZES = [1 << power for power in range(10, 27, 4)]
+
+
+# -- sizes and bandwidths -----------------------------------------------------------------------------
+
+
+def test_bandwidths_are_those_of_a_table_written_by_hand() -> None:
+    # 4 ranks, 3 MB in 2 ms: 1.5 GB/s by the clock; nccl-tests' factors by hand.
+    bus = {
+        "all_reduce": 2.25,
+        "all_gather": 1.125,
+        "reduce_scatter": 1.125,
+        "all_to_all": 1.125,
+        "broadcast": 1.5,
+        "reduce": 1.5,
+        "sendrecv": 1.5,
+    }
+    assert set(bus) == set(OPERATIONS) == set(COUNTED) == set(get_args(Operation))
+    for operation in OPERATIONS:
+        facts = row_facts("dp", 4, operation, 3_000_000, 7, [0.001, 0.002, 0.009], [0.004, 0.001, 0.006])
+        ours, theirs = facts["meshcomm"], facts["torch"]
+        assert (ours["seconds"], ours["least_s"], ours["most_s"]) == (0.002, 0.001, 0.009)
+        assert ours["algbw_gbytes_s"] == pytest.approx(1.5)
+        assert ours["busbw_gbytes_s"] == pytest.approx(bus[operation])
+        assert theirs["busbw_gbytes_s"] == pytest.approx(bus[operation] / 2)
+        # Of each round: 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
+        assert facts["ratio"] == pytest.approx(1.5)
+
+
+def test_a_size_is_what_nccl_tests_counts() -> None:
+    for operation in OPERATIONS:
+        parts = operation in ("all_gather", "reduce_scatter", "all_to_all")
+        assert counted_bytes(operation, 4096, "dp", 4) == 4096
+        assert counted_bytes(operation, 4099, "dp", 3) == (4092 if parts else 4096)
+        least = 12 if parts else 4
+        assert counted_bytes(operation, least, "dp", 3) == least
+        with pytest.raises(
+            ConfigError, match=rf"bytes are too few for {operation} along dp\n(.*\n)*.*--bytes {least}"
+        ):
+            counted_bytes(operation, least - 1, "dp", 3)
+
+
+def test_the_guide_has_the_sizes_and_factors() -> None:
+    guide = (ROOT / "docs/guide/benchmarking.md").read_text()
+    for operation in OPERATIONS:
+        (row,) = [line for line in guide.splitlines() if line.startswith(f"| {operation} | `mesh.")]
+        *_, counted, factor = row.strip("| ").split(" | ")
+        assert counted == COUNTED[operation]
+        for n in (2, 7):
+            assert eval(factor.replace("2 (", "2 * ("), {"n": n}) == pytest.approx(
+                float(bus_factor(operation, n))
+            )
+
+
+def plan(**mesh: Any) -> Plan:
+    return load({"mesh": {"device": "cpu", **mesh}}).plan(None).on("cpu", "gloo")
+
+
+def test_dims_are_measured_once_and_the_others_are_named() -> None:
+    several = plan(
+        dims={"pp": 1, "dp": 2, "tp": 2},
+        merge={"model": ["pp", "tp"], "all": ["dp", "tp"]},
+        views={"expert": {"edp": 1, "ep": 4}},
+    )
+    found, skipped = chosen_dims(several, ())
+    assert [family.name for family in found] == ["dp", "tp", "all"]
+    assert {each.dim: each.why for each in skipped} == {
+        "pp": "one rank: nothing moves",
+        "model": "its groups are those of tp",
+        "edp": "one rank: nothing moves",
+        "ep": "its groups are those of all",
+    }
+    found, skipped = chosen_dims(several, ["model"])
+    assert [family.name for family in found] == ["model"] and skipped == []
+    with pytest.raises(UnknownDim, match=r"no dim 'tpp'\n(.*\n)*.*did you mean"):
+        chosen_dims(several, ["tpp"])
+    with pytest.raises(ConfigError, match=r"two ranks or more\n.*pp = 1.*--dim pp\n(.*\n)*.*leave --dim out"):
+        chosen_dims(several, ["pp"])
+    three = plan(dims={"dp": 3})
+    # 4,097 and 4,096 bytes are the same three parts.
+    assert items(chosen_dims(three, ())[0], ["all_gather", "reduce"], [4097, 8, 4096][::2]) == [
+        Item("dp", "all_gather", 4092),
+        Item("dp", "reduce", 4096),
+    ]
+
+
+def test_rounds_go_forwards_and_backwards_and_the_device_is_waited_for() -> None:
+    said: list[str] = []
+    ways = {"a": lambda: said.append("a"), "b": lambda: said.append("b")}
+    found = in_turn(ways, 2, 2, align=lambda: said.append("|"), finish=lambda: said.append("."))
+    assert "".join(said) == "|bb.|aa." + "|aa.|bb." + "|bb.|aa."
+    assert {name: len(times) for name, times in found.items()} == {"a": 2, "b": 2}
+
+
+# -- the fit ----------------------------------------------------------------------------------------
+
+
+def config(ranks_per_node: int = 4, **links: Any) -> Config:
+    return load(
+        {
+            "mesh": {"dims": {"dp": 2, "cp": 2, "tp": 2}, "device": "cpu"},
+            "topology": {
+                "ranks_per_node": ranks_per_node,
+                "nodes_per_rack": 7,
+                "tflops": 5.0,
+                "links": links,
+            },
+        }
+    )
+
+
+TRUE = {
+    "node": {"latency_us": 30.0, "bandwidth_gbytes_s": 2.5},
+    "network": {"latency_us": 200.0, "bandwidth_gbytes_s": 0.125},
+}
+
+
+def model_times(settings: Config, backend: str, noise: float) -> tuple[list[Time], Plan]:
+    """What the cost model says of the algorithms that are assumed, each off by up to `noise`."""
+    chance = random.Random(3)
+    live = settings.plan(None).on("cpu", backend)
+    machine = known_machine(settings.topology, "here")
+    times = []
+    for family in live.families:
+        way = route(span(live.layout.groups(family.name), machine), machine)
+        for operation, name in ASSUMED[backend].items():
+            (line,) = [each for each in lines(operation, way) if each.name == name]
+            for size in SIZES:
+                off = 1 + chance.uniform(-noise, noise)
+                times.append(Time(family.name, operation, size, line.seconds(size) * off))
+    return times, live
+
+
+@pytest.mark.parametrize("backend", ASSUMED)
+@pytest.mark.parametrize(("noise", "within"), [(0.0, 1e-9), (0.05, 0.03)])
+def test_the_constants_that_made_the_times_come_back(backend: str, noise: float, within: float) -> None:
+    links = {**TRUE, "rack": TRUE["network"]}
+    settings = config(**links)
+    times, live = model_times(settings, backend, noise)
+    found = fit_links(times, live, known_machine(settings.topology, "here"))
+    assert {name: each.dims for name, each in found.links.items()} == {"node": ("cp", "tp"), "rack": ("dp",)}
+    assert set(found.dims) == {"dp", "cp", "tp"} and found.left_out == ()
+    for name, each in [*found.links.items(), ("node", found.dims["tp"]), ("network", found.dims["dp"])]:
+        true = links[name]
+        assert each.latency_s * 1e6 == pytest.approx(true["latency_us"], rel=within)
+        assert each.bytes_s / 1e9 == pytest.approx(true["bandwidth_gbytes_s"], rel=within)
+        assert each.error <= max(noise, 1e-9) and each.worst <= 2 * noise + 1e-9 and each.notes == ()
+
+
+def test_steps_and_bytes_by_hand() -> None:
+    assert work("gloo", "all_reduce", 4000, 5) == (8, 6400)
+    assert work("gloo", "all_gather", 4000, 5) == work("gloo", "all_to_all", 4000, 5) == (4, 3200)
+    assert work("nccl", "reduce_scatter", 4000, 5) == (4, 3200)
+    assert work("gloo", "sendrecv", 4000, 5) == work("mpi", "sendrecv", 4000, 5) == (1, 4000)
+    # Gloo's reduce_scatter is an all_reduce of a copy, its trees are not those of the model.
+    assert [assumed("gloo", operation) for operation in ("reduce_scatter", "broadcast", "reduce")] == [
+        None
+    ] * 3
+    assert assumed("mpi", "all_reduce") is None
+    for backend in ASSUMED:
+        for operation, name in ASSUMED[backend].items():
+            flat = Route((Hop(6, Fraction(1), Fraction(1)),))
+            assert name in {line.name for line in lines(operation, flat)}
+
+
+def straight(alpha: float, byte_s: float, sizes: list[int]) -> list[Time]:
+    return [Time("dp", "sendrecv", size, alpha + byte_s * size) for size in sizes]
+
+
+def fitted(times: list[Time]) -> Any:
+    return fit(times, [work("gloo", time.operation, time.size_bytes, 2) for time in times])
+
+
+def test_small_calls_count_as_much_as_large_ones() -> None:
+    # The largest is off by half: by its seconds alone it would decide everything.
+    times = straight(1e-4, 1e-9, SIZES)
+    times[-1] = times[-1]._replace(seconds=times[-1].seconds * 1.5)
+    assert fitted(times).latency_s == pytest.approx(1e-4, rel=0.05)
+
+
+def test_times_that_say_too_little_are_refused_or_noted() -> None:
+    with pytest.raises(
+        ConfigError, match=r"one size does not tell.*\n.*4096 bytes alone\n(.*\n)*.*--bytes 4KiB"
+    ):
+        fitted([*straight(1e-4, 1e-9, [4096]), Time("dp", "all_reduce", 4096, 1e-3)])
+    # A line through these would start below zero.
+    found = fitted(straight(-1e-6, 1e-9, [1 << 14, 1 << 20]))
+    assert found.latency_s == 0 and found.bytes_s == pytest.approx(1e9, rel=0.1)
+    assert found.link.latency_us == 0 and found.notes == (
+        "hardly any latency seen: smaller sizes would show it",
+    )
+    for byte_s in (0.0, -1e-12, 5e-13):
+        with pytest.raises(
+            ConfigError, match=r"no bandwidth is in these times: dp\n.*from 1024 to 67108864 bytes"
+        ):
+            fitted(straight(1e-3, byte_s, SIZES))
+    settings = config(**TRUE)
+    live = settings.plan(None).on("cpu", "gloo")
+    with pytest.raises(
+        ConfigError, match=r"no operation was measured from.*\n.*reduce along tp: gloo's algorithm"
+    ):
+        fit_links([Time("tp", "reduce", 4096, 1e-3)], live, known_machine(settings.topology, "here"))
+
+
+def test_an_exchange_over_two_kinds_of_link_is_left_out() -> None:
+    settings = load(
+        {"mesh": {"dims": {"dp": 4}, "device": "cpu"}, "topology": {"ranks_per_node": 2, "links": TRUE}}
+    )
+    times, live = model_times(settings, "gloo", 0)
+    found = fit_links(times, live, known_machine(settings.topology, "here"))
+    assert found.left_out == (("dp", "all_to_all", "its messages cross links of two classes"),)
+    assert found.links["network"].latency_s == pytest.approx(200e-6) and list(found.links) == ["network"]
+
+
+def test_what_is_written_loads_and_predicts_what_was_measured(tmp_path: Path) -> None:
+    settings = config(**TRUE)
+    times, live = model_times(settings, "gloo", 0.04)
+    found = fit_links(times, live, known_machine(settings.topology, "here"))
+    path = tmp_path / "measured.toml"
+    path.write_text(measured_text(settings, settings.topology, found.links, "2026, here"))
+    assert path.read_text().startswith(f"{MARK} --fit`: 2026, here\n# links.node: ")
+    written = load(path)
+    assert written.mesh.dims == settings.mesh.dims and written.topology.tflops == 5.0
+    assert written.topology.ranks_per_node == 4 and written.topology.call_us == 0
+    # Which of the algorithms is least does not depend on a few percent: for pairs of ranks it is Gloo's.
+    shown: dict[str, Any] = json.loads(
+        CliRunner().invoke(app, ["costs", str(path), "--json", *(f"--bytes={size}" for size in SIZES)]).stdout
+    )
+    compared = 0
+    predicted = {
+        (each["dim"], each["operation"], row["bytes"]): row["seconds"]
+        for each in shown["dims"]
+        for row in each["rows"]
+    }
+    worst = max(each.worst for each in found.links.values())
+    for time in times:
+        if time.operation != "all_reduce":
+            assert predicted[time[:3]] == pytest.approx(time.seconds, rel=1.1 * worst)
+            compared += 1
+    assert compared == 3 * 3 * len(SIZES) and worst < 0.12
+    # Gloo's ring is not the least for two ranks: the model itself is asked.
+    machine = known_machine(written.topology, "here")
+    for time in times:
+        if time.operation == "all_reduce":
+            way = route(span(live.layout.groups(time.dim), machine), machine)
+            (ring,) = [line for line in lines("all_reduce", way) if line.name == "ring"]
+            assert ring.seconds(time.size_bytes) == pytest.approx(time.seconds, rel=1.1 * worst)
+            assert best(lines("all_reduce", way), time.size_bytes).seconds(time.size_bytes) <= ring.seconds(
+                time.size_bytes
+            )
+    assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
+
+
+# -- pictures and tables ----------------------------------------------------------------------------
+
+
+def made_facts(dims: int = 3) -> dict[str, Any]:
+    """Facts as a run gives them, of times that are a line over the size."""
+    names = ["dp", "tp", "all"][:dims]
+    rows = [
+        row_facts(dim, 4, operation, size, 1, [1e-4 + size / 1e9], [1.3e-4 + size / 1.1e9])
+        for dim in names
+        for operation in OPERATIONS
+        for size in SIZES
+    ]
+    return {
+        "machine": {
+            "date": "2026-11-20T10:00:00+00:00",
+            "hosts": 2,
+            "cpus": 8,
+            "load": 0.25,
+            "device": "a <device> & more",
+            "torch": "2.13.0",
+        },
+        "mesh": {"dims": {"dp": 2, "tp": 2}, "world_size": 4},
+        "rounds": 9,
+        "alone": False,
+        "dims": [{"dim": dim, "size": 4, "groups": 1, "backend": "gloo", "link": "node"} for dim in names],
+        "rows": rows,
+        "skipped": [{"dim": "pp", "operation": None, "why": "one rank: nothing moves"}],
+        "fit": None,
+    }
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_points_lie_where_the_ticks_say(dims: int) -> None:
+    facts = made_facts(dims)
+    text = bandwidth_svg(facts)
+    assert PLOT_MARK in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    root = ET.fromstring(text)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    assert root.attrib["viewBox"] == f"0 0 {width:g} {height:g}"
+    svg = "{http://www.w3.org/2000/svg}"
+    texts, circles = list(root.iter(f"{svg}text")), list(root.iter(f"{svg}circle"))
+    assert len(circles) == 2 * len(facts["rows"])
+    said = {each.text for each in texts}
+    assert {"all_reduce", "sendrecv", "torch.distributed", "1 KiB", "64 MiB"} <= said
+    assert [each.text for each in texts if each.text and each.text.endswith("gloo, node")] == [
+        f"{each['dim']}: 1 group of 4 ranks, gloo, node" for each in facts["dims"]
+    ]
+    panels = [each.attrib for each in root.iter(f"{svg}rect") if each.attrib["class"] == "panel"]
+    assert len(panels) == dims
+    for number, panel in enumerate(panels):
+        left, top = float(panel["x"]), float(panel["y"])
+        right, bottom = left + float(panel["width"]), top + float(panel["height"])
+        assert 0 < left < right <= width and 0 < top < bottom < height
+
+        def ticks(
+            axis: str, place: str, low: float, high: float, across: tuple[float, float]
+        ) -> list[tuple[float, float]]:
+            other = "x" if place == "y" else "y"
+            shift = 4 if place == "y" else 0
+            return [
+                (float(each.attrib["data-value"]), float(each.attrib[place]) - shift)
+                for each in texts
+                if each.attrib.get("class") == f"quiet {axis}"
+                and low - 1 <= float(each.attrib[place]) - shift <= high + 1
+                and across[0] <= float(each.attrib[other]) <= across[1]
+            ]
+
+        def on_scale(value: float, found: list[tuple[float, float]]) -> float:
+            (a, at_a), (b, at_b) = found[0], found[-1]
+            return at_a + (at_b - at_a) * math.log(value / a) / math.log(b / a)
+
+        xs = ticks("x", "x", left, right, (bottom, bottom + 30))
+        ys = ticks("y", "y", top, bottom, (left - 20, left))
+        assert len(xs) >= 3 and len(ys) >= 2
+        for value, at in xs:
+            assert at == pytest.approx(on_scale(value, xs), abs=0.02)
+        mine = [each for each in circles if left <= float(each.attrib["cx"]) <= right]
+        mine = [each for each in mine if top <= float(each.attrib["cy"]) <= bottom]
+        rows = [row for row in facts["rows"] if row["dim"] == facts["dims"][number]["dim"]]
+        wanted = {
+            (f"{who} {row['operation']}", row["bytes"]): row[who]["busbw_gbytes_s"]
+            for row in rows
+            for who in ("meshcomm", "torch")
+        }
+        drawn = {
+            (e.attrib["class"], int(e.attrib["data-bytes"])): float(e.attrib["data-gbytes-s"]) for e in mine
+        }
+        assert drawn == wanted
+        for each in mine:
+            size, speed = float(each.attrib["data-bytes"]), float(each.attrib["data-gbytes-s"])
+            assert float(each.attrib["cx"]) == pytest.approx(on_scale(size, xs), abs=0.05)
+            assert float(each.attrib["cy"]) == pytest.approx(on_scale(speed, ys), abs=0.05)
+        # A line goes through its points, in the order of their sizes.
+        for line in root.iter(f"{svg}polyline"):
+            points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+            assert all(a[0] < b[0] for a, b in pairwise(points)) and len(points) == len(SIZES)
+
+
+def test_one_size_alone_is_points_without_lines() -> None:
+    facts = made_facts(1)
+    facts["rows"] = [row for row in facts["rows"] if row["bytes"] == SIZES[0]]
+    text = bandwidth_svg(facts)
+    assert "<polyline" not in text and text.count("<circle") == 2 * len(OPERATIONS)
+    ET.fromstring(text)
+
+
+def printed(facts: dict[str, Any]) -> str:
+    from rich.console import Console
+
+    console = Console(width=110, color_system=None)
+    with console.capture() as capture:
+        console.print(bench_view(facts))
+    return capture.get()
+
+
+def test_the_table_has_every_row_and_what_was_left_out() -> None:
+    facts = made_facts()
+    settings = config(**TRUE)
+    times, live = model_times(settings, "gloo", 0)
+    facts["fit"] = fit_facts(fit_links(times, live, known_machine(settings.topology, "here")), ["a note"])
+    text = printed(facts)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[0].startswith("mesh dp=2 tp=2: 4 ranks on 2 hosts, a <device> & more, torch 2.13.0")
+    # A terminal of 80 columns shows all of it.
+    assert max(len(line) for line in lines if "iB" in line or "links." in line or "GB/s" in line) <= 80
+    assert sum("KiB" in line or "MiB" in line for line in lines) == len(facts["rows"])
+    # 64 MiB at 1 GB/s and 0.1 ms; all_reduce of 4 ranks: half as much again.
+    row = next(line for line in lines if "64 MiB" in line)
+    assert row.split() == ["64", "MiB", "67.2", "ms", "0.999", "1.5", "61.1", "ms", "1.10"]
+    assert "skipped: all along pp: one rank: nothing moves" in lines
+    assert any(
+        line.split() == ["links.node", "cp", "tp", "30", "us", "2.5", "40", "0%", "0%"] for line in lines
+    )
+    assert "a note" in lines
+
+
+# -- real ranks -------------------------------------------------------------------------------------
+
+
+def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone: bool) -> dict[str, Any]:
+    """The facts, and for each item under "made" how many calls of either side this rank has made."""
+    from meshcomm.bench.calls import Call, Pair, pair
+    from meshcomm.transport import support
+
+    made: list[list[int]] = []
+
+    def counted(*given: Any) -> Pair:
+        made.append([0, 0])
+
+        def counting(which: int, call: Call) -> Call:
+            def wrapped() -> object:
+                made[-1][which] += 1
+                return call()
+
+            return wrapped
+
+        return Pair(*(counting(which, call) for which, call in enumerate(pair(*given))))
+
+    mesh_of = {"dims": {"dp": 2, "tp": 2}, "merge": {"all": ("dp", "tp")}}
+    with (
+        patch.dict(support.LACKS, gloo=frozenset(lacking)),
+        patch("meshcomm.bench.sweep.pair", counted),
+        meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
+    ):
+        asked = Asked(operations, [64, 4099], ("tp", "all"), 1, alone, round_s=0.001)
+        facts = measured_facts(mesh, asked, TopologyConfig(ranks_per_node=2), progress=mesh.rank == 0)
+    return facts | {"made": made}
+
+
+def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
+    by_rank = pool.run(on_ranks, OPERATIONS, (), False, ranks=4)
+    facts = by_rank[0]
+    # All ranks have the same figures: the slowest rank's.
+    assert all(each["rows"] == facts["rows"] for each in by_rank)
+    assert [(d["dim"], d["size"], d["groups"], d["link"]) for d in facts["dims"]] == [
+        ("tp", 2, 2, "node"),
+        ("all", 4, 1, "network"),
+    ]
+    assert [(row["dim"], row["operation"], row["bytes"]) for row in facts["rows"]] == [
+        (dim, operation, size) for dim in ("tp", "all") for operation in OPERATIONS for size in (64, 4096)
+    ]
+    for row in facts["rows"]:
+        n = 4 if row["dim"] == "all" else 2
+        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1, "reduce": 1, "sendrecv": 1}
+        for who in ("meshcomm", "torch"):
+            found = row[who]
+            assert 0 < found["least_s"] <= found["seconds"] <= found["most_s"]
+            assert found["algbw_gbytes_s"] * found["seconds"] * 1e9 == pytest.approx(row["bytes"])
+            assert found["busbw_gbytes_s"] / found["algbw_gbytes_s"] == pytest.approx(
+                factor.get(row["operation"], (n - 1) / n)
+            )
+        assert row["ratio"] == pytest.approx(row["meshcomm"]["seconds"] / row["torch"]["seconds"])
+        assert row["calls"] >= 1
+    # Both sides as often as each other, and all ranks as often as rank 0.
+    assert all(each["made"] == facts["made"] for each in by_rank)
+    assert all(ours == theirs for ours, theirs in facts["made"])
+    assert facts["machine"]["hosts"] == 1 and facts["skipped"] == []
+    assert "all 4 network" in printed(json.loads(json.dumps(facts)))
+    ET.fromstring(bandwidth_svg(facts))
+
+
+def test_what_the_backend_lacks_is_skipped_by_name(pool: Pool) -> None:
+    facts = pool.run(on_ranks, ("all_reduce", "all_gather"), ("sum",), False, ranks=4)[0]
+    assert {row["operation"] for row in facts["rows"]} == {"all_gather"}
+    assert len(facts["skipped"]) == 2
+    assert "skipped: all_reduce along tp: " in printed(facts)
+    assert "an operation that gloo has" in facts["skipped"][0]["why"]
+
+
+def test_alone_one_group_runs_while_the_others_wait(pool: Pool) -> None:
+    by_rank = pool.run(on_ranks, ("broadcast",), (), True, ranks=4)
+    assert all(each["rows"] == by_rank[0]["rows"] and each["alone"] for each in by_rank)
+    for number, row in enumerate(by_rank[0]["rows"]):
+        for rank, each in enumerate(by_rank):
+            # Along tp ranks 0 and 1 are a group; the others have made the first call, which connects.
+            waits = row["dim"] == "tp" and rank > 1
+            ours, theirs = each["made"][number]
+            assert ours == theirs and (ours == 1 if waits else ours > 2 * row["calls"])
+    assert "one group along a dim at a time" in printed(by_rank[0])
+
+
+GPUS = torch.cuda.device_count()
+
+
+def on_gpus() -> list[dict[str, Any]]:
+    with meshcomm.init(dims={"dp": -1}, device="cuda", validate_calls=0) as mesh:
+        asked = Asked(OPERATIONS, [4096, 1 << 20], (), 3)
+        facts = measured_facts(mesh, asked, TopologyConfig(ranks_per_node=GPUS), progress=False)
+        assert facts["dims"][0]["backend"] == "nccl" and facts["machine"]["nccl"]
+        rows: list[dict[str, Any]] = facts["rows"]
+        return rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs; this host has {GPUS}")
+def test_nccl_is_measured_on_the_device(pool: Pool) -> None:
+    rows = pool.run(on_gpus, ranks=GPUS, timeout_s=120)[0]
+    assert len(rows) == 2 * len(OPERATIONS)
+    # Faster than any link there is would mean that nobody waited for the device.
+    assert all(0 < row[who]["busbw_gbytes_s"] < 4000 for row in rows for who in ("meshcomm", "torch"))
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
+    return result.stderr
+
+
+def test_what_cannot_be_measured_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def never(*_: object) -> int:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("meshcomm.jobs.starting.launch", never)
+    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
+    mesh = "mesh.toml"
+    assert 'did you mean "all_reduce"?' in refused(mesh, "--op", "allreduce")
+    assert "the mesh has no dim 'pp'" in refused(mesh, "--dim", "pp")
+    assert "8 bytes are too few for all_gather along tp" in refused(mesh, "--bytes", "8")
+    assert "'much' is not a number of bytes" in refused(mesh, "--bytes", "much")
+    assert "2*3 = 6" in refused(mesh, "--world", "8")
+    assert "bench.png does not end in .svg" in refused(mesh, "--svg", "bench.png")
+    assert "--fit fit.toml" in refused(mesh, "--fit", "fit.json")
+    assert "none/fit.toml cannot be written" in refused(mesh, "--fit", "none/fit.toml")
+    assert "mesh.toml is there, and is not what meshcomm bench wrote" in refused(mesh, "--fit", mesh)
+    assert "no dim to measure has two ranks or more" in refused(mesh, "--set", "mesh.dims={ dp = 1 }")
+    assert "one size does not tell" in refused(mesh, "--fit", "fit.toml", "--bytes", "4KiB")
+    # The same, of a file that bench wrote, is let through: the launcher is reached.
+    (tmp_path / "old.toml").write_text(f"{MARK} --fit`: before\n")
+    check_output(tmp_path / "old.toml", "--fit", ".toml", MARK)
+    result = CliRunner().invoke(app, ["bench", mesh, "--fit", "old.toml"])
+    assert isinstance(result.exception, AssertionError)
+
+
+def job(folder: str, plain: bool, byte_s: float) -> tuple[str, str, str]:
+    """The body of `meshcomm bench` on this rank, of times that are made up; what it printed and raised."""
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+
+    from meshcomm.jobs.bench import Output, body
+
+    def sweep(mesh: Any, wanted: list[Item], rounds: int, **_: Any) -> tuple[list[Measured], list[Any]]:
+        times = [(1e-4 + byte_s * item.size_bytes,) * rounds for item in wanted]
+        return [Measured(item, 1, t, t) for item, t in zip(wanted, times, strict=True)], []
+
+    out, err, raised = StringIO(), StringIO(), ""
+    settings = load({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
+    asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
+    output = Output(True, Path(folder, "a.svg"), Path(folder, "b.toml"))
+    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.facts.sweep", sweep):
+        try:
+            body(settings, asked, output, plain)
+        except ConfigError as error:
+            raised = str(error)
+    return out.getvalue(), err.getvalue(), raised
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_job_prints_json_and_writes_both_files(pool: Pool, tmp_path: Path, plain: bool) -> None:
+    (text, *errors), other = pool.run(job, str(tmp_path), plain, 1e-9, ranks=2)
+    # Rank 0 alone speaks, and no progress bar goes where there is no terminal.
+    assert (errors, other) == (["", ""], ("", "", ""))
+    facts = json.loads(text)
+    assert [row["bytes"] for row in facts["rows"]] == [1024, 1 << 22]
+    ET.fromstring((tmp_path / "a.svg").read_text())
+    written = load(tmp_path / "b.toml")
+    assert written.topology.ranks_per_node == 1 and written.topology.links.node is None
+    link = written.topology.links.network
+    assert link is not None and (link.latency_us, link.bandwidth_gbytes_s) == (100.0, 1.0)
+    assert facts["fit"]["links"]["network"]["dims"] == ["dp"]
+    assert facts["fit"]["notes"] == ["ranks_per_node = 1, as config says; the launcher has 2 on this host"]
+    # Measured without the comparison of first calls, which is not written.
+    assert "validate_calls" not in (tmp_path / "b.toml").read_text()
+    assert ("calls" in facts) == ("lists" in facts) == plain
+    if plain:
+        assert [len(facts[key]) for key in ("calls", "lists")] == [14, 2]
+
+
+def test_what_was_measured_is_shown_where_nothing_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
+    (text, _, raised), _ = pool.run(job, str(tmp_path), False, 0.0, ranks=2)
+    assert len(json.loads(text)["rows"]) == 2 and (tmp_path / "a.svg").exists()
+    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "b.toml").exists()
+
+
+def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
+    started: list[tuple[list[str], int]] = []
+    bodies: list[tuple[Any, ...]] = []
+
+    def launch(arguments: list[str], world: int, *_: object) -> int:
+        started.append((list(arguments), world))
+        return 0
+
+    monkeypatch.setattr("meshcomm.jobs.starting.launch", launch)
+    monkeypatch.setattr("meshcomm.jobs.bench.body", lambda *given: bodies.append(given))
+    monkeypatch.setattr("meshcomm.jobs.starting.as_rank", lambda body, *_: body())
+    words = (
+        "bench mesh.toml --world 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
+    )
+    more = "--alone --json --svg a.svg --fit b.toml --set mesh.timeout_s=50.0"
+    assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
+    ((arguments, world),) = started
+    assert world == 4 and arguments[:2] == ["-m", "meshcomm"]
+    # What a rank makes of these words, under the launcher's environment.
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert CliRunner().invoke(app, arguments[2:]).exit_code == 0
+    ((settings, asked, output, plain),) = bodies
+    assert (settings.mesh.timeout_s, plain) == (50.0, False)
+    assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
+    assert output == (True, Path("a.svg"), Path("b.toml"))
+    assert "--world 8 inside a job of 4 processes" in refused("mesh.toml", "--world", "8")

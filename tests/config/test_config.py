@@ -1,0 +1,410 @@
+"""What a configuration is: files, overrides, values that do not change, and the plan that follows."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from meshcomm.config import Config, DimOptions, Link, MeshConfig, TrainConfig, load, plan
+from meshcomm.config.overrides import apply
+from meshcomm.config.table import Table
+from meshcomm.config.wording import Kind
+from meshcomm.errors import ConfigError
+from meshcomm.layout import GroupOptions, Layout, Plan
+
+ROOT = Path(__file__).parents[2]
+
+TOML = """
+[mesh]
+dims = { pp = 2, dp = -1, tp = 2 }
+merge = { grad = ["dp", "tp"] }
+views.expert = { pp = 2, edp = 1, ep = -1 }
+device = "cpu"
+timeout_s = 30
+
+[mesh.options.pp]
+timeout_s = 60
+lane = "p2p"
+
+[process]
+init = "tcp"
+address = "127.0.0.1:29500"
+rank = 3
+world_size = 8
+device_id = false
+
+[network]
+interfaces = ["eth0", "eth1"]
+
+[topology]
+ranks_per_node = 4
+links.node = { latency_us = 2, bandwidth_gbytes_s = 300.0 }
+
+[parallel]
+data = "dp"
+tensor = "tp"
+pipeline = "pp"
+schedule = "gpipe"
+
+[model]
+layers = 4
+width = 128
+heads = 8
+kv_heads = 4
+ff = 384
+norm_eps = 1e-5
+
+[data]
+sequence = 128
+files = ["*.txt", "/elsewhere/x"]
+
+[train]
+steps = 60
+global_batch = 32
+microbatch = 4
+betas = [0.9, 0.99]
+lr = 3e-3
+"""
+
+YAML = """
+mesh:
+  dims: {pp: 2, dp: -1, tp: 2}
+  merge: {grad: [dp, tp]}
+  views:
+    expert: {pp: 2, edp: 1, ep: -1}
+  device: cpu
+  timeout_s: 30
+  options:
+    pp: {timeout_s: 60, lane: p2p}
+process: {init: tcp, address: "127.0.0.1:29500", rank: 3, world_size: 8, device_id: false}
+network: {interfaces: [eth0, eth1]}
+topology:
+  ranks_per_node: 4
+  links: {node: {latency_us: 2, bandwidth_gbytes_s: 300.0}}
+parallel: {data: dp, tensor: tp, pipeline: pp, schedule: gpipe}
+model: {layers: 4, width: 128, heads: 8, kv_heads: 4, ff: 384, norm_eps: 1e-5}
+data: {sequence: 128, files: ["*.txt", /elsewhere/x]}
+train: {steps: 60, global_batch: 32, microbatch: 4, betas: [0.9, 0.99], lr: 3e-3}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """The same configuration in every language."""
+    import tomllib
+
+    texts = {"toml": TOML, "json": json.dumps(tomllib.loads(TOML)), "yaml": YAML, "yml": YAML}
+    paths = {ending: tmp_path / f"mesh.{ending}" for ending in texts}
+    for ending, text in texts.items():
+        paths[ending].write_text(text, encoding="utf-8")
+    return paths
+
+
+def test_all_languages_say_the_same(files: dict[str, Path]) -> None:
+    configs = [load(path) for path in files.values()]
+    assert all(config == configs[0] for config in configs)
+    assert len({hash(config) for config in configs}) == 1
+    config = configs[0]
+    assert list(config.mesh.dims.items()) == [("pp", 2), ("dp", -1), ("tp", 2)]
+    assert config.mesh.options == {"pp": DimOptions(timeout_s=60, lane="p2p")}
+    assert config.mesh.merge == {"grad": ("dp", "tp")}
+    assert config.process.device_id is False
+    assert config.topology.links.node == Link(latency_us=2.0, bandwidth_gbytes_s=300.0)
+    assert config.topology.links.network is None
+    assert config.train is not None
+    assert config.train.betas == (0.9, 0.99)
+    assert config.train.lr == 3e-3
+    assert config.model is not None
+    assert config.model.norm_eps == 1e-5
+    assert config.model.head_size == 16
+    assert config.model.vocabulary == 256
+
+
+def test_data_files_start_at_the_folder_of_the_config(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = files["toml"].parent
+    for path in (files["toml"], str(files["toml"])):
+        config = load(path)
+        assert config.data is not None
+        assert config.data.files == (str(folder / "*.txt"), "/elsewhere/x")
+    monkeypatch.chdir(folder.parent)
+    config = load(f"{folder.name}/mesh.toml", ["data.files=['a/b.txt']"])
+    assert config.data is not None
+    assert config.data.files == (str(folder / "a/b.txt"),)
+    odd = folder / "[odd]"
+    odd.mkdir()
+    (odd / "mesh.toml").write_text(TOML)
+    (odd / "one.txt").write_text("x")
+    config = load(odd / "mesh.toml")
+    assert config.data is not None
+    import glob
+
+    assert glob.glob(config.data.files[0]) == [str(odd / "one.txt")]
+
+
+def test_defaults() -> None:
+    config = load({"mesh": {"dims": {"dp": 2}}})
+    assert config == Config(mesh=MeshConfig(dims={"dp": 2}))
+    mesh = config.mesh
+    assert (mesh.device, mesh.backend, mesh.timeout_s) == ("auto", "auto", 600.0)
+    assert (mesh.merge, mesh.views, mesh.options) == ({}, {}, {})
+    assert mesh.rank_order is None
+    assert mesh.ranks is None
+    assert (config.process.init, config.process.device_id) == ("env", "auto")
+    assert config.network.interfaces == ()
+    assert config.network.nccl_debug is None
+    assert config.topology.ranks_per_node is None
+    assert (config.parallel, config.model, config.data, config.train) == (None, None, None, None)
+    train = TrainConfig(steps=1, global_batch=1, microbatch=1)
+    assert (train.lr, train.weight_decay, train.betas, train.eps) == (3e-3, 0.1, (0.9, 0.95), 1e-8)
+    assert (train.dtype, train.seed, train.warmup_steps, train.log_every) == ("float32", 0, 0, 1)
+
+
+def test_a_file_with_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_bytes(b"\xef\xbb\xbf[mesh]\r\ndims = { dp = 2 }\r\n")
+    assert load(path).mesh.dims == {"dp": 2}
+
+
+# -- overrides --------------------------------------------------------------------------------------
+
+
+def test_overrides_change_values_and_keep_the_order_of_the_dims(files: dict[str, Path]) -> None:
+    config = load(
+        files["toml"],
+        [
+            "mesh.dims.dp=3",
+            "mesh.dims.dp = 4",
+            "mesh.options.tp={ lane = 'x' }",
+            "train.lr=1e-3",
+            "mesh.device='cpu'",
+        ],
+    )
+    assert list(config.mesh.dims.items()) == [("pp", 2), ("dp", 4), ("tp", 2)]
+    assert set(config.mesh.options) == {"pp", "tp"}
+    assert config.train is not None
+    assert config.train.lr == 1e-3
+    assert config.source.startswith(f"{files['toml']} --set mesh.dims.dp=3 --set mesh.dims.dp = 4 ")
+    whole = load(files["toml"], ["mesh.views=", "mesh.dims={ tp = 2, dp = 1, pp = 2 }"])
+    assert list(whole.mesh.dims) == ["tp", "dp", "pp"]
+
+
+def test_an_override_makes_tables_and_removes_keys() -> None:
+    data: dict[str, Any] = {"mesh": {"dims": {"dp": 2}}, "process": None}
+    assert apply(data, ["mesh.options.dp.lane='a'", "process.init='env'", "mesh.dims=", "x.y.z=[1, 2]"]) == []
+    assert data == {
+        "mesh": {"options": {"dp": {"lane": "a"}}},
+        "process": {"init": "env"},
+        "x": {"y": {"z": [1, 2]}},
+    }
+    # A wrong override leaves nothing behind, and removes nothing of the same name elsewhere.
+    before = deepcopy(data)
+    problems = apply(data, ["a.b=c", "a.mesh=", "mesh.dims="])
+    assert [problem.key for problem in problems] == ["--set a.b=c", "--set a.mesh=", "--set mesh.dims="]
+    assert data == before
+
+
+def test_a_config_can_be_loaded_with_changes(files: dict[str, Path]) -> None:
+    config = load(files["toml"])
+    changed = load(config, ["mesh.dims.dp=4"])
+    assert config.mesh.dims["dp"] == -1
+    assert changed.mesh.dims["dp"] == 4
+    assert load(config) == config
+    assert load(config.resolved(8), ["mesh.dims.dp=-1", "mesh.views.expert.ep=-1"]) == config
+    assert load(config.model_dump(exclude_unset=True)) == config
+
+
+# -- values that do not change ----------------------------------------------------------------------
+
+
+def test_nothing_of_a_config_changes() -> None:
+    config = load({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
+    mesh: Any = config.mesh
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(mesh, "timeout_s", 3.0),
+        lambda: delattr(mesh, "dims"),
+        lambda: setattr(config, "mesh", mesh),
+        lambda: mesh.dims.__setitem__("pp", 3),
+        lambda: mesh.dims.__delitem__("pp"),
+        lambda: mesh.dims.update(pp=3),
+        lambda: mesh.dims.pop("pp"),
+        lambda: mesh.merge.setdefault("x", ()),
+        lambda: mesh.options.clear(),
+    ]
+    for change in changes:
+        with pytest.raises(ConfigError, match=r"^a configuration does not change\n  given:    a change of "):
+            change()
+    assert config == load({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
+
+
+def test_the_order_of_dims_is_part_of_a_config() -> None:
+    one, other = (load({"mesh": {"dims": dims}}) for dims in ({"a": 2, "b": 3}, {"b": 3, "a": 2}))
+    assert one != other
+    assert one.mesh != other.mesh
+    assert one.mesh.dims == {"b": 3, "a": 2}
+    assert not one.mesh.dims != Table(a=2, b=3)  # noqa: SIM202 (both operators are our own)
+
+
+def test_configs_travel_between_processes(files: dict[str, Path]) -> None:
+    config = load(files["toml"], ["train.seed=1"])
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert hash(copy) == hash(config)
+    assert copy.source == config.source
+    assert isinstance(copy.mesh.dims, Table)
+    assert deepcopy(config) == config
+    with pytest.raises(ConfigError):
+        copy.mesh.dims["pp"] = 3
+
+
+# -- the plan that follows --------------------------------------------------------------------------
+
+
+def test_a_config_is_its_plan(files: dict[str, Path]) -> None:
+    config = load(files["toml"])
+    layout = Layout(
+        {"pp": 2, "dp": 4, "tp": 2},
+        views={"expert": {"pp": 2, "edp": 1, "ep": 8}},
+        merge={"grad": ("dp", "tp")},
+    )
+    expected = Plan(
+        layout,
+        defaults=GroupOptions("auto", 30.0),
+        options={"pp": GroupOptions("auto", 60.0, "p2p")},
+        device="cpu",
+    )
+    assert config.plan(16) == expected == config.mesh.plan(16) == plan(config, 16) == plan(config.mesh, 16)
+    assert config.layout(16) == layout
+    assert config.mesh.sizes(16) == {"pp": 2, "dp": 4, "tp": 2}
+    assert config.plan(16).fingerprint == plan(files["json"], 16).fingerprint
+
+
+def test_resolved_fills_in_every_open_size(files: dict[str, Path]) -> None:
+    config = load(files["toml"]).resolved(16)
+    assert config.mesh.dims == {"pp": 2, "dp": 4, "tp": 2}
+    assert config.mesh.views == {"expert": {"pp": 2, "edp": 1, "ep": 8}}
+    assert config.plan(None) == load(files["toml"]).plan(16)
+    assert config.resolved(16) == config == config.resolved(None)
+    assert config.microbatches(config.mesh.sizes(16)) == 32 // 4 // 4
+    assert config.parallel is not None
+    assert config.parallel.parts == {"data": "dp", "tensor": "tp", "pipeline": "pp"}
+    assert config.parallel.size("data", config.mesh.sizes(16)) == 4
+
+
+def test_a_mesh_alone_has_no_microbatches() -> None:
+    with pytest.raises(ConfigError, match=r"^a configuration without training has no micro-batches\n"):
+        load({"mesh": {"dims": {"dp": 2}}}).microbatches({"dp": 2})
+
+
+def test_options_of_a_group() -> None:
+    mesh = MeshConfig(
+        dims={"pp": 2, "tp": 2},
+        device="cuda",
+        backend="nccl",
+        timeout_s=5,
+        options={
+            "pp": DimOptions(high_priority=True),
+            "tp": DimOptions(backend="gloo", timeout_s=7, lane="l"),
+        },
+    )
+    pp, tp = mesh.plan(None).families
+    assert pp.options == GroupOptions("nccl", 5.0, "", (("high_priority", True),))
+    assert tp.options == GroupOptions("gloo", 7.0, "l")
+
+
+def test_a_mesh_on_some_ranks_of_the_world() -> None:
+    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, ranks=(2, 3, 6, 7))
+    for world in (None, 8, 100):
+        layout = mesh.layout(world)
+        assert layout.world_size == 4
+        assert layout.groups("tp").tolist() == [[2, 3], [6, 7]]
+        assert 0 not in layout
+        assert 6 in layout
+    turned = MeshConfig(dims={"dp": 2, "tp": 2}, ranks=(2, 3, 6, 7), rank_order=(7, 6, 3, 2))
+    assert turned.layout(8).groups("tp").tolist() == [[7, 6], [3, 2]]
+
+
+def test_a_rank_order_gives_the_size_of_an_open_mesh() -> None:
+    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, rank_order=(5, 4, 3, 2, 1, 0))
+    assert mesh.sizes(None) == mesh.sizes(6) == {"dp": 3, "tp": 2}
+
+
+def test_the_example_configs() -> None:
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        world = {"gpt_1024": 1024, "llama_405b": 16_384}.get(path.stem, 8)
+        assert load(path).resolved(world).plan(world).layout.world_size == world
+    big = load(ROOT / "configs/gpt_1024.toml")
+    assert big.mesh.sizes(1024) == {"pp": 8, "dp": 16, "tp": 8}
+    assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
+
+
+# -- how the models are written ---------------------------------------------------------------------
+
+
+def models(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
+    yield model
+    for field in model.model_fields.values():
+        kind: Kind | None = Kind.of(field.annotation)
+        while kind is not None and kind.model is None:
+            kind = kind.element
+        if kind is not None and kind.model is not None:
+            yield from models(kind.model)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    found = list(models())
+    assert len(found) == 14
+    for model in found:
+        assert model.model_config["frozen"]
+        assert model.model_config["strict"]
+        assert model.model_config["extra"] == "forbid"
+        for name, field in model.model_fields.items():
+            where = f"{model.__name__}.{name}"
+            assert (field.description or "").endswith("."), where
+            # A report on a missing setting shows one that is right.
+            assert not field.is_required() or field.examples, where
+            assert str(Kind.of(field.annotation, field.metadata)), where
+
+
+def test_loading_imports_no_torch_and_reads_no_environment(files: dict[str, Path]) -> None:
+    program = """
+import os, sys
+from meshcomm.config import load
+from meshcomm.errors import ConfigError
+
+class Poison:
+    def refuse(self, *args):
+        raise AssertionError("the environment was read")
+    __getattr__ = __getitem__ = __contains__ = __iter__ = __len__ = refuse
+
+os.environ = os.environb = Poison()
+os.getenv = os.getenvb = Poison().refuse
+try:
+    os.environ["PATH"]
+except AssertionError:
+    pass
+else:
+    raise SystemExit("the poison does not work")
+for path in sys.argv[1:]:
+    load(path, ["mesh.dims.pp=2"]).resolved(8).plan(8).for_rank(3)
+    try:
+        load(path, ["mesh.dims.pp='x'", "mesh.dimz=3", "train.lr=0"])
+    except ConfigError as error:
+        assert "3 problems" in str(error), error
+    else:
+        raise SystemExit("no error")
+assert "torch" not in sys.modules and "rich" not in sys.modules
+"""
+    subprocess.run(
+        [sys.executable, "-c", program, *map(str, files.values())], check=True, cwd=ROOT, timeout=200
+    )

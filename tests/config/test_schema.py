@@ -1,0 +1,283 @@
+"""The JSON schema says of every config what the models say; types are there for whoever uses the package."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.config import load
+from meshcomm.config.schema import DIALECT, schema
+from meshcomm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+SCHEMA = schema()
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+TRAINING: dict[str, Any] = {
+    "parallel": {"data": "dp"},
+    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
+    "data": {"sequence": 16},
+    "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
+}
+MESH: dict[str, Any] = {"mesh": {"dims": {"dp": 2}}}
+
+
+def problems(data: object) -> list[str]:
+    """Paths of what the schema refuses."""
+    return sorted("/".join(map(str, error.path)) for error in VALIDATOR.iter_errors(data))
+
+
+def test_the_schema_is_one_of_its_dialect() -> None:
+    assert SCHEMA["$schema"] == DIALECT == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_repository_is_valid(path: Path) -> None:
+    assert problems(tomllib.loads(path.read_text(encoding="utf-8"))) == []
+
+
+VALID: dict[str, dict[str, Any]] = {
+    "only dims": MESH,
+    "an open size": {"mesh": {"dims": {"pp": 2, "dp": -1}}},
+    "letters of other languages": {"mesh": {"dims": {"größe": 2, "層2": 2, "a_b": 1}}},
+    "lists and tables": {
+        "mesh": {
+            "dims": {"dp": 2, "tp": 2},
+            "merge": {"all": ["dp", "tp"]},
+            "views": {"expert": {"edp": 1, "ep": -1}},
+            "rank_order": [3, 2, 1, 0],
+            "options": {"dp": {"timeout_s": 3, "lane": "x"}},
+            "validate_calls": "always",
+        }
+    },
+    "device_id as a word and as a truth value": {**MESH, "process": {"device_id": False}},
+    "training": {**MESH, **TRAINING},
+    "nothing, written down": {**MESH, "train": None, "topology": {"ranks_per_node": None}},
+    "a schema's place": {"$schema": "./meshcomm.schema.json", **MESH},
+}
+BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no mesh": ({}, [""]),
+    "no dims": ({"mesh": {}}, ["mesh"]),
+    "empty dims": ({"mesh": {"dims": {}}}, ["mesh/dims"]),
+    "a size of 0": ({"mesh": {"dims": {"dp": 0}}}, ["mesh/dims/dp"]),
+    "a size of -2": ({"mesh": {"dims": {"dp": -2}}}, ["mesh/dims/dp"]),
+    "a size in words": ({"mesh": {"dims": {"dp": "two"}}}, ["mesh/dims/dp"]),
+    "a name with an underscore at its end": ({"mesh": {"dims": {"dp_": 2}}}, ["mesh/dims"]),
+    "a name that begins with a digit": ({"mesh": {"dims": {"2dp": 2}}}, ["mesh/dims"]),
+    "a name with a dash": ({"mesh": {"dims": {"d-p": 2}}}, ["mesh/dims"]),
+    "an unknown section": ({**MESH, "meshh": {}}, [""]),
+    "an unknown key": ({"mesh": {"dims": {"dp": 2}, "timeout": 3}}, ["mesh"]),
+    "an unknown key deep inside": (
+        {"mesh": {"dims": {"dp": 2}, "options": {"dp": {"timeout": 3}}}},
+        ["mesh/options/dp"],
+    ),
+    "a timeout of 0": ({"mesh": {"dims": {"dp": 2}, "timeout_s": 0}}, ["mesh/timeout_s"]),
+    "a number as text": ({"mesh": {"dims": {"dp": 2}, "timeout_s": "60"}}, ["mesh/timeout_s"]),
+    "one dim merged": ({"mesh": {"dims": {"dp": 2}, "merge": {"m": ["dp"]}}}, ["mesh/merge/m"]),
+    "a dim merged twice": ({"mesh": {"dims": {"dp": 2}, "merge": {"m": ["dp", "dp"]}}}, ["mesh/merge/m"]),
+    "no choice": ({**MESH, "process": {"init": "mpi"}}, ["process/init"]),
+    "a number in place of a truth value": ({**MESH, "process": {"device_id": 1}}, ["process/device_id"]),
+    "half a training": ({**MESH, "train": TRAINING["train"]}, ["", "", ""]),
+    "out of range": ({**MESH, **TRAINING, "model": {**TRAINING["model"], "dropout": 1.0}}, ["model"]),
+    "one beta": ({**MESH, **TRAINING, "train": {**TRAINING["train"], "betas": [0.9]}}, ["train"]),
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_what_is_valid_is_valid_to_both(name: str, tmp_path: Path) -> None:
+    data = VALID[name]
+    assert problems(data) == []
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    load(path)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_broken_to_both(name: str) -> None:
+    data, paths = BROKEN[name]
+    assert problems(data) == paths
+    with pytest.raises(ConfigError):
+        load(data)
+
+
+def test_what_is_missing_is_told_by_its_key() -> None:
+    (error,) = VALIDATOR.iter_errors({})
+    assert "'mesh' is a required property" in error.message
+
+
+def settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    for part, model in (("", SCHEMA), *SCHEMA["$defs"].items()):
+        for name, setting in model["properties"].items():
+            yield f"{part}.{name}", {**setting, "required": name in model.get("required", [])}
+
+
+@pytest.mark.parametrize("name", [name for name, _ in settings()])
+def test_every_setting_has_its_sentence(name: str) -> None:
+    setting = dict(settings())[name]
+    said = setting["description"]
+    assert said.endswith(".") and len(said.split()) > 1
+    # A default that is a value is said in words too; one of nothing says what nothing means.
+    nullable = {"type": "null"} in setting.get("anyOf", [])
+    if nullable:
+        assert "None:" in said or "needed there" in said
+    elif "default" in setting and setting["default"] != []:
+        assert "efault" in said
+
+
+def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() -> None:
+    for part in SCHEMA["$defs"].values():
+        assert part["description"].endswith(".")
+        assert "Raises" not in part["description"] and ">>>" not in part["description"]
+
+
+# -- the key of editors -------------------------------------------------------------------------------
+
+
+def test_a_json_file_may_say_where_its_schema_is(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.json"
+    path.write_text('{"$schema": "./meshcomm.schema.json", "mesh": {"dims": {"dp": 2}}}', encoding="utf-8")
+    assert load(path) == load(MESH)
+    path.write_text('{"$schema": 3, "mesh": {"dims": {"dp": 2}}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown key"):
+        load(path)
+
+
+def test_a_toml_file_says_it_in_a_comment(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("#:schema ./meshcomm.schema.json\n[mesh]\ndims = { dp = 2 }\n", encoding="utf-8")
+    assert load(path) == load(MESH)
+    path.write_text('"$schema" = "./meshcomm.schema.json"\n[mesh]\ndims = { dp = 2 }\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r'"\$schema": unknown key'):
+        load(path)
+
+
+def test_the_command_prints_it_and_writes_it(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(app, ["schema"])
+    assert printed.exit_code == 0 and json.loads(printed.stdout) == SCHEMA
+    path = tmp_path / "meshcomm.schema.json"
+    written = CliRunner().invoke(app, ["schema", "--out", str(path)])
+    assert (written.exit_code, written.stdout) == (0, "")
+    assert path.read_text(encoding="utf-8") == printed.stdout
+    refused = CliRunner().invoke(app, ["schema", "--out", str(tmp_path / "none" / "x.json")])
+    assert refused.exit_code == 2 and "x.json: cannot be written: no such file" in refused.stderr
+
+
+# -- types --------------------------------------------------------------------------------------------
+
+PROGRAM = """\
+from __future__ import annotations
+
+import torch
+
+import meshcomm
+from meshcomm import Config, GroupOptions, Handle, Layout, Mesh, MeshConfig, MeshcommError, Plan
+
+
+def laid_out(world: int) -> Plan:
+    config: Config = meshcomm.load("mesh.toml", ["mesh.dims.tp=2"])
+    layout: Layout = config.layout(world)
+    reveal_type(layout.groups("tp"))
+    return meshcomm.plan(MeshConfig(dims={"dp": -1}), world)
+
+
+def step(mesh: Mesh) -> float:
+    x = torch.ones(4)
+    mesh.all_reduce("dp", x)
+    coords: dict[str, int] = mesh.coords
+    reveal_type(mesh.show(by="dp").svg())
+    reveal_type(mesh.ranks("dp"))
+    return coords["dp"] + float(x.sum())
+
+
+def waited(handle: Handle[None]) -> None:
+    handle.wait()
+
+
+try:
+    with meshcomm.init(dims={"dp": 2, "tp": 2}) as mesh:
+        step(mesh)
+except MeshcommError as error:
+    reveal_type(error.hint)
+meshcomm.simulate(step, dims={"dp": 2, "tp": 2})
+meshcomm.Plan(Layout({"dp": 2}), GroupOptions(timeout_s=3.0))
+step(mesh, "tp")
+"""
+# torch is left out: reading its sources takes a minute, and says nothing about ours.
+SETTINGS = """\
+[mypy]
+strict = True
+follow_imports = silent
+[mypy-torch.*]
+follow_imports = skip
+"""
+
+
+def test_a_program_that_uses_the_package_is_checked_strictly(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "mypy.ini").write_text(SETTINGS, encoding="utf-8")
+    cache = getattr(pytestconfig, "cache", None)  # -p no:cacheprovider leaves none
+    kept = str(cache.mkdir("mypy")) if cache is not None else str(tmp_path / "cache")
+    package = Path(meshcomm.__file__).parent
+    assert (package / "py.typed").is_file()
+    # Where it is installed, py.typed is what makes it be read; of a checkout, mypy has to be told.
+    place = {} if package.parent.name == "site-packages" else {"MYPYPATH": str(package.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", kept, "program.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **place},
+        timeout=200,
+    )
+    said = done.stdout.splitlines()
+    assert [line for line in said if "error" in line] == [
+        'program.py:36: error: Too many arguments for "step"  [call-arg]',
+        "Found 1 error in 1 file (checked 1 source file)",
+    ], done.stdout + done.stderr
+    revealed = [line.partition('"')[2].rstrip('"') for line in said if "Revealed" in line]
+    assert revealed[0].startswith("numpy.ndarray")
+    assert revealed[1:] == ["str", "list[int]", "str | None"]
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    for name in meshcomm.__all__:
+        thing = getattr(meshcomm, name)
+        if inspect.isfunction(thing):
+            yield name, thing
+        elif inspect.isclass(thing):
+            # Models' constructors are pydantic's, made from the annotated fields.
+            for key, member in inspect.getmembers(thing, inspect.isfunction):
+                if (not key.startswith("_") or key == "__init__") and member.__module__.startswith(
+                    "meshcomm"
+                ):
+                    yield f"{name}.{key}", member
+
+
+def test_every_public_function_is_annotated() -> None:
+    bare = []
+    for name, function in public_functions():
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())
+        if "." in name and parameters and parameters[0].name in ("self", "cls"):
+            parameters = parameters[1:]
+        bare += [f"{name}({p.name})" for p in parameters if p.annotation is p.empty]
+        if signature.return_annotation is signature.empty:
+            bare.append(f"{name} -> ")
+    assert bare == []

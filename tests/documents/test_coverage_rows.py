@@ -1,0 +1,78 @@
+"""Every row of the table of what torch.distributed has names tests and lines that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.documents.coverage_rows import PAGE, ROWS
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+# What a test on processes uses: the pool, or processes of its own.
+_PROCESSES = re.compile(r"\bpool\b|\bmesh_pool\b|subprocess|\bjob\(|via=\(?.*\"gloo\"")
+
+
+@cache
+def functions(file: str) -> dict[str, str]:
+    """The test functions of a file of tests/, with their source."""
+    text = (TESTS / file).read_text()
+    return {
+        node.name: ast.get_source_segment(text, node) or ""
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+@cache
+def headings(page: str) -> tuple[str, ...]:
+    """The anchors of a page, as the site and most forges make them of its headings."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return tuple(re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in found)
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_the_tests_and_the_lines_of_a_row_are_there(number: int) -> None:
+    row = ROWS[number]
+    sources = []
+    for each in row.tests:
+        file, _, name = each.partition("::")
+        assert name in functions(file), f"row {number}: there is no test {each}"
+        sources.append(functions(file)[name])
+    assert any(_PROCESSES.search(source) for source in sources), f"row {number}: no test on processes"
+    for line in row.lines:
+        page, _, heading = line.partition("#")
+        assert (ROOT / page).exists(), f"row {number}: there is no page {page}"
+        assert not heading or heading in headings(page), f"row {number}: {page} has no heading #{heading}"
+
+
+def test_the_page_has_exactly_these_rows() -> None:
+    text = (ROOT / PAGE).read_text()
+    linked = re.findall(r"^\| \[(\d+)\]\(#([\w-]+)\) \|", text, re.MULTILINE)
+    assert [int(number) for number, _ in linked] == list(ROWS) == list(range(1, 27))
+    for number, anchor in linked:
+        assert f"{PAGE}#{anchor}" in ROWS[int(number)].lines
+        assert anchor in headings(PAGE)
+    # Each row has lines that run.
+    sections = re.split(r"^## (\d+)\. .*$", text, flags=re.MULTILINE)[1:]
+    runs = {int(n): "```" in body for n, body in zip(sections[::2], sections[1::2], strict=True)}
+    assert len(runs) == len(ROWS) and all(runs.values())
+
+
+def test_what_is_missing_is_seen() -> None:
+    assert "test_nothing" not in functions("test_house.py")
+    assert "1-backends" in headings(PAGE)
+    assert "1-backend" not in headings(PAGE)
+
+
+def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(TESTS / "documents" / "coverage_rows.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "test_a_registered_backend_and_one_named_by_device" in printed
+    assert printed.count(PAGE) >= len(ROWS)

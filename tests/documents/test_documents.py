@@ -1,0 +1,235 @@
+"""Pages that are made from tables are what the tables make, and the site is whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshcomm.cli import page as cli_page
+from meshcomm.config import load
+from meshcomm.config import page as config_page
+from meshcomm.config.page_examples import EXAMPLES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TOOLS = DOCS / "tools"
+
+
+def tool(name: str) -> Any:
+    """A module of docs/tools, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MADE: list[tuple[str, str, Callable[[], str]]] = [
+    ("support.md", "python docs/tools/support.py", lambda: str(tool("support").page())),
+    ("config.md", "python -m meshcomm.config.page > docs/reference/config.md", config_page.page),
+    ("cli.md", "python -m meshcomm.cli.page > docs/reference/cli.md", cli_page.page),
+    ("api.md", "python docs/tools/api.py", lambda: str(tool("api").api())),
+    ("packages.md", "python docs/tools/api.py", lambda: str(tool("api").packages())),
+]
+
+
+@pytest.mark.parametrize(("name", "command", "made"), MADE, ids=[name for name, _, _ in MADE])
+def test_a_page_that_is_made_is_what_is_made_now(name: str, command: str, made: Callable[[], str]) -> None:
+    assert (DOCS / "reference" / name).read_text(encoding="utf-8") == made(), f"run: {command}"
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="one" />
+<testcase classname="tests.test_a" name="two"><skipped message="torch 2.13 has no group hooks" /></testcase>
+<testcase classname="tests.test_a" name="three"><skipped message="needs 2 GPUs" /></testcase>
+<testcase classname="tests.test_a" name="four"><failure message="no" /></testcase>
+<testcase classname="tests.test_a" name="five"><error message="at setup" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_table_of_torch_versions_has_a_row_for_each_that_was_tried() -> None:
+    versions = tool("torch_versions")
+    result = versions.counted(JUNIT, "2.9.0", False, "all")
+    assert (result.passed, result.skipped, result.skipped_for_hooks) == (1, 2, 1)
+    assert result.failed == ("tests.test_a::four", "tests.test_a::five")
+    page = "before\n<!-- torch versions -->\n<!-- end of torch versions -->\nafter\n"
+    for version in ("2.11.0", "2.9.0", "2.11.0"):
+        page = versions.with_row(page, versions.counted(JUNIT, version, True, "all"))
+    rows = [line.split(" | ")[:6] for line in page.splitlines() if line.startswith("| 2")]
+    assert rows == [[f"| {version}", "yes", "1", "2", "1", "2"] for version in ("2.9.0", "2.11.0")]
+    assert page.startswith("before\n<!-- torch versions -->\n| torch |") and page.endswith(
+        "versions -->\nafter\n"
+    )
+    assert "torch==2.11.0" in versions.constraints("2.11.0").splitlines()
+
+
+# -- the pages of configurations and commands --------------------------------------------------------
+
+
+def test_every_key_has_a_sentence() -> None:
+    found = config_page.sections()
+    assert {"mesh", "mesh.options.NAME", "topology.links.NAME", "train"} <= set(found)
+    for place, section in found.items():
+        for key, field in section["properties"].items():
+            said = field.get("description", "")
+            assert said.endswith(".") and len(said) > 10, f"{place}.{key}: no sentence"
+
+
+def test_every_key_is_in_an_example_and_every_example_is_right() -> None:
+    quickstart = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
+    assert set(EXAMPLES) == set(config_page.sections())
+    for place, section in config_page.sections().items():
+        written = set()
+        for example in EXAMPLES[place]:
+            data = tomllib.loads(example)
+            inner: Any = data
+            for part in place.split("."):
+                inner = next(iter(inner.values())) if part == "NAME" else inner[part]
+            written |= set(inner)
+            whole = set(data) & {"parallel", "model", "data", "train"}
+            load(_over(quickstart if whole else {"mesh": quickstart["mesh"]}, data))
+        # [mesh.options] has a section of its own.
+        assert set(section["properties"]) - written - {"options"} == set(), place
+
+
+def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in data.items():
+        both = key in ("model", "train", "data") and key in base
+        merged[key] = {**base[key], **value} if both else value
+    return merged
+
+
+def test_exit_codes_are_those_of_commands() -> None:
+    assert set(cli_page.EXIT_CODES) <= set(cli_page.all_commands())
+
+
+# -- the site ----------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page of the site loads, and where it links to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.leads: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        kept = self.leads if tag == "a" else self.loads
+        kept += [value for key in ("href", "src", "srcset", "data") if (value := given.get(key))]
+        if given.get("id"):
+            self.names.add(str(given["id"]))
+
+
+class Warned(logging.Handler):
+    """Keeps what the build warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture(scope="module")
+def warned() -> Iterator[Warned]:
+    handler = Warned()
+    logging.getLogger("properdocs").addHandler(handler)
+    yield handler
+    logging.getLogger("properdocs").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, warned: Warned) -> Path:
+    from properdocs.commands.build import build
+    from properdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "properdocs.yml"), site_dir=str(folder), strict=False)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+def test_the_site_is_built_without_a_warning(site: Path, warned: Warned) -> None:
+    assert warned.said == []
+    assert yaml.safe_load((ROOT / "properdocs.yml").read_text())["strict"] is True
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        links = Links()
+        links.feed(page.read_text(encoding="utf-8"))
+        outside = [url for url in links.loads if re.match(r"(https?:)?//", url)]
+        assert outside == [], page
+    for path in [*site.rglob("*.css"), *site.rglob("*.js")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(@import|url\(|fetch\(|src\s*=)\s*['\"(]?\s*(https?:)?//", text), path
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    found: dict[Path, Links] = {}
+    for page in site.rglob("*.html"):
+        found[page] = Links()
+        found[page].feed(page.read_text(encoding="utf-8"))
+    nowhere = set()
+    for page, links in found.items():
+        for link in {*links.leads, *links.loads}:
+            if re.match(r"[a-z]+:", link) or link.startswith("/"):
+                continue
+            path, _, name = link.partition("#")
+            target = Path(os.path.normpath(page.parent / path)) if path else page
+            there = target in found or target.exists()
+            if not there or (name and target in found and name not in found[target].names):
+                nowhere.add(f"{page.relative_to(site)} leads to {link}")
+    assert nowhere == set()
+
+
+def test_every_page_is_reached_from_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "properdocs.yml").read_text())["nav"]
+
+    def leaves(item: Any) -> Iterator[str]:
+        if isinstance(item, str):
+            yield item
+        else:
+            for inner in item.values() if isinstance(item, dict) else item:
+                yield from leaves(inner)
+
+    listed = list(leaves(nav))
+    there = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted(there)
+    assert listed[0] == "index.md"
+
+
+def test_a_link_into_the_repository_becomes_a_page(site: Path) -> None:
+    """README links to files beside it, pages to examples: on the site they are pages too."""
+    links = tool("links")
+    assert links._inside(Path("docs/guide/tensor.md"), "../../examples/hello_mesh.py") == Path(
+        "examples/hello_mesh.py"
+    )
+    assert links._inside(Path("docs/index.md"), "../../elsewhere.md") is None
+    assert links._inside(Path("docs/index.md"), "https://example.org/x") is None
+    text = "`[a](b.py)` [c](d.py)\n```\n[e](f.py)\n```\n"
+    assert links._targets(Path("docs/index.md"), text.replace("d.py", "../d.py")) == [Path("d.py")]
+    example = (site / "repository" / "examples" / "hello_mesh.py.html").read_text(encoding="utf-8")
+    assert "examples/hello_mesh.py" in example

@@ -1,0 +1,205 @@
+"""Every example runs, on real processes and in the simulator, and prints what it says it prints."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import meshcomm
+from meshcomm.config import load
+from meshcomm.simulator.run import simulate_script, world_size_of
+from meshcomm.testing import Pool
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
+NAMES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
+
+# Lines of code at most, without docstring, comments and blank lines: by file, else by folder.
+LINES = {"": 70, "communication": 25, "by_hand": 40, "mesh_in_five_lines.py": 5, "by_hand/tp_mlp.py": 30}
+
+FORM = re.compile(
+    r"(?P<shows>[^\n]+[.?!])\n"
+    r"\n"
+    r"Look at: (?P<look>[^\n]+\n(?:[^\n]+\n)*)"
+    r"\n"
+    r"(?P<commands>(?:    meshcomm [^\n]+\n)+)"
+    r"\n"
+    r"Prints:\n"
+    r"(?P<prints>(?:    [^\n]+\n)+)"
+)
+NUMBER = re.compile(r"(\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?)")
+# Differences of the last places; what is larger than this is a wrong result.
+NOTHING = 1e-9
+
+
+class Command(NamedTuple):
+    """config: None where the example says its own mesh."""
+
+    config: Path | None
+    world: int
+
+
+class Said(NamedTuple):
+    """What an example's docstring says. prints: lines; "..." stands for any number of others."""
+
+    shows: str
+    run: Command
+    simulate: Command | None
+    prints: list[str]
+
+
+def said(name: str) -> Said:
+    text = ast.get_docstring(ast.parse((FOLDER / name).read_text()), clean=False)
+    found = FORM.fullmatch(text or "")
+    assert found, f"{name}: the docstring is one sentence, `Look at: `, the commands, and `Prints:`"
+    commands: dict[str, Command] = {}
+    for line in found["commands"].splitlines():
+        words = shlex.split(line)
+        assert words[-1] == f"examples/{name}", line
+        if words[2] == "--world":
+            assert len(words) == 5, line
+            commands[words[1]] = Command(None, int(words[3]))
+        else:
+            assert len(words) == 4, line
+            config = ROOT / words[2]
+            commands[words[1]] = Command(config, world_size_of(load(config), None))
+    assert set(commands) <= {"run", "simulate"}
+    prints = [line[4:] for line in found["prints"].splitlines()]
+    return Said(found["shows"], commands["run"], commands.get("simulate"), prints)
+
+
+def printed(path: str) -> str:
+    out = io.StringIO()
+    before = torch.get_default_dtype()
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        torch.set_default_dtype(before)
+    return out.getvalue()
+
+
+def alike(one: str, other: str) -> bool:
+    """Equal but for process ids, the last places of numbers, and spaces at the end."""
+    texts, others = NUMBER.split(one.rstrip()), NUMBER.split(other.rstrip())
+    if texts[::2] != others[::2]:
+        return False
+    for i in range(1, len(texts), 2):
+        a, b = (float(part[i].replace(",", "")) for part in (texts, others))
+        close = abs(a - b) < 1e-3 * abs(a) if "." in texts[i] else a == b
+        if not close and max(a, b) > NOTHING and not texts[i - 1].endswith("'pid': "):
+            return False
+    return True
+
+
+def missing(lines: list[str], others: list[str]) -> list[str]:
+    """Those of `lines` that have no partner of their own in `others`."""
+    left, alone = list(others), []
+    for line in lines:
+        partner = next((each for each in left if alike(line, each)), None)
+        if partner is None:
+            alone.append(line)
+        else:
+            left.remove(partner)
+    return alone
+
+
+def check(name: str, what: Said, lines: list[str]) -> None:
+    promised = [line for line in what.prints if line != "..."]
+    assert missing(promised, lines) == [], f"{name} printed\n" + "\n".join(lines)
+    if "..." not in what.prints:
+        assert len(lines) == len(promised), f"{name} printed\n" + "\n".join(lines)
+    for number in re.findall(r"\d\.\d+e[-+]\d+", "\n".join(lines)):
+        assert float(number) < NOTHING, f"{name}: a difference of {number}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
+    what = said(name)
+    assert (what.run.config is None) == ("init(dims=" in (FOLDER / name).read_text())
+    env = {} if what.run.config is None else {"MESHCOMM_CONFIG": str(what.run.config)}
+    texts = pool.run(printed, str(FOLDER / name), ranks=what.run.world, env=env)
+    lines = [line for text in texts for line in text.splitlines()]
+    check(name, what, lines)
+    if what.simulate is None:
+        return
+    config, world = what.simulate
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        simulate_script(config, FOLDER / name, (), (), world, 0, 1)
+    simulated = out.getvalue().splitlines()
+    check(name, what, simulated)
+    if "print(mesh)" in (FOLDER / name).read_text():
+        # The table of a mesh says on which nodes its ranks are, which the simulator does not know.
+        lines, simulated = ([x for x in each if re.match(r"rank \d+ \(", x)] for each in (lines, simulated))
+    assert missing(lines, simulated) == missing(simulated, lines) == []
+
+
+def test_only_what_needs_torch_groups_is_not_simulated() -> None:
+    only = [name for name in NAMES if said(name).simulate is None]
+    assert only == ["fsdp_and_tensor_parallel.py", "hybrid_training.py"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_short(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    begins = ast.parse(text).body[0].end_lineno
+    rest = [line.strip() for line in text.splitlines()[begins:]]
+    lines = [line for line in rest if line and not line.startswith("#")]
+    folder = str(Path(name).parent).strip(".")
+    assert len(lines) <= LINES.get(name, LINES[folder]), f"{name} has {len(lines)} lines"
+
+
+def test_the_table_has_every_example() -> None:
+    rows = re.findall(
+        r"^\| \[\w+\]\(([\w/]+\.py)\) \| (.+) \| (.+) \|$", (FOLDER / "README.md").read_text(), re.M
+    )
+    assert sorted(name for name, _, _ in rows) == NAMES
+    for name, _, where in rows:
+        simulated = said(name).simulate is not None
+        assert where == ("processes, simulator" if simulated else "processes"), name
+
+
+def test_alike() -> None:
+    assert alike("norm 1.1e-16", "norm 0.0e+00") and alike("pad  ", "pad")
+    assert alike("{'pid': 17}", "{'pid': 2345}") and alike("loss 1.2345", "loss 1.2346")
+    assert not alike("rank 1: 16", "rank 1: 17") and not alike("norm 1.1e-16", "norm 1.0e-06")
+    assert not alike("loss 1.23", "loss 1.25") and not alike("a 1", "b 1") and not alike("1", "1 1")
+    assert missing(["a", "a", "b"], ["a", "b", "c"]) == ["a"]
+
+
+def allocated() -> tuple[int, int]:
+    """Bytes that torch allocates in scatter, then in broadcast, buffers of the library included."""
+    found = []
+    with meshcomm.init(dims={"all": -1}, device="cpu") as mesh:
+        data = torch.ones(mesh.size("all") * 1000, 250) if mesh.coord("all") == 0 else None
+        for call in ("scatter", "broadcast"):
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                if call == "scatter":
+                    mesh.scatter("all", data, src=0)
+                else:
+                    mesh.broadcast("all", torch.empty(4000, 250) if data is None else data, src=0)
+            changes = [event.self_cpu_memory_usage for event in seen.events() or ()]
+            found.append(sum(change for change in changes if change > 0))
+    return found[0], found[1]
+
+
+def test_what_scatter_allocates(pool: Pool) -> None:
+    """What scatter_memory.py says of memory, measured below Python: its own count sees tensors only."""
+    part = 1_000_000
+    root, *others = pool.run(allocated, ranks=4)
+    few = 50_000  # headers, and the comparison of the first calls
+    assert 5 * part <= root[0] < 5 * part + few and root[1] < few  # its part, and a second copy of all
+    for scatter, broadcast in others:
+        assert part <= scatter < part + few
+        assert 4 * part <= broadcast < 4 * part + few

@@ -1,0 +1,165 @@
+"""What the launcher of one host gives its ranks, and how it ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshcomm.launch.spawn import launch
+from tests.jobs.test_jobs import finish, start
+
+
+@pytest.fixture(autouse=True)
+def same_handlers() -> Iterator[None]:
+    """The launcher gives back the signals that it handled."""
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(each) for each in watched]
+    yield
+    assert [signal.getsignal(each) for each in watched] == before
+
+
+def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
+    head = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+    return launch(["-c", head + script], world_size, max_restarts, lambda rank: f"rank {rank} (dp={rank})")
+
+
+def test_ranks_get_what_torchrun_would_set(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = """
+import torch.distributed as dist
+names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_RANK",
+         "GROUP_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+said = [os.environ[name] for name in names]
+dist.init_process_group("gloo")
+everyone = [None] * 2
+dist.all_gather_object(everyone, said)
+if rank == 0:
+    print(dist.is_torchelastic_launched(), *everyone, sep="\\n")
+dist.destroy_process_group()
+"""
+    assert run(script, 2, max_restarts=1) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out == [
+        "True",
+        *(str([*[str(rank)] * 3, *["2"] * 3, "0", "1", "127.0.0.1", "0", "1"]) for rank in range(2)),
+    ]
+
+
+def test_each_restart_is_told_and_has_a_store_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(os.environ["MASTER_PORT"] if rank == 0 else "", end="", flush=True)
+if attempt < 2:
+    if rank == 1:
+        sys.exit(5 + attempt)
+    time.sleep(1000)
+"""
+    assert run(script, max_restarts=2) == 0
+    followed = "meshcomm: ranks 0 2 followed: lost a peer, or were ended by the launcher"
+    assert capfd.readouterr().err.splitlines() == [
+        "meshcomm: rank 1 (dp=1) ended with exit code 5; restart 1 of 2",
+        followed,
+        "meshcomm: rank 1 (dp=1) ended with exit code 6; restart 2 of 2",
+        followed,
+    ]
+    assert run("sys.exit(3 if rank == 1 else 0)", max_restarts=1) == 3
+    assert capfd.readouterr().err.splitlines()[-2].endswith("rank 1 (dp=1) ended with exit code 3")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_for_the_launcher_goes_to_every_rank(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    script = f"""
+from pathlib import Path
+def note(number, _):
+    Path({str(tmp_path)!r}, f"{{rank}} got {{number}}").touch()
+    sys.exit(1)
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, note)
+Path({str(tmp_path)!r}, f"{{rank}} is up").touch()
+time.sleep(1000)
+"""
+
+    def send() -> None:
+        while len(list(tmp_path.glob("* is up"))) < 3:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(script) == code
+    assert sorted(path.name for path in tmp_path.glob("*got*")) == [
+        f"{rank} got {int(number)}" for rank in range(3)
+    ]
+    assert capfd.readouterr().err == ""
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("os.kill(os.getppid(), signal.SIGHUP) if rank == 0 else None") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_of_one_rank_names_the_rank(tmp_path: Path) -> None:
+    # Nobody has pressed Ctrl-C: that one rank has ended needs an explanation.
+    script = """
+mesh = meshcomm.init()
+mesh.barrier("dp")
+if mesh.rank == 2:
+    raise KeyboardInterrupt
+time.sleep(1000)
+"""
+    code, out, err = finish(start(tmp_path, script))
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-3:] == [
+        "KeyboardInterrupt",
+        "meshcomm: rank 2 (dp=1 tp=0) failed: KeyboardInterrupt, at script.py:6 in <module>",
+        "meshcomm: ranks 0 1 3 followed: lost a peer, or were ended by the launcher",
+    ]
+
+
+def test_a_rank_that_left_out_a_call_is_named_with_both_operations(tmp_path: Path) -> None:
+    script = """
+import torch, meshcomm
+facts = {"dims": {"dp": 4}, "device": "cpu", "validate_calls": 0, "reports": ""}
+with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeout_s": 3}}}}) as mesh:
+    for step in range(10):
+        if step != 6 or mesh.rank != 2:
+            mesh.all_reduce("dp", torch.ones(1000))
+    mesh.barrier("dp")
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "meshcomm", "run", "--world", "4", "script.py"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    code, out, err = finish(
+        subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, **output)
+    )
+    last = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
+    assert (code != 0, out) == (True, "")
+    assert last[0].startswith("meshcomm: rank 2 failed: ")
+    assert "rank 2 (dp=2) made barrier, at script.py:8, as call 10" in err
+    assert "ranks 0 1 3 made all_reduce, at script.py:7, as call 10" in err
+
+
+def test_the_launcher_loads_no_elastic_agent_and_a_mesh_no_launcher() -> None:
+    program = """
+import sys
+import meshcomm
+meshcomm.init
+assert not [name for name in sys.modules if name.startswith("meshcomm.launch")]
+import meshcomm.launch.rank, meshcomm.launch.spawn
+assert not [name for name in sys.modules if name.startswith("torch.distributed.elastic")]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,667 @@
+"""mesh.step: a call that a rank leaves out among equal ones, or makes once too often, is found by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.comm.callsite import callsite
+from meshcomm.comm.counters import counter_of
+from meshcomm.comm.desync import RUNS, StepHistory, error_of, find_desync, last_common
+from meshcomm.comm.flight_recorder import KEPT, FlightRecorder
+from meshcomm.errors import (
+    CallMismatchError,
+    DeadlockError,
+    LayoutError,
+    MeshClosed,
+    MeshcommError,
+    NotMember,
+)
+from meshcomm.mesh import Mesh, desync
+from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.testing import Pool
+from tests.simulator import random_programs
+
+# -- what is noted, and what follows from it; no ranks -----------------------------------------------
+
+# A step: the calls of one rank on one group, each a name and bytes.
+Calls = Sequence[tuple[str, int]]
+
+
+def never(*_: object) -> Any:
+    raise AssertionError("nobody asked")
+
+
+def recorder_of(ranks: list[int], label: str = "dp[tp=0]") -> FlightRecorder:
+    return FlightRecorder(label, ranks, never)
+
+
+class _Nobody:
+    def failed(self, call: str, error: BaseException) -> MeshcommError:
+        raise AssertionError("nothing fails here")
+
+
+NOBODY = _Nobody()
+
+
+def make(recorder: FlightRecorder, calls: Calls) -> None:
+    for call, nbytes in calls:
+        with recorder.call(NOBODY, counter_of(recorder.counters, "dp", call), nbytes, None):
+            pass
+
+
+def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRecorder:
+    """A rank that made these calls in its steps, which the program numbers from `first`."""
+    recorder = recorder_of(ranks)
+    for step, calls in enumerate(steps, 1):
+        make(recorder, calls)
+        recorder.note(step, step + first - 1, False, callsite(0))
+    return recorder
+
+
+def found_in(recorders: dict[int, FlightRecorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
+    """What other ranks conclude, to whom it comes through JSON."""
+    histories = {rank: json.loads(json.dumps(each.steps.told())) for rank, each in recorders.items()}
+    return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
+
+
+def judged(programs: dict[int, Sequence[Calls]], first: int = 1) -> dict[str, Any] | None:
+    ranks = list(programs)
+    return found_in({rank: noted(steps, ranks, first) for rank, steps in programs.items()})
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+ADD = [("all_reduce", 8)]
+
+
+def drawn(chance: random.Random, steps: int) -> list[list[tuple[str, int]]]:
+    """A program whose steps are alike, or not."""
+
+    def one() -> list[tuple[str, int]]:
+        return [(chance.choice(KINDS), 8 * chance.randint(0, 3)) for _ in range(chance.randint(0, 90))]
+
+    body = one()
+    return [list(body) if chance.random() < 0.7 else one() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_equal_programs_never_differ_and_a_planted_call_always_does(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = [1, 4, 6, 9][: chance.randint(3, 4)]
+    steps = drawn(chance, 10)
+    assert judged(dict.fromkeys(ranks, steps)) is None
+    # Ranks need not be at the same step.
+    assert judged({rank: steps[: chance.randint(1, 10)] for rank in ranks}) is None
+
+    odd, at = chance.choice(ranks), chance.randrange(10)
+    other = [list(calls) for calls in steps]
+    how = chance.choice(("skip", "extra", "another"))
+    if not other[at]:
+        how = "extra"
+    place = chance.randrange(max(1, len(other[at])))
+    if how == "extra":
+        other[at].insert(place, ("all_reduce", 8))
+    else:
+        call, nbytes = other[at].pop(place)
+        if how == "another":
+            other[at].insert(place, (KINDS[KINDS.index(call) - 1], nbytes))
+    found = judged({rank: other if rank == odd else steps for rank in ranks}, first=101)
+    assert found is not None
+    assert (found["mismatched"], found["step"]) == ([odd], at + 101)
+    assert {"skip": "fewer", "extra": "more"}.get(how, "other calls") in found["what"]
+
+
+def test_the_words_of_a_difference() -> None:
+    ranks = [0, 2, 4, 6]
+    programs: dict[int, Sequence[Calls]] = {rank: [ADD * 3] * 9 for rank in ranks}
+    programs[4] = [ADD * 3] * 4 + [ADD * 2] + [ADD * 3] * 4
+    found = judged(programs, first=41)
+    assert found is not None
+    error = error_of(json.loads(json.dumps(found)))
+    assert (error.step, error.mismatched_ranks) == (45, (4,))
+    assert error.what == 'ranks differ in step 45 along "dp": rank 4 (dp=2) made 1 collective fewer'
+    here = f"{__file__}:"
+    given = str(error.given).splitlines()
+    assert given[0].startswith(f"rank 4 on dp[tp=0]: 2 collectives: all_reduce 2 times at {here}")
+    assert given[1].startswith(f"step 45 ended at {here}")
+    assert str(error.expected).startswith(f"as ranks 0 2 6: 3 collectives: all_reduce 3 times at {here}")
+    assert error.hint is not None
+    assert "a branch that only some ranks take; results of step 45 and later mix calls" in error.hint
+
+
+def test_only_the_operations_that_differ_are_told() -> None:
+    same = [(kind, 8) for kind in KINDS[1:]]
+    found = judged({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})
+    assert found is not None
+    assert "all_reduce at" in found["given"] and "all_reduce 2 times" in found["expected"]
+    assert "broadcast" not in found["given"] + found["expected"]
+    # The same calls in another order: all of them.
+    swapped = judged({0: [same], 1: [same[::-1]], 2: [same]})
+    assert swapped is not None
+    assert "broadcast" in swapped["given"] and "broadcast" in swapped["expected"]
+
+
+def test_several_mismatched_ranks_and_other_bytes() -> None:
+    usual: Sequence[Calls] = [ADD] * 3
+    wide: Sequence[Calls] = [ADD, [("all_reduce", 800)], ADD]
+    found = judged({0: wide, 1: usual, 2: wide, 3: usual, 4: usual})
+    assert found is not None
+    assert found["what"] == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) made other calls'
+    assert found["given"].startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
+    assert found["expected"].startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
+    # Of two ranks the first one counts as usual.
+    tie = judged({7: usual, 3: wide})
+    assert tie is not None
+    assert tie["mismatched"] == [3]
+
+
+def test_two_mistakes_that_cancel_are_found_at_the_first() -> None:
+    programs = {rank: [ADD] * 8 for rank in range(3)}
+    found = judged({**programs, 1: [ADD, ADD, [], ADD * 2, *[ADD] * 4]})
+    assert found is not None
+    assert (found["step"], found["mismatched"]) == (3, [1])
+
+
+def test_more_calls_in_a_step_than_the_ring_holds() -> None:
+    long = [ADD * (2 * KEPT)] * 2
+    assert judged(dict.fromkeys(range(3), long)) is None
+    found = judged({0: long, 1: long, 2: [long[0], ADD * (2 * KEPT - 1)]})
+    assert found is not None
+    assert found["step"] == 2
+    assert f"rank 2 on dp[tp=0]: {2 * KEPT - 1} collectives" in found["given"]
+
+
+def test_bytes_are_not_compared_where_they_may_differ() -> None:
+    def program(nbytes: int) -> Sequence[Calls]:
+        return [[("all_to_all", nbytes), ("objects.all_gather", nbytes), ("all_reduce", 8)]] * 3
+
+    assert judged({rank: program(8 * rank) for rank in range(4)}) is None
+
+
+def test_what_is_no_longer_remembered_is_said_so() -> None:
+    chance = random.Random(5)
+    steps = [[("all_reduce", chance.randint(1, 1 << 20))] for _ in range(RUNS + 50)]
+    other = [list(calls) for calls in steps]
+    other[20] = []
+    found = judged({0: steps, 1: other, 2: steps}, first=11)
+    assert found is not None
+    assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
+    # What is remembered is bounded, and steps that are all alike take no more room.
+    alike = noted([ADD] * 3000, [0, 1])
+    told = alike.steps.told()
+    assert told is not None
+    assert (len(told["runs"]), len(alike.steps.sums)) == (1, 12)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 7, 100, 12345])
+def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
+    behind, ahead = StepHistory(), StepHistory()
+    place = callsite(0)
+    for step in range(1, 30_000):
+        behind.note(step, step, 0, [], place)
+    for step in range(1, 30_000 + lag):
+        ahead.note(step, step, 0, [], place)
+    assert last_common(behind.sums, ahead.sums) > 29_999 - max(1, 2 * lag)
+    assert len(ahead.sums) < 20
+
+
+def test_calls_that_were_refused_and_those_of_other_threads() -> None:
+    def one(call: str, excluded: int) -> FlightRecorder:
+        recorder = recorder_of([0, 1])
+        place = callsite(0)
+        make(recorder, [(call, 8)])
+        recorder.refuse()  # the ranks were about to make different calls, and none was made
+        make(recorder, ADD)
+        recorder.note(1, 1, False, place)
+        make(recorder, ADD * excluded)
+        recorder.note(2, 2, True, place)
+        make(recorder, ADD)
+        recorder.note(3, 3, False, place)
+        return recorder
+
+    assert found_in({0: one("all_reduce", 3), 1: one("broadcast", 5)}) is None
+
+
+def test_ranks_that_do_not_answer_and_ranks_without_steps() -> None:
+    recorders = {rank: noted([ADD, ADD if rank != 2 else []], [0, 1, 2, 3]) for rank in range(4)}
+    for gone in ((0,), (1, 3), (0, 1)):
+        found = found_in({rank: each for rank, each in recorders.items() if rank not in gone})
+        assert found is not None
+        assert found["step"] == 2
+    assert found_in({2: recorders[2]}) is None
+    assert found_in({}) is None
+    assert found_in({0: recorder_of([0, 1]), 1: recorders[1]}) is None
+
+
+# -- ranks at a store; no processes, no time ----------------------------------------------------------
+
+
+class Counted:
+    """A store of one process that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            self.asked.append(name)
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+
+class Rank:
+    """One rank's monitor and recorder, without a process."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.recorder = recorder_of(list(range(size)))
+        self.monitor = DesyncMonitor(store, rank, {"dp": rank}, [(self.recorder, 9.0)], size)
+
+    def step(self, calls: Calls) -> None:
+        make(self.recorder, calls)
+        step = self.recorder.steps.step + 1
+        self.recorder.note(step, step, False, callsite(0))
+        self.monitor.noted(step)
+
+
+def test_what_a_period_costs_the_store() -> None:
+    store = Counted()
+    ranks = [Rank(store, rank, 4) for rank in range(4)]
+
+    def asked(now: float) -> list[str]:
+        store.asked.clear()
+        for rank in reversed(ranks):
+            rank.monitor.look(now)
+        return sorted(store.asked)
+
+    assert asked(0.0) == []  # before the first step nothing
+    for rank in ranks:
+        rank.step(ADD)
+    asked(1.0)
+    assert asked(1.5) == []  # not due
+    for _ in range(200):
+        for rank in ranks:
+            rank.step(ADD)
+    # However many steps there were: a word of each rank and a look, and one for the group.
+    assert asked(3.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 4
+    assert asked(5.0) == ["check"] * 4
+    for rank in ranks:
+        rank.step(ADD * 2)
+    assert asked(9.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 8  # other calls: told as well
+    assert store.num_keys() == 8  # two of each rank, whatever the number of steps
+
+
+def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
+    store = dist.HashStore()
+    low, high = Rank(store, 0, 2), Rank(store, 1, 2)
+    for _ in range(300):
+        high.step(ADD)
+    high.monitor.look(0.0)
+    low.step([])
+    low.monitor.look(0.0)
+    assert low.monitor.found is None  # the other one no longer has the sum of step 1
+    for _ in range(2, 257):
+        low.step(ADD)
+    low.monitor.look(2.0)
+    assert low.monitor.found is not None
+    assert low.monitor.found["step"] == 1
+    high.monitor.look(2.0)
+    for rank in (low, high):
+        with pytest.raises(
+            CallMismatchError, match=r"step 1 along .dp.: rank 1 .dp=1. made 1 collective more"
+        ):
+            rank.step(ADD)
+
+
+def test_a_difference_is_published_to_all_ranks() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    outside = DesyncMonitor(store, 3, {"dp": 0}, [], 4)  # of no group with them
+    outside.noted(1)
+    for number, rank in enumerate(ranks):
+        rank.step(ADD * (2 if number == 1 else 1))
+    for rank in reversed(ranks):
+        rank.monitor.look(0.0)
+    for rank in ranks[1:]:
+        rank.monitor.look(2.0)
+    outside.look(2.0)
+    for monitor in (*(rank.monitor for rank in ranks), outside):
+        with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. made 1 collective more"):
+            monitor.noted(2)
+        assert monitor.linger_s > 0
+        assert monitor.before_leaving() is None  # it was raised
+    assert store.num_keys() == 2 * 4 + 1
+
+
+def test_the_last_rank_to_leave_deletes_the_keys() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.step(ADD)
+        rank.monitor.look(0.0)
+    assert store.num_keys() == 6
+    threads = [threading.Thread(target=rank.monitor.before_leaving) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert store.num_keys() == 0
+
+
+# -- the simulator: at once ----------------------------------------------------------------------------
+
+DIMS = {"dp": 4, "tp": 2}
+
+
+def loop(mesh: Mesh, dim: str, odd: int, at: int, how: str, start: int = 1) -> None:
+    for step in range(1, 7):
+        for name in ("dp", "tp", "dp"):
+            times = 1
+            if (mesh.rank, step, name) == (odd, at, dim):
+                times, odd = {"skip": 0, "extra": 2}[how], -1
+            for _ in range(times):
+                mesh.all_reduce(name, torch.ones(3))
+        assert mesh.step(step + start - 1) == step + start - 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "odd", "at", "how"),
+    [("dp", 5, 3, "skip"), ("tp", 0, 1, "skip"), ("dp", 0, 4, "extra"), ("dp", 7, 1, "extra")],
+)
+def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how: str) -> None:
+    with pytest.raises(CallMismatchError) as caught:
+        meshcomm.simulate(loop, dims=DIMS, args=(dim, odd, at, how, 1001), explore=3)
+    error = caught.value
+    assert error.step == at + 1000
+    others = 1 if dim == "tp" else 3
+    # Of two ranks nobody can say which is mismatched; the lower one counts as usual.
+    assert error.mismatched_ranks == ((odd,) if others > 1 else (odd + 1,))
+    assert error.what.startswith(
+        f'ranks differ in step {at + 1000} along "{dim}": rank {error.mismatched_ranks[0]} ('
+    )
+
+
+def test_a_simulated_rank_is_found_at_once() -> None:
+    reached = []
+
+    def program(mesh: Mesh) -> None:
+        for step in range(1, 50):
+            if (mesh.rank, step) != (1, 7):
+                mesh.all_reduce("dp", torch.ones(1))
+            reached.append(step)
+            mesh.step()
+
+    with pytest.raises(CallMismatchError, match="in step 7 "):
+        meshcomm.simulate(program, dims={"dp": 3})
+    assert max(reached) <= 8
+
+
+def test_correct_programs_are_never_blamed() -> None:
+    def program(mesh: Mesh, seed: int) -> int:
+        chance = random.Random(seed)
+        for each in range(4):
+            random_programs.run(mesh, seed * 10 + each, steps=chance.randint(0, 4))
+            mesh.step()
+        return mesh._steps
+
+    for seed in range(6):
+        found = meshcomm.simulate(
+            program, dims=random_programs.DIMS, merge=random_programs.MERGE, args=(seed,)
+        )
+        assert found == [4] * 6
+
+
+def test_uneven_calls_objects_and_what_only_some_groups_do() -> None:
+    def program(mesh: Mesh) -> None:
+        for step in range(4):
+            mesh.all_gather("dp", torch.ones(mesh.rank + step), uneven=True)
+            mesh.gather("dp", torch.ones(mesh.rank), 1, uneven=True)
+            splits = [mesh.rank % 2, 1, 2, 0]
+            mesh.all_to_all("dp", torch.ones(sum(splits)), splits=splits)
+            mesh.objects.all_gather("dp", "x" * mesh.rank)
+            mesh.objects.scatter("dp", ["x" * i for i in range(4)] if mesh.coord("dp") == 0 else None, src=0)
+            mesh.scatter("tp", torch.ones(4) if mesh.coord("tp") == 1 else None, src=1)
+            if mesh.coord("dp") == 2:
+                # A group of its own: the other groups along tp do not make the call.
+                mesh.all_reduce("tp", torch.ones(step))
+            if mesh.coord("dp") == 3:
+                mesh.shift("tp", torch.ones(1))
+            mesh.step()
+
+    meshcomm.simulate(program, dims=DIMS)
+
+
+def test_every_mesh_counts_for_itself_and_groups_may_come_later() -> None:
+    def program(mesh: Mesh, skip: bool) -> None:
+        with meshcomm.init(dims={"dp": 4, "tp": 2}) as other:
+            mesh.all_reduce("dp", torch.ones(1))
+            mesh.step()
+            other.all_reduce("dp", torch.ones(1), "max")
+            mesh.create("both", ("dp", "tp"))
+            for step in range(2, 5):
+                if not (skip and mesh.rank == 6 and step == 3):
+                    mesh.all_reduce("both", torch.ones(1))
+                mesh.step()
+            other.step()
+
+    meshcomm.simulate(program, dims=DIMS, args=(False,))
+    with pytest.raises(
+        CallMismatchError, match=r'in step 3 along "both": rank 6 .dp=3 tp=0. made 1 collective fewer'
+    ) as caught:
+        meshcomm.simulate(program, dims=DIMS, args=(True,))
+    assert caught.value.step == 3
+
+
+def test_groups_that_other_threads_call_on_can_be_left_out() -> None:
+    def program(mesh: Mesh, apart: tuple[str, ...]) -> None:
+        # At another pace on rank 1; all meet in the end.
+        for step in range(3):
+            for _ in range({0: 1, 1: 2, 2: 0}[step] if mesh.rank == 1 else 1):
+                mesh.all_reduce("dp", torch.ones(1))
+            mesh.step(apart=apart)
+
+    meshcomm.simulate(program, dims={"dp": 3}, args=(("dp",),))
+    with pytest.raises(CallMismatchError, match=r"rank 1 .dp=1. made 1 collective more"):
+        meshcomm.simulate(program, dims={"dp": 3}, args=((),))
+
+
+def test_the_last_step_is_told_by_its_deadlock() -> None:
+    with pytest.raises(DeadlockError, match="rank 5 returned while ranks 1 3 7 wait"):
+        meshcomm.simulate(loop, dims=DIMS, args=("dp", 5, 6, "skip"))
+
+
+def test_what_step_refuses() -> None:
+    def program(mesh: Mesh) -> list[MeshcommError | int]:
+        found: list[MeshcommError | int] = []
+        asked: list[Callable[[], int]] = [
+            lambda: mesh.step(True),
+            lambda: mesh.step("3"),  # type: ignore[arg-type]
+            lambda: mesh.step(apart=("cp",)),
+            lambda: mesh.step(),
+            lambda: mesh.step(40),
+            lambda: mesh.step(),
+        ]
+        for each in asked:
+            try:
+                found.append(each())
+            except MeshcommError as error:
+                found.append(error)
+        if mesh.is_member:
+            mesh.close()
+            with pytest.raises(MeshClosed, match="is closed"):
+                mesh.step()
+        return found
+
+    *members, outside = meshcomm.simulate(program, dims={"dp": 2}, ranks=(0, 1), world_size=3)
+    for found in members:
+        assert [type(each) for each in found[:2]] == [LayoutError] * 2
+        assert "step True on rank" in str(found[0])
+        assert isinstance(found[2], LayoutError)
+        assert found[3:] == [1, 40, 41]
+    assert {type(each) for each in outside} == {NotMember}
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+def watched(mesh: Mesh, steps: int, skip: tuple[int, int]) -> None:
+    """Three equal calls in each step; rank and step of `skip` leave one out."""
+    for step in range(1, steps + 1):
+        for place in range(3):
+            if (mesh.rank, step, place) != (*skip, 1):
+                mesh.all_reduce("dp", torch.ones(4))
+        mesh.step()
+
+
+def copied(error: CallMismatchError) -> CallMismatchError:
+    """Without its traceback, whose frames would keep the group, so that the others would not notice that it is closed."""
+    made = pickle.loads(pickle.dumps(error))
+    assert isinstance(made, CallMismatchError)
+    return made
+
+
+def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None, int]:
+    """The error, and at which step; the timeout is longer than the test may take."""
+    at = 0
+    found: CallMismatchError | None = None
+    config = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 600, "validate_calls": 2, "reports": ""}
+    try:
+        with meshcomm.init({"mesh": config}) as mesh:
+            try:
+                watched(mesh, steps, skip)
+            except CallMismatchError as error:
+                found = copied(error)
+            at = mesh._steps
+    except CallMismatchError as error:
+        assert found is None
+        found = copied(error)
+    return found, at
+
+
+def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> None:
+    """Of a long one tests/faults/step_rows.py tells, with its seconds."""
+    found = pool.run(outcome, 5, (2, 3), ranks=4)
+    for rank, (error, _) in enumerate(found):
+        assert error is not None, rank
+        assert (error.mismatched_ranks, error.step) == ((2,), 3)
+        assert error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) made 1 collective fewer'
+        assert f"3 collectives: all_reduce 3 times at {__file__}:" in str(error)
+        # Also where it is raised by the `with` block, the error says where in the program the step ended.
+        assert f"step 3 ended at {__file__}:{watched.__code__.co_firstlineno + 6}" in str(error)
+    # The odd rank was through; the others waited in their last step for one call more.
+    assert [at for _, at in found] == [4, 4, 5, 4]
+
+
+def correct(steps: int) -> tuple[int, int, list[float]]:
+    """Steps, keys of theirs in the store, and how long closing took."""
+    took = []
+    for _ in range(3):
+        mesh = meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=20)
+        for _ in range(steps):
+            mesh.all_reduce("dp", torch.ones(4))
+            mesh.all_reduce("tp", torch.ones(4))
+            mesh.step()
+        watch: Any = mesh._watch
+        began = time.monotonic()
+        mesh.close()
+        took.append(time.monotonic() - began)
+    return mesh._steps, watch._desync._step, took
+
+
+def test_closing_is_quick_and_silent_without_steps(pool: Pool) -> None:
+    for steps in (0, 3):
+        for noted_, posted, took in pool.run(correct, steps, ranks=4):
+            assert (noted_, posted) == (steps, steps)
+            assert min(took) < 1.5
+
+
+def unlike_ends() -> tuple[float, float]:
+    """Rank 0 made a step more than rank 1, whose word it waits for; but not where its program has failed."""
+    desync._LEAVES_S, usual = 0.5, desync._LEAVES_S
+    took = []
+    try:
+        for fails in (False, True):
+            mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20)
+            for _ in range(2 - mesh.rank):
+                mesh.step()
+            began = time.monotonic()
+            try:
+                if fails:
+                    raise ValueError("a program's own")
+                mesh.close()
+            except ValueError:
+                began = time.monotonic()
+                watch: Any = mesh._watch
+                watch.before_leaving = lambda: pytest.fail("it waits for others")
+                mesh.close()
+            took.append(time.monotonic() - began)
+            assert mesh.closed
+    finally:
+        desync._LEAVES_S = usual
+    return took[0], took[1]
+
+
+def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps(pool: Pool) -> None:
+    (first, _), (second, _) = pool.run(unlike_ends, ranks=2)
+    assert 0.5 <= first < 10
+    assert second < 10
+
+
+def elsewhere() -> tuple[str, tuple[int, ...]]:
+    """Rank 3 skips along dp; rank 2, not of that group, is in a call with it along tp when it raises."""
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=60, validate_calls=2) as mesh:
+        try:
+            for step in range(1, 100_000):
+                if not (mesh.rank == 3 and step == 4):
+                    mesh.all_reduce("dp", torch.ones(4))
+                mesh.all_reduce("tp", torch.ones(4))
+                mesh.step()
+                time.sleep(0.002)
+        except MeshcommError as error:
+            return f"{type(error).__name__} {error.what}", getattr(error, "mismatched_ranks", ())
+    return "", ()
+
+
+def test_ranks_that_lose_a_peer_by_it_get_the_same_error(pool: Pool) -> None:
+    found = pool.run(elsewhere, ranks=4)
+    for text, odd in found:
+        assert text.startswith(
+            'CallMismatchError ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) made 1 collective fewer'
+        )
+        assert odd == (3,)
+
+
+def traced(path: str) -> None:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
+        with mesh.trace(path):
+            for _ in range(2):
+                mesh.all_reduce("dp", torch.ones(1))
+                mesh.step(number=mesh._numbered + 7)
+        threads = [each.name for each in threading.enumerate()]
+        assert "meshcomm-differs" not in threads
+
+
+def test_a_trace_shows_the_steps(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    pool.run(traced, str(path), ranks=2)
+    events = json.loads(path.read_text())["traceEvents"]
+    found = [(each["pid"], each["name"]) for each in events if each["name"].startswith("step ")]
+    assert sorted(found) == [(0, "step 14"), (0, "step 7"), (1, "step 14"), (1, "step 7")]
+    first, second = (
+        next(e for e in events if e["pid"] == 0 and e["name"] == name) for name in ("step 7", "step 14")
+    )
+    assert second["ts"] == pytest.approx(first["ts"] + first["dur"])
+    call = next(e for e in events if e["pid"] == 0 and e.get("cat") == "collective")
+    assert first["ts"] <= call["ts"] <= first["ts"] + first["dur"]

@@ -1,0 +1,318 @@
+"""The job's store: the same answers from every kind of torch store, and each of them carries a mesh."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
+from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
+from meshcomm.testing import Pool
+
+KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "store.md"
+
+
+def torch_store(kind: str, folder: Path) -> dist.Store:
+    if kind == "FileStore":
+        return dist.FileStore(str(folder / "store"), 1)
+    if kind == "HashStore":
+        return dist.HashStore()
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return dist.PrefixStore("outer", dist.PrefixStore("inner", tcp)) if kind == "PrefixStore" else tcp
+
+
+@pytest.fixture(params=KINDS)
+def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    return torch_store(request.param, tmp_path)
+
+
+@pytest.fixture
+def store(raw: dist.Store) -> MeshStore:
+    raw.set("user key", "of somebody else")
+    return MeshStore(dist.PrefixStore("mesh", raw), lambda: "rank 3 (dp=1 tp=1)", 20)
+
+
+def test_one_key(store: MeshStore) -> None:
+    for value in ("text", "é", b"\x00\xff", bytearray(b"array"), "", b""):
+        store.set("k", value)
+        assert store.get("k") == (value.encode() if isinstance(value, str) else bytes(value))
+    assert store.has_key("k") and not store.has_key("user key")
+    assert store.delete_key("k") is True
+    assert store.delete_key("k") is False and not store.has_key("k")
+
+
+def test_counters(store: MeshStore) -> None:
+    assert [store.add("n", by) for by in (3, -5, 0)] == [3, -2, -2]
+    assert store.get("n") == b"-2"
+    store.set("n", "40")
+    assert store.add("n", 2) == 42
+    assert store.add("big", 2**62) == 2**62
+    for text in ("hello", "", "1x", "0x10", " 1"):
+        store.set("text", text)
+        with pytest.raises(StoreError, match="a whole number, as add makes it"):
+            store.add("text", 1)
+        assert store.get("text") == text.encode()
+    with pytest.raises(StoreError, match="a sum of 64 bits"):
+        store.add("big", 2**62)
+    assert store.add("big", 0) == 2**62  # the store still answers
+
+
+def test_append_adds_or_is_refused(store: MeshStore) -> None:
+    if store.kind == "FileStore":
+        with pytest.raises(UnsupportedOp) as caught:
+            store.append("log", "x")
+        assert str(caught.value) == (
+            "store.append on rank 3 (dp=1 tp=1): not possible on a FileStore\n"
+            "  given:    the job's FileStore\n"
+            "  expected: a store that appends in one step; torch's FileStore loses an append that equals "
+            "what is there\n"
+            '  try:      give each rank a key of its own: store.set(f"log/{rank}", ...)'
+        )
+        assert not store.has_key("log")
+        return
+    for part in ("x", "x", b"\xff"):
+        store.append("log", part)
+    assert store.get("log") == b"xx\xff"
+
+
+def test_why_append_is_refused_on_a_file(tmp_path: Path) -> None:
+    file = torch_store("FileStore", tmp_path)
+    file.append("log", "x")
+    file.append("log", "x")
+    assert file.get("log") == b"x", "torch's FileStore appends now: take the refusal out"
+
+
+def test_why_add_looks_first() -> None:
+    server = torch_store("TCPStore", Path())
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    client.set("text", "hello")
+    with pytest.raises(RuntimeError):
+        client.add("text", 1)
+    with pytest.raises(RuntimeError):
+        client.get("text")  # the connection is gone for good
+    told = MeshStore(client, lambda: "rank 0 (dp=0)", 5)
+    with pytest.raises(StoreError, match=r"store.get on rank 0 \(dp=0\): the job's TCPStore failed"):
+        told.get("text")
+
+
+def test_compare_set(store: MeshStore) -> None:
+    assert store.compare_set("c", "x", "y") == b"x" and not store.has_key("c")
+    assert store.compare_set("c", "", "one") == b"one"
+    assert store.compare_set("c", "two", "three") == b"one"
+    assert store.compare_set("c", b"one", b"\xfe") == b"\xfe" == store.get("c")
+    store.set("e", "")
+    assert store.compare_set("e", "", "v") == b"v"
+
+
+def test_several_keys(store: MeshStore) -> None:
+    store.multi_set(["a", "b"], ["1", b"\xff"])
+    assert store.multi_get(["b", "a"]) == [b"\xff", b"1"]
+    assert store.check(["a", "b"]) and not store.check(["a", "z"])
+    store.wait(["a", "b"])
+    assert store.multi_get([]) == [] and store.check([])
+    assert store.keys() == ["a", "b"] and store.num_keys() == 2
+    store.delete_key("a")
+    assert store.keys() == ["b"] and store.num_keys() == 1
+    with pytest.raises(StoreError, match="2 keys and 1 values"):
+        store.multi_set(["a", "b"], ["1"])
+
+
+def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: MeshStore) -> None:
+    store.set("here", "1")
+    calls: dict[str, Callable[[], Any]] = {
+        "get": lambda: store.get("gone", 0.05),
+        "wait": lambda: store.wait(["here", "gone"], 0.05),
+        "multi_get": lambda: store.multi_get(["here", "gone"], 0.05),
+    }
+    for name, act in calls.items():
+        took: list[float] = []
+        # torch's FileStore would take whole seconds, each time; a busy machine only now and then.
+        while not took or (took[-1] > 0.9 and len(took) < 10):
+            started = time.monotonic()
+            with pytest.raises(StoreTimeout) as caught:
+                act()
+            took.append(time.monotonic() - started)
+        assert 0.04 < took[-1] < (0.9 if store.kind == "FileStore" else 5), took
+        of = 1 if name == "get" else 2
+        assert str(caught.value) == (
+            f'store.{name} on rank 3 (dp=1 tp=1): "gone" not set within 0.05 s\n'
+            f"  given:    1 of {of} keys missing, {store.kind}\n"
+            "  expected: another rank to set what is waited for\n"
+            "  try:      look at the rank that sets it; or timeout_s=..."
+        )
+    store.set_timeout(0.05)
+    assert store.timeout == 0.05
+    with pytest.raises(StoreTimeout, match=r'"gone" not set within 0\.05 s'):
+        store.get("gone")
+    assert store.get("here") == b"1"
+
+
+def test_the_timeout_is_this_store_s_alone(raw: dist.Store) -> None:
+    usual = raw.timeout
+    mine = MeshStore(raw, lambda: "rank 0", 7)
+    mine.set_timeout(0.25)
+    assert raw.timeout == usual and MeshStore(raw, lambda: "rank 0", 7).timeout == 7
+    for wrong in (0, -1, True, "5", float("nan"), float("inf")):
+        with pytest.raises(StoreError, match="seconds, more than 0"):
+            mine.set_timeout(wrong)
+
+
+def test_a_key_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+        store = MeshStore(torch_store(kind, tmp_path / kind), lambda: "rank 0", 20)
+        other = store.torch_store.clone()
+        threading.Timer(0.05, lambda other=other: other.set("late", "now")).start()
+        assert store.get("late") == b"now"
+
+
+def test_wrong_types_are_refused(store: MeshStore) -> None:
+    for act, what in (
+        (lambda: store.set("k", 3), "a value of type int"),
+        (lambda: store.set(3, "k"), "a list of str"),
+        (lambda: store.get(b"k"), "a list of str"),
+        (lambda: store.wait("key"), "given:    'key'"),
+        (lambda: store.multi_set(["k"], [None]), "a value of type NoneType"),
+        (lambda: store.compare_set("k", 1, "2"), "a value of type int"),
+    ):
+        with pytest.raises(StoreError, match=re.escape(what)):
+            act()
+    assert store.keys() == []
+
+
+def test_a_closed_mesh_refuses_every_method(store: MeshStore) -> None:
+    store.set("k", "v")
+    store.close()
+    arguments: dict[str, tuple[Any, ...]] = {
+        "set": ("k", "v"),
+        "add": ("k", 1),
+        "append": ("k", "v"),
+        "compare_set": ("k", "v", "w"),
+        "check": (["k"],),
+        "wait": (["k"],),
+        "multi_get": (["k"],),
+        "multi_set": (["k"], ["v"]),
+        "keys": (),
+        "num_keys": (),
+    }
+    for name in SUPPORT:
+        if name == "append" and store.kind == "FileStore":
+            continue
+        with pytest.raises(MeshClosed, match=r"on rank 3 \(dp=1 tp=1\): the mesh is closed"):
+            getattr(store, name)(*arguments.get(name, ("k",)))
+    with pytest.raises(MeshClosed):
+        _ = store.torch_store
+
+
+def test_the_guide_shows_the_table_that_the_check_uses() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", GUIDE.read_text(), flags=re.MULTILINE)
+    shown = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    assert shown == {name: list(kinds.values()) for name, kinds in SUPPORT.items()}
+    assert all(list(kinds) == ["TCPStore", "FileStore", "HashStore"] for kinds in SUPPORT.values())
+    for name in SUPPORT:
+        assert callable(getattr(MeshStore, name))
+
+
+# -- on real processes ------------------------------------------------------------------------------
+
+
+def shared_store(kind: str, folder: str, world_size: int) -> dist.Store:
+    if kind == "FileStore":
+        return dist.FileStore(str(Path(folder, "store")), world_size)
+    port = int(os.environ["MASTER_PORT"])
+    tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    return dist.PrefixStore("mine", tcp) if kind == "PrefixStore" else tcp
+
+
+def carried(kind: str, folder: str, world_size: int) -> None:
+    rank = int(os.environ["RANK"])
+    for turn in range(2):  # the second mesh of the job meets in the same store
+        with meshcomm.init(
+            dims={"dp": 2, "tp": -1},
+            device="cpu",
+            timeout_s=20,
+            store=shared_store(kind, folder, world_size),
+            rank=rank,
+            world_size=world_size,
+        ) as mesh:
+            assert mesh.store.kind == ("FileStore" if kind == "FileStore" else "TCPStore")
+            assert mesh.all_gather("dp", torch.tensor([rank])).tolist() == mesh.ranks("dp")
+            assert mesh.store.keys() == [] or turn == 0  # not even those of the mesh before
+            mesh.barrier()
+            used(mesh, rank, world_size)
+            store = mesh.store
+        with pytest.raises(MeshClosed):
+            store.get("n")
+
+
+def used(mesh: Any, rank: int, world_size: int) -> None:
+    """Many ranks at once, and nothing is lost."""
+    store = mesh.store
+    store.set(f"at/{rank}", f"{mesh.coords}")
+    assert store.get(f"at/{(rank + 1) % world_size}") == str(mesh.coords_of((rank + 1) % world_size)).encode()
+    for _ in range(20):
+        store.add("n", 1)
+    done = 0
+    while done < 10:  # a lock, made of compare_set
+        if store.compare_set("lock", "", str(rank)) == str(rank).encode():
+            seen = int(store.get("guarded")) if store.has_key("guarded") else 0
+            store.set("guarded", str(seen + 1))
+            store.set("lock", "")
+            done += 1
+    if store.kind != "FileStore":
+        store.append("log", "x")
+    mesh.barrier()
+    assert store.add("n", 0) == 20 * world_size
+    assert store.get("guarded") == str(10 * world_size).encode()
+    if store.kind != "FileStore":
+        assert store.get("log") == b"x" * world_size
+    assert store.num_keys() == world_size + 3 + (store.kind != "FileStore")
+    mesh.barrier()
+
+
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore", "PrefixStore"])
+def test_any_store_carries_a_mesh(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(carried, kind, str(tmp_path), 4, ranks=4)
+
+
+def carried_by_hash() -> None:
+    with meshcomm.init(
+        dims={"dp": 1}, device="cpu", timeout_s=20, store=dist.HashStore(), rank=0, world_size=1
+    ) as mesh:
+        assert mesh.store.kind == "HashStore"
+        assert mesh.all_reduce("dp", torch.ones(2)).tolist() == [1.0, 1.0]
+        assert mesh.store.add("n", 2) == 2 and mesh.store.keys() == ["n"]
+
+
+def test_a_hash_store_carries_a_mesh_of_one_process(pool: Pool) -> None:
+    pool.run(carried_by_hash, ranks=1)
+
+
+def outside(_: None = None) -> None:
+    with meshcomm.init(dims={"dp": 2}, ranks=[1, 3], device="cpu", timeout_s=20) as mesh:
+        mesh.store.set(f"{mesh.rank}", "here")
+        mesh.store.wait([str(rank) for rank in range(4)])
+        assert set(map(str, range(4))) <= set(mesh.store.keys())
+        if not mesh.is_member:
+            with pytest.raises(StoreTimeout, match=rf"on rank {mesh.rank} \(not in the mesh\)"):
+                mesh.store.get("gone", 0.01)
+
+
+def test_ranks_outside_the_mesh_share_the_store(pool: Pool) -> None:
+    pool.run(outside, ranks=4)
+
+
+def test_kinds() -> None:
+    assert kind_of(dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore()))) == "HashStore"

@@ -1,0 +1,191 @@
+"""What a mesh takes from torch as it comes: backends, levels of debugging, errors, launchers. On Gloo processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.config import NetworkConfig, ProcessConfig
+from meshcomm.errors import MeshcommError
+from meshcomm.mesh.environment import Launch, network_variables
+from meshcomm.mesh.rendezvous import meet
+from meshcomm.testing import Pool
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- backends, levels of debugging, errors ----------------------------------------------------------
+
+
+def third_party() -> tuple[str, list[float], str]:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("mine", make, devices=["cpu"])
+    with meshcomm.init(dims={"dp": 2}, device="cpu", backend="mine", timeout_s=30) as mesh:
+        x = mesh.all_reduce("dp", torch.ones(2))
+        name = mesh.plan.defaults.backend
+    with meshcomm.init(
+        dims={"dp": 2}, device="cpu", options={"dp": {"backend": "cpu:gloo"}}, timeout_s=30
+    ) as mesh:
+        mesh.all_reduce("dp", x)
+        return name, x.tolist(), mesh.plan.family("dp").options.backend
+
+
+def test_a_registered_backend_and_one_named_by_device(pool: Pool) -> None:
+    assert pool.run(third_party, ranks=2) == [("mine", [4.0, 4.0], "cpu:gloo")] * 2
+
+
+def in_detail() -> list[float]:
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        x = mesh.all_reduce("dp", torch.ones(1))
+        y = mesh.shift("tp", x)
+        assert y is not None
+        return [x.item(), y.item()]
+
+
+@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
+def test_torchs_own_checks_may_be_on(pool: Pool, level: str) -> None:
+    environment = {"TORCH_DISTRIBUTED_DEBUG": level, "TORCH_SHOW_CPP_STACKTRACES": "1"}
+    assert pool.run(in_detail, ranks=4, env=environment) == [[2.0, 2.0]] * 4
+
+
+def causes() -> list[tuple[str, str, bool]]:
+    found = []
+
+    def keep(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except MeshcommError as error:
+            cause = error.__cause__
+            found.append((type(error).__name__, error.what, isinstance(cause, (RuntimeError, OSError))))
+
+    nowhere = ProcessConfig(init="tcp", address="127.0.0.1:1", rank=1, world_size=2)
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        keep(lambda: mesh.irecv("dp", torch.zeros(1), src=1 - mesh.rank).wait(timeout_s=0.2))
+        keep(lambda: meet(nowhere, Launch("single", 1, 2, 1, 2), 0.2))
+    return found
+
+
+def test_what_torch_raised_is_the_cause(pool: Pool) -> None:
+    """DistError and its kinds are RuntimeErrors; ours say where and which rank, and keep torch's behind them."""
+    assert all(
+        issubclass(kind, RuntimeError) and issubclass(kind, dist.DistError)
+        for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    )
+    for rank, (message, meeting) in enumerate(pool.run(causes, ranks=2)):
+        assert message[0] in ("CollectiveTimeout", "PeerLost")
+        assert message[1].startswith(f'recv from {1 - rank} along "dp" on rank {rank} (dp={rank})')
+        assert message[2]
+        assert meeting == ("LaunchError", "rank 1 of 2 could not meet the others at 127.0.0.1:1", True)
+
+
+# -- interfaces and devices -------------------------------------------------------------------------
+
+
+def test_interfaces_and_sockets_become_variables() -> None:
+    network = NetworkConfig(
+        interfaces=("eth0", "eth1"),
+        nccl_debug="INFO",
+        nccl_debug_subsys=("INIT", "NET"),
+        nccl_socket_nthreads=4,
+        nccl_nsocks_perthread=2,
+    )
+    assert network_variables(network) == {
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
+        "NCCL_SOCKET_IFNAME": "=eth0,eth1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "2",
+    }
+
+
+def two_on_one_device() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        try:
+            meshcomm.init(dims={"dp": 2}, timeout_s=30)
+        except MeshcommError as error:
+            return f"{type(error).__name__}: {error}\ninitialised: {dist.is_initialized()}"
+    return "nothing"
+
+
+def test_more_ranks_than_devices_are_refused_before_a_group_exists(pool: Pool) -> None:
+    assert pool.run(two_on_one_device, ranks=2) == [
+        "LaunchError: 2 ranks on a host with 1 cuda device(s)\n"
+        "  given:    local rank {rank} of 2, backend nccl\n"
+        "  expected: one device for each rank: NCCL refuses two ranks on one device\n"
+        '  try:      --nproc-per-node 1, or mesh.device = "cpu"\n'
+        "initialised: False".replace("{rank}", str(rank))
+        for rank in range(2)
+    ]
+
+
+# -- torch's own launchers --------------------------------------------------------------------------
+
+JOB = """\
+import socket
+import sys
+import torch
+import meshcomm
+
+
+def work(index, config):
+    with meshcomm.init(config | ({"process": config["process"] | {"rank": index}} if "process" in config else {})) as mesh:
+        x = mesh.all_gather("dp", torch.tensor([mesh.rank]))
+        # One write: both ranks have one pipe, and print may write its newline apart.
+        sys.stdout.write(f"{mesh.label}: {x.tolist()}\\n")
+        sys.stdout.flush()
+
+
+config = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 60.0}}
+if sys.argv[1] == "spawn":
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    process = {"init": "tcp", "address": f"127.0.0.1:{port}", "world_size": 2}
+    start = torch.multiprocessing.start_processes
+    start(work, (config | {"process": process},), nprocs=2, start_method="fork")
+else:
+    work(None, config)
+"""
+
+
+def test_torchs_own_launchers(tmp_path: Path) -> None:
+    """spawn by its general form, as forked children need no second import; launch is torchrun by another name."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    launch = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=1", "--standalone"]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for words in ([str(script), "spawn"], [*launch, str(script), "launch"])
+    ]
+    try:
+        ended = [(*job.communicate(timeout=200), job.returncode) for job in jobs]
+    finally:
+        for job in jobs:
+            with job:
+                job.kill()
+    printed = []
+    for out, err, code in ended:
+        assert code == 0, err
+        printed.append(sorted(out.splitlines()))
+    assert printed == [["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"], ["rank 0 (dp=0): [0]"]]

@@ -1,0 +1,492 @@
+"""One file of what all ranks did: valid for Chrome and Perfetto, true to the calls that were made."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import zlib
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.comm.spans import Span
+from meshcomm.config import load
+from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
+from meshcomm.jobs.timeline import timeline_of
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.tracing import _Clock, offsets, part_of, write
+from meshcomm.parallel.pipeline import Pipelined
+from meshcomm.show.timeline import Bar, Row, timeline
+from meshcomm.testing import Pool
+from meshcomm.train import Silent, run
+from meshcomm.train.metrics import put_aside
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+Event = dict[str, Any]
+
+
+def check_format(text: str) -> list[Event]:
+    """The rules of Chrome's format for what a trace contains; returns the events."""
+    events: list[Event] = json.loads(text)["traceEvents"]
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"] for e in events if e["name"] == "process_name"}
+    flows: dict[int, list[str]] = {}
+    open_spans: dict[tuple[int, int], int] = {}
+    for event in events:
+        assert event["ph"] in "MXsfbe", event
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["pid"] in processes
+        if event["ph"] == "M":
+            continue
+        assert event["ts"] >= 0, event
+        assert (event["pid"], event["tid"]) in named, event
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert event["cat"] in ("collective", "message", "program")
+        elif event["ph"] in "sf":
+            flows.setdefault(event["id"], []).append(event["ph"])
+        else:
+            key = (event["pid"], event["id"])
+            open_spans[key] = open_spans.get(key, 0) + (1 if event["ph"] == "b" else -1)
+    assert all(sorted(ends) == ["f", "s"] for ends in flows.values())
+    assert set(open_spans.values()) <= {0}
+    # Slices of one lane lie inside each other or apart: viewers draw nothing else.
+    for pid, tid in named:
+        slices = sorted(
+            (e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)
+        )
+        ends: list[float] = []
+        for began, dur in slices:
+            while ends and ends[-1] <= began + 1e-6:
+                ends.pop()
+            assert not ends or began - dur <= ends[-1] + 1e-3
+            ends.append(began - dur)
+    return events
+
+
+def lanes_of(events: list[Event]) -> dict[tuple[int, int], str]:
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+
+# -- on real ranks ----------------------------------------------------------------------------------
+
+
+def traced(folder: str) -> dict[str, Any]:
+    """A 2x2 pipeline by hand: pp 0 sends three activations forward, pp 1 sends gradients back."""
+    path = Path(folder) / "new" / "trace.json"
+    reports = Path(folder) / "reports"
+    config = {"mesh": {"dims": {"pp": 2, "dp": 2}, "device": "cpu", "timeout_s": 30, "reports": str(reports)}}
+    with meshcomm.init(config) as mesh:
+        x = torch.ones(100)
+        for _ in range(80):  # more than are compared between ranks: the prepared call is there
+            mesh.all_reduce("dp", x, op="max")
+        pp = mesh.coord("pp")
+        with mesh.trace(path) as trace:
+            with trace.stretch("load"):
+                time.sleep(0.01)
+            handles = []
+            for number in range(3):
+                if pp == 0:
+                    handles.append(mesh.isend("pp", x, dst=1, tag=number))
+                else:
+                    mesh.recv("pp", torch.empty(100), src=0, tag=number)
+            for handle in handles:
+                handle.wait()
+            if pp == 1:
+                mesh.send("pp", x, dst=0)
+            else:
+                mesh.recv_any("pp", torch.empty(100))
+            for _ in range(300):
+                mesh.all_reduce("dp", x, op="max")
+            mesh.all_reduce("dp", torch.ones(4), algorithm="ring")
+            mesh.all_reduce("dp", [torch.ones(2), torch.ones(3, dtype=torch.int64)])
+            gather = mesh.all_gather("dp", torch.ones(2), async_op=True)
+            gather.wait()
+            with pytest.raises(UnsupportedOp, match="trace inside a trace"), mesh.trace("other.json"):
+                pass
+        assert path.is_file(), "all ranks go on when the file is there"
+        mesh.all_reduce("dp", x, op="max")  # behind: quick again
+        assert mesh.spans is None
+        with pytest.raises(ZeroDivisionError), mesh.trace(Path(folder) / "failed.json"):
+            mesh.barrier("dp")
+            raise ZeroDivisionError
+        with pytest.raises(StoreError, match="could not be written"), mesh.trace(path / "below" / "a.json"):
+            mesh.barrier("dp")
+        with mesh.trace(Path(folder) / "created.json"):
+            mesh.create("all", ("pp", "dp"))
+            mesh.all_reduce("all", x)
+            mesh.all_reduce(("pp", "dp"), x)
+        assert trace.dropped == 0
+        mesh._watch._write()  # type: ignore[union-attr,attr-defined]
+        mesh.barrier()
+    return {"ranks": {rank: mesh.layout.coords(rank) for rank in range(4)}}
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("trace")
+    pool.run(traced, str(where), ranks=4)
+    return where
+
+
+def test_the_file_is_what_chrome_reads(folder: Path) -> None:
+    path = folder / "new" / "trace.json"
+    events = check_format(path.read_text())
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        f"rank {rank} (pp={rank // 2} dp={rank % 2})" for rank in range(4)
+    }
+    lanes = lanes_of(events)
+    for rank in range(4):
+        assert [lanes[rank, tid] for tid in range(3)] == ["program", "pp", "dp"]
+    about = json.loads(path.read_text())["otherData"]
+    assert about["meshcomm"] == {"pp": 2, "dp": 2}
+    assert (about["dropped"], about["unmatched_messages"], about["clock_error_s"]) == ({}, 0, {})
+    assert [each.name for each in path.parent.iterdir()] == ["trace.json"], "nothing half written is left"
+
+
+def test_the_events_are_the_calls_that_were_made(folder: Path) -> None:
+    events = check_format((folder / "new" / "trace.json").read_text())
+    lanes = lanes_of(events)
+    for rank in range(4):
+        here = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        made = Counter((lanes[rank, e["tid"]], e["name"]) for e in here)
+        dp = {
+            ("program", "load"): 1,
+            ("dp", "all_reduce"): 301,
+            ("dp", "all_reduce by ring"): 2,
+            ("dp", "start all_reduce"): 2,
+            ("dp", "wait for all_reduce"): 2,
+            ("dp", "start all_gather"): 1,
+            ("dp", "wait for all_gather"): 1,
+        }
+        if rank < 2:
+            pp = {("pp", "start send"): 3, ("pp", "wait for send"): 3, ("pp", "recv_any"): 1}
+        else:
+            pp = {("pp", "recv"): 3, ("pp", "send"): 1}
+        assert made == dp | pp
+        calls = [e for e in here if e["name"] == "all_reduce" and "number" in e["args"]]
+        assert [e["args"]["number"] for e in calls] == list(range(81, 382))
+        assert calls[0]["args"]["shape"] == [100]
+        assert (calls[0]["args"]["bytes"], calls[0]["args"]["dtype"]) == (400, "float32")
+        assert calls[0]["args"]["group"] == f"dp[pp={rank // 2}]"
+        assert Path(calls[0]["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
+        (load,) = [e for e in here if e["name"] == "load"]
+        assert load["dur"] >= 9_000
+        assert Path(load["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
+
+
+def test_arrows_go_from_each_send_to_its_receive(folder: Path) -> None:
+    events = check_format((folder / "new" / "trace.json").read_text())
+    ends: dict[int, dict[str, Event]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], {})[event["ph"]] = event
+    lanes = lanes_of(events)
+    ways = Counter((lanes[e["s"]["pid"], e["s"]["tid"]], e["s"]["pid"], e["f"]["pid"]) for e in ends.values())
+    expected = {("pp", 0, 2): 3, ("pp", 1, 3): 3, ("pp", 2, 0): 1, ("pp", 3, 1): 1}
+    # The ring of two: each sends twice to the other.
+    expected |= {("dp", a, a ^ 1): 2 for a in range(4)}
+    assert ways == expected
+    for pair in ends.values():
+        # One host, one clock: nothing comes before it is sent.
+        assert pair["s"]["ts"] <= pair["f"]["ts"]
+        for end in pair.values():
+            inside = [
+                e
+                for e in events
+                if e["ph"] == "X"
+                and (e["pid"], e["tid"]) == (end["pid"], end["tid"])
+                and e["ts"] <= end["ts"] <= e["ts"] + e["dur"] + 1e-3
+            ]
+            assert inside, "an arrow ends in a slice"
+    # In the order of their tags: receive k of rank 2 ends at the k-th arrow from rank 0.
+    received = sorted(p["f"]["ts"] for p in ends.values() if (p["s"]["pid"], p["f"]["pid"]) == (0, 2))
+    slices = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "recv"]
+    assert received == pytest.approx([e["ts"] + e["dur"] for e in slices], abs=1.0)
+
+
+def test_a_collective_is_shared_in_time(folder: Path) -> None:
+    events = check_format((folder / "new" / "trace.json").read_text())
+    for group in ((0, 1), (2, 3)):
+        found = {
+            rank: {
+                e["args"]["number"]: (e["ts"], e["ts"] + e["dur"])
+                for e in events
+                if e["pid"] == rank and e["name"] == "all_reduce"
+            }
+            for rank in group
+        }
+        for number in range(81, 381):
+            (a, a_over), (b, b_over) = (found[rank][number] for rank in group)
+            assert max(a, b) <= min(a_over, b_over), "nobody leaves an all_reduce before all have come"
+
+
+def test_groups_made_inside_of_the_block_are_traced_too(folder: Path) -> None:
+    events = check_format((folder / "created.json").read_text())
+    lanes = lanes_of(events)
+    for rank in range(4):
+        here = [lanes[rank, e["tid"]] for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert here == ["all", "all"]
+
+
+def test_a_block_that_raises_leaves_each_rank_its_own_file(folder: Path) -> None:
+    assert not (folder / "failed.json").exists()
+    for rank in range(4):
+        text = (folder / f"failed.rank{rank}.json").read_text()
+        events = check_format(text)
+        assert [e["name"] for e in events if e["ph"] == "X"] == ["barrier"]
+        assert json.loads(text)["otherData"]["alone"] is True
+
+
+def test_the_timeline_of_a_trace_and_of_reports(folder: Path) -> None:
+    lines = timeline_of(folder / "new" / "trace.json", 80).splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
+    assert all(len(line) <= 80 for line in lines[1:6])
+    assert set(lines[2].split()[1]) <= {"p", "d", "."}
+    assert lines[6].replace("; ", " ").split()[::2] in (["p:", "d:"], ["d:", "p:"])
+    told = timeline_of(folder / "reports", 80).splitlines()
+    assert [line.split()[0] for line in told[2:6]] == ["0", "1", "2", "3"]
+    assert "d" in told[2].split()[1]
+    typed = CliRunner().invoke(app, ["report", "--timeline", str(folder / "reports")], env={"COLUMNS": "80"})
+    assert typed.exit_code == 0, typed.output
+    assert typed.output.splitlines() == told
+    with pytest.raises(LaunchError, match="is no trace of a mesh"):
+        timeline_of(folder / "nothing.json")
+    with pytest.raises(LaunchError, match="there are no reports"):
+        timeline_of(folder / "new")
+
+
+# -- clocks -----------------------------------------------------------------------------------------
+
+AHEAD_S = 100.0
+
+
+def on_two_hosts(path: str) -> None:
+    """Rank 1 believes to be on another host, whose monotonic clock is 100 s ahead."""
+    tracing = import_module("meshcomm.mesh.tracing")
+    ours = [m for name, m in sys.modules.items() if name.startswith("meshcomm.")]
+    timed = [m for m in ours if getattr(m, "clock", None) is time.perf_counter]
+    assert tracing in timed
+    host = tracing.host
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        if mesh.rank == 1:
+            for module in timed:
+                module.clock = lambda: time.perf_counter() + AHEAD_S  # type: ignore[attr-defined]
+            tracing.host = lambda: 99
+        try:
+            with mesh.trace(path):
+                for _ in range(3):
+                    mesh.all_reduce("dp", torch.ones(1))
+        finally:
+            for module in timed:
+                module.clock = time.perf_counter  # type: ignore[attr-defined]
+            tracing.host = host
+
+
+def test_clocks_of_two_hosts_are_brought_together(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    pool.run(on_two_hosts, str(path), ranks=2)
+    events = check_format(path.read_text())
+    error_s = json.loads(path.read_text())["otherData"]["clock_error_s"]
+    assert list(error_s) == ["1"]
+    assert 0 < error_s["1"] < AHEAD_S / 4
+    for number in (1, 2, 3):
+        (a, b) = (
+            (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+            for e in events
+            if e["ph"] == "X" and e["args"]["number"] == number
+        )
+        assert max(a[0], b[0]) <= min(a[1], b[1]) + error_s["1"]
+
+
+def test_offsets_are_bounded_by_an_exchange_of_all_ranks() -> None:
+    def clock(rank: int, host: int, entered: float, left: float) -> _Clock:
+        return _Clock(rank, host, entered, left, 0.0, 0)
+
+    # In true time: 0 and 1 (host 7) enter at 10 and 11 and leave at 13, 2 and 3 (host 8, 50 s behind) enter
+    # at 12.5 and 12 and leave at 13 and 14.
+    rows = [clock(0, 7, 10, 13), clock(1, 7, 11, 13), clock(2, 8, -37.5, -37), clock(3, 8, -38, -36)]
+    found = offsets(rows)
+    assert found[0] == found[1] == (0.0, 0.0)
+    assert found[2] == found[3]
+    offset, error_s = found[2]
+    assert (offset, error_s) == (pytest.approx(49.25), pytest.approx(1.25))
+    assert abs(offset - 50) <= error_s
+
+
+# -- a pipeline ---------------------------------------------------------------------------------------
+
+
+def piped(path: str) -> None:
+    with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=30) as mesh:
+        torch.manual_seed(0)
+        stage = nn.Linear(4, 4) if mesh.rank else nn.Embedding(8, 4)
+        run = Pipelined(
+            mesh,
+            "pp",
+            stage,
+            lambda y, target: (y - target).square().sum(),
+            microbatches=3,
+            schedule="1f1b",
+            shapes=((2, 5), (2, 5, 4), (2, 5, 4)),
+            dtype=torch.float32,
+        )
+        tokens, targets = torch.ones(6, 5, dtype=torch.int64), torch.ones(6, 5, 4)
+        run(tokens, targets)
+        with mesh.trace(path):
+            run(tokens, targets)
+
+
+def test_passes_of_a_pipeline_are_in_the_trace(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    pool.run(piped, str(path), ranks=2)
+    events = check_format(path.read_text())
+    lanes = lanes_of(events)
+    passes = {
+        rank: [
+            (e["name"].removesuffix(f" of stage {rank}"), e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e["ph"] == "X" and e["pid"] == rank and lanes[rank, e["tid"]] == "passes"
+        ]
+        for rank in range(2)
+    }
+    # One forward, one backward: as `meshcomm plan CONFIG --schedule` draws it.
+    first = ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2"]
+    last = [f"{way} {number}" for number in range(3) for way in ("forward", "backward")]
+    assert [name for name, *_ in passes[0]] == first
+    assert [name for name, *_ in passes[1]] == last
+    at = {(rank, name): (began, over) for rank in range(2) for name, began, over in passes[rank]}
+    for number in range(3):
+        assert at[0, f"forward {number}"][1] <= at[1, f"forward {number}"][0]
+        assert at[1, f"backward {number}"][1] <= at[0, f"backward {number}"][0]
+    text = timeline_of(path, 60)
+    assert "0 passes" in text and "F: forward; B: backward" in text
+
+
+def trained(out: str) -> list[str]:
+    config = load(
+        {
+            "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 60.0},
+            "parallel": {"data": "dp"},
+            "model": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ff": 16},
+            "data": {"sequence": 16, "max_bytes": 20_000},
+            "train": {"steps": 4, "global_batch": 4, "microbatch": 1, "trace_steps": [2, 3], "out": out},
+        }
+    )
+    with meshcomm.init(config) as mesh:
+        run(mesh, config, Silent())
+        return sorted(each.name for each in Path(out).iterdir())
+
+
+def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
+    assert "trace.json" in pool.run(trained, str(tmp_path), ranks=2)[1]
+    events = check_format((tmp_path / "trace.json").read_text())
+    passes = Counter(e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1 and e["cat"] == "program")
+    # Two steps of two micro-batches.
+    steps = {"step 2": 1, "step 3": 1}
+    assert passes == {"forward 0": 2, "backward 0": 2, "forward 1": 2, "backward 1": 2, **steps}
+    tokens = [e for e in events if e["name"] == "all_reduce" and e["pid"] == 0 and e["args"]["bytes"] == 8]
+    assert len(tokens) == 2
+    put_aside(tmp_path)
+    assert (tmp_path / "trace.1.json").exists()
+    with pytest.raises(ConfigError, match="steps 3 to 9 are no steps of this training"):
+        load(QUICKSTART, ["train.trace_steps=[3, 9]", "train.steps=8"])
+
+
+# -- without processes --------------------------------------------------------------------------------
+
+
+def alone(path: str) -> None:
+    with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh, mesh.trace(path) as trace:
+        mesh.all_reduce("dp", torch.ones(1))
+        with trace.stretch("alone"):
+            pass
+
+
+def test_a_single_rank(pool: Pool, tmp_path: Path) -> None:
+    pool.run(alone, str(tmp_path / "t.json"), ranks=1)
+    events = check_format((tmp_path / "t.json").read_text())
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["alone"]  # a dim of size 1 moves nothing
+
+
+def test_the_simulator_refuses_and_says_what_to_do() -> None:
+    def body(mesh: Mesh) -> str:
+        with pytest.raises(UnsupportedOp, match="no trace of simulated ranks") as caught:
+            mesh.trace("trace.json")
+        return str(caught.value)
+
+    assert all("mesh.stats() counts" in text for text in meshcomm.simulate(body, dims={"dp": 2}))
+
+
+def test_a_file_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    groups = {"pp[]": [4, 5]}
+    more: dict[str, Any] = {"nbytes": 8, "shape": (2,), "dtype": "float32"}
+    sends = Span(
+        "pp[]", "pp", "send", "a.py:1", 1.5, left=2.0, parts=(("send", 1, 0, 1), ("send", 1, 0, 2)), **more
+    )
+    late = Span("pp[]", "pp", "recv", "a.py:1", 1.0, left=1.25, parts=(("recv", 0, 0, 1),), **more)
+    late.waited(1.5, 2.0)
+    parts = [part_of(4, "rank 4", ["pp"], [sends], groups), part_of(5, "rank 5", ["pp"], [late], groups)]
+    write(path, parts, {"a": 1})
+    events = check_format(path.read_text())
+    assert json.loads(path.read_text())["otherData"] == {"a": 1, "unmatched_messages": 1}
+    shown = [(e["pid"], e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M"]
+    assert shown == [
+        (4, "X", "send", 1.5e6, 0.5e6),
+        (5, "X", "start recv", 1.0e6, 0.25e6),
+        (5, "X", "wait for recv", 1.5e6, 0.5e6),
+        (5, "b", "recv pp", 1.0e6, None),
+        (5, "e", "recv pp", 2.0e6, None),
+        (4, "s", "message", 1.5e6, None),
+        (5, "f", "message", pytest.approx(2.0e6), None),
+    ]
+    # What fails half way leaves no file at all.
+    with pytest.raises(zlib.error):
+        write(tmp_path / "u.json", [parts[0], b"damaged"], {})
+    assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_the_timeline_in_the_small() -> None:
+    rows = [
+        Row(0, "0 passes", [Bar("forward", 0, 2), Bar("backward", 4, 8)]),
+        Row(0, "0 calls", [Bar("dp", 8, 10), Bar("data", 8.2, 8.4)]),
+        Row(1, "1 calls", [Bar("dp", 0, 10), Bar("tp", 5, 5.01)]),
+        Row(2, "2 calls", []),
+    ]
+    lines = timeline(rows, 34)
+    assert max(map(len, lines[:-1])) == 34
+    assert lines == [
+        "rank     0               10 s",
+        "0 passes FFFF....BBBBBBBB....  60%",
+        "0 calls ".rjust(9) + "................dddd  20%",
+        "1 calls ".rjust(9) + "dddddddddddddddddddd 100%",
+        "2 calls ".rjust(9) + "....................   0%",
+        "F: forward; B: backward; d: dp; a: data; t: tp",
+    ]
+    assert timeline([Row(0, "0", [])]) == ["no calls"]
+
+
+def test_reports_of_two_hosts_are_put_on_the_wall_clock(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        past = [{"dim": "dp", "call": "all_reduce", "bytes": 4, "began": 10.0 * rank + 1, "over": None}]
+        clock = {"host": str(rank), "now_s": 10.0 * rank + 3, "ahead_s": 100.0 - 10.0 * rank}
+        status = {"rank": rank, "coords": {"dp": rank}, "groups": [], "failed": None, "main": "x:1"}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({**status, "clock": clock, "history": past}))
+    lines = timeline_of(tmp_path, 40).splitlines()
+    assert lines[1].endswith("2 s")
+    assert [line.split()[1:] for line in lines[2:4]] == [["d" * 30, "100%"]] * 2
+    (tmp_path / "rank1.json").write_text(json.dumps({**status, "rank": 1}))
+    (tmp_path / "rank0.json").write_text(json.dumps({**status, "rank": 0}))
+    with pytest.raises(LaunchError, match="hold no calls with their times"):
+        timeline_of(tmp_path)

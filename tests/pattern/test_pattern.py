@@ -1,0 +1,573 @@
+"""Patterns: on Gloo against NumPy on everyone's input at once, on simulated ranks, and planned."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import einops
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshcomm
+from meshcomm.errors import PatternError
+from meshcomm.layout import Layout
+from meshcomm.pattern import Recipe, explain_pattern
+from meshcomm.pattern.parse import parse, text_of
+from meshcomm.pattern.recipe import Step
+from meshcomm.pattern.roles import PARTIALS, mesh_dims
+from meshcomm.testing import Pool
+from meshcomm.transport.support import REDUCE_OPS
+
+DIMS = {"pp": 2, "dp": 2, "tp": 2}
+MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
+VIEWS = {"expert": {"pp": 2, "ep": 4}}
+ORDERS = (None, [6, 3, 1, 4, 0, 7, 5, 2])
+# What the names above are made of, for the oracle: base dims, outermost first.
+PARTS = {"pp": ("pp",), "dp": ("dp",), "tp": ("tp",), "model": ("pp", "tp"), "data": ("tp", "dp")}
+PARTS["ep"] = ("dp", "tp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pattern, the local shape, what its dims are meant to do, and the steps it should take.
+
+    roles: dim -> g(ather), s(lice), r(educe-scatter), m(ove), k(eep).
+    steps: one letter a step: g s r a(ll_to_all), p(ermute), . (reshape).
+    """
+
+    pattern: str
+    shape: tuple[int, ...]
+    roles: dict[str, str]
+    steps: str
+    partial: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+CASES = [
+    # One dim gathered.
+    Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, "g"),
+    Case("b s h -> (tp b) s h", (2, 3, 4), {"tp": "g"}, "g"),
+    Case("b s h -> b s (h tp)", (2, 3, 4), {"tp": "g"}, "g.p."),
+    Case("b h -> tp b h", (2, 3), {"tp": "g"}, "g."),
+    Case("b h -> b tp h", (2, 3), {"tp": "g"}, "g.p"),
+    Case("b h -> b h tp", (2, 3), {"tp": "g"}, "g.p"),
+    Case("... -> tp ...", (2, 3), {"tp": "g"}, "g."),
+    Case("... h -> ... (pp h)", (2, 3, 2), {"pp": "g"}, "g"),
+    Case("-> dp", (), {"dp": "g"}, ".g"),
+    Case("b h -> h (dp b)", (2, 3), {"dp": "g"}, "gp"),
+    Case("b h -> b h 1 (dp 1)", (2, 3), {"dp": "g"}, "g.p."),
+    Case("(b c) h -> b (dp c) h", (6, 2), {"dp": "g"}, "g.p.", sizes={"b": 2}),
+    Case("b (s) h -> b (model s) h", (2, 3, 2), {"model": "g"}, "g"),
+    Case("t e -> (ep t) e", (3, 2), {"ep": "g"}, "g"),
+    Case("c a b -> c (dp a b)", (2, 3, 2), {"dp": "g"}, "g."),
+    # A slice kept.
+    Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "s"}, "s"),
+    Case("(dp b) s -> b s", (4, 3), {"dp": "s"}, "s"),
+    Case("b (h tp) -> b h", (2, 6), {"tp": "s"}, ".s."),
+    Case("tp b h -> b h", (2, 3, 2), {"tp": "s"}, "s."),
+    Case("tp -> ", (2,), {"tp": "s"}, "s."),
+    Case("b (dp tp h) -> h b", (2, 8), {"dp": "s", "tp": "s"}, "ssp"),
+    Case("... (tp h) -> h ...", (2, 3, 4), {"tp": "s"}, "sp"),
+    Case("(data b) h -> b h", (8, 3), {"data": "s"}, "s"),
+    # Reduced and scattered.
+    Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "r"}, "r", "sum"),
+    Case("(tp b) s -> b s", (4, 3), {"tp": "r"}, "r", "avg"),
+    Case("b (tp h) -> b h", (2, 6), {"tp": "r"}, "r", "max"),
+    Case("b (tp h) -> h b", (2, 6), {"tp": "r"}, "rp", "min"),
+    Case("tp b -> b", (2, 3), {"tp": "r"}, "r.", "product"),
+    Case("b (dp tp h) -> b h", (2, 8), {"dp": "r", "tp": "r"}, ".p.rr.", "sum"),
+    Case("(dp b) (tp h) -> b h", (2, 4), {"dp": "r", "tp": "r"}, "rr", "sum"),
+    Case("... (pp h) -> ... h", (2, 3, 4), {"pp": "r"}, "r", "avg"),
+    Case("(ep t) e -> t e", (8, 2), {"ep": "r"}, "r", "sum"),
+    # Moved between axes.
+    Case("b s (tp h) d -> b (tp s) h d", (2, 3, 4, 2), {"tp": "m"}, "a"),
+    Case("b (tp s) h d -> b s (tp h) d", (2, 6, 2, 2), {"tp": "m"}, "a"),
+    Case("(ep e) c d -> e (ep c) d", (8, 3, 2), {"ep": "m"}, "a"),
+    Case("e (ep c) d -> (ep e) c d", (2, 12, 2), {"ep": "m"}, "a"),
+    Case("tp b h -> b tp h", (2, 3, 2), {"tp": "m"}, "ap"),
+    Case("b (tp h) -> (tp b) h", (3, 4), {"tp": "m"}, "a"),
+    Case("b (tp h) -> b (h tp)", (3, 4), {"tp": "m"}, ".pap."),
+    Case("(tp a) b -> b a tp", (4, 3), {"tp": "m"}, "a.p"),
+    Case("a b (tp h) -> a (h tp b)", (2, 3, 4), {"tp": "m"}, ".pap."),
+    Case("(dp a) (tp b) -> (tp a) (dp b)", (4, 6), {"dp": "m", "tp": "m"}, "a.a."),
+    # Where it was: nothing is sent.
+    Case("b s (tp h) -> b s (tp h)", (2, 3, 4), {"tp": "k"}, ""),
+    Case("b s (tp h) -> (tp h) b s", (2, 3, 4), {"tp": "k"}, "p"),
+    Case("b (tp h) d -> b tp h d", (2, 6, 2), {"tp": "k"}, "."),
+    Case("b tp h d -> d b (tp h)", (2, 2, 3, 2), {"tp": "k"}, "p."),
+    Case("(a tp h) b -> b a (tp h)", (8, 3), {"tp": "k"}, ".p", sizes={"h": 2}),
+    Case("(h tp) b -> b h tp", (6, 2), {"tp": "k"}, ".p"),
+    # Without a mesh dim: einops.
+    Case("b (h w) c -> c b w h", (2, 6, 3), {}, ".p", sizes={"h": 2}),
+    Case("... a b -> ... (a b) 1", (2, 3, 2, 2), {}, "."),
+    Case("a ... -> (... a)", (2, 3, 2), {}, "p."),
+    Case("a b -> a b", (2, 3), {}, ""),
+    # Several at once.
+    Case("b s h -> (dp b) s (tp h)", (2, 3, 4), {"dp": "g", "tp": "g"}, "gg"),
+    Case("b h -> b (dp tp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg.p."),
+    Case("b h -> b (tp dp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg.p."),
+    Case("b s h -> tp (pp b) dp s h", (2, 3, 2), {"pp": "g", "dp": "g", "tp": "g"}, "ggg.p"),
+    Case("b (dp s) (tp h) -> (pp b) s h", (2, 4, 6), {"pp": "g", "dp": "s", "tp": "s"}, "ssg"),
+    Case("b s (tp h) -> (dp b) s h", (2, 3, 4), {"dp": "g", "tp": "r"}, "rg", "sum"),
+    Case("(dp b) s (tp h) d -> b (tp s) h d", (4, 3, 4, 2), {"dp": "s", "tp": "m"}, "sa"),
+    Case("(dp b) s (tp h) d -> (pp b) (tp s) h d", (4, 3, 4, 2), {"pp": "g", "dp": "r", "tp": "m"}, "rag", "sum"),
+    Case("(tp b) (dp h) -> (tp b) h", (4, 6), {"dp": "r", "tp": "k"}, "r", "sum"),
+]  # fmt: skip
+
+LETTER = {
+    "all_gather": "g",
+    "slice": "s",
+    "reduce_scatter": "r",
+    "all_to_all": "a",
+    "permute": "p",
+    "reshape": ".",
+}
+ROLE = {"gather": "g", "slice": "s", "reduce_scatter": "r", "move": "m", "stay": "k"}
+REDUCE = {"sum": np.sum, "avg": np.mean, "product": np.prod, "min": np.min, "max": np.max}
+
+
+def renamed(side: str, names: set[str]) -> str:
+    """The side with `_at` behind these names."""
+    spaced = side.replace("(", " ( ").replace(")", " ) ").split()
+    return " ".join(f"{word}_at" if word in names else word for word in spaced)
+
+
+def oracle(case: Case, everyone: Any, coords: tuple[int, ...], reduce: Any) -> Any:
+    """One rank's result from everyone's input, by einops and indexing alone.
+
+    everyone: shape (sizes of the dims of `case.roles`, *case.shape): the input at each coord.
+    coords:   the rank's own, in the same order.
+
+    Twice the same dim: `tp` is the axis inside the tensor, `tp_at` the one over ranks. What is
+    gathered or moved takes the ranks' axis to where the pattern has the dim on the right; what is
+    left of both is indexed by this rank's coord, or summed.
+    """
+    left, right = case.pattern.split("->")
+    names = list(case.roles)
+    moved = {name for name in names if case.roles[name] in "gm"}
+    rest = [name for name in names if case.roles[name] in "smr"]
+    ranks = [f"{name}_at" for name in names if case.roles[name] in "skr"]
+    sizes = {n: everyone.shape[i] for i, n in enumerate(names) if n in left.replace("(", " ").replace(")", " ").split()}  # fmt: skip
+    full = einops.rearrange(
+        everyone,
+        f"{' '.join(f'{n}_at' for n in names)} {left} -> {' '.join(rest + ranks)} {renamed(right, moved)}",
+        **{**case.sizes, **sizes},
+    )
+    own = dict(zip(names, coords, strict=True))
+    for name in rest:
+        full = full[own[name]]
+    summed = 0
+    for name in [n.removesuffix("_at") for n in ranks]:
+        if case.roles[name] == "r":
+            summed += 1
+            full = einops.rearrange(full, "first ... -> ... first")
+        else:
+            full = full[own[name]]
+    for _ in range(summed):
+        full = reduce(full, axis=-1)
+    return full
+
+
+def place(order: Any, rank: int) -> dict[str, int]:
+    """A rank's base coords, from the rank grid by search."""
+    grid = np.arange(8) if order is None else np.array(order)
+    at = np.argwhere(grid.reshape(2, 2, 2) == rank)[0]
+    return dict(zip(DIMS, at.tolist(), strict=True))
+
+
+def group(order: Any, rank: int, names: list[str]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The ranks at every coord of `names`, with all else as on `rank`; and the coords of `rank`."""
+    grid = (np.arange(8) if order is None else np.array(order)).reshape(2, 2, 2)
+    parts = [part for name in names for part in PARTS[name]]
+    own = place(order, rank)
+    index = tuple(slice(None) if dim in parts else own[dim] for dim in DIMS)
+    kept = [dim for dim in DIMS if dim in parts]
+    ranks = grid[index].transpose([kept.index(part) for part in parts])
+    ranks = ranks.reshape([2 ** len(PARTS[name]) for name in names])
+    return ranks, tuple(np.argwhere(ranks == rank)[0].tolist())
+
+
+def value(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Small whole numbers, so that sums and products are exact."""
+    count = int(np.prod(shape))
+    return ((np.arange(count) * 7 + rank * 5) % 11 - 4.0).reshape(shape)
+
+
+def run_cases() -> int:
+    checked = 0
+    for order in ORDERS:
+        with meshcomm.init(
+            dims=DIMS, merge=MERGE, views=VIEWS, rank_order=order, device="cpu", timeout_s=30
+        ) as mesh:
+            rearrange = mesh.rearrange
+            for case in CASES:
+                ranks, coords = group(order, mesh.rank, list(case.roles))
+                everyone = np.stack([value(r, case.shape) for r in ranks.reshape(-1)])
+                everyone = everyone.reshape(*ranks.shape, *case.shape)
+                want = oracle(case, everyone, coords, REDUCE[case.partial or "sum"])
+                x = torch.from_numpy(value(mesh.rank, case.shape))
+                gaps = torch.stack([x, x], -1)[..., 0]
+                for each in (x.clone(), x.T.contiguous().T if x.ndim == 2 else gaps):
+                    got = rearrange(each, case.pattern, partial=case.partial, **case.sizes)
+                    assert got.shape == want.shape, (case, got.shape, want.shape)
+                    assert np.array_equal(got.numpy(), want), case
+                    assert torch.equal(each, x), f"{case} changed its input"
+                    checked += 1
+    return checked
+
+
+def test_every_pattern_gives_what_gathering_everything_gives(pool: Pool) -> None:
+    assert len(CASES) >= 40
+    assert len({(case.pattern, case.partial) for case in CASES}) == len(CASES)
+    assert pool.run(run_cases) == [len(CASES) * 4] * 8
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern} {case.partial or ''}")
+def test_the_steps_are_the_fewest(case: Case) -> None:
+    layout = Layout(DIMS, merge=MERGE, views=VIEWS)
+    recipe = explain_pattern(case.pattern, layout, case.shape, partial=case.partial, **case.sizes)
+    assert {name: ROLE[role] for name, role in recipe.roles} == case.roles
+    assert "".join(LETTER[step.kind] for step in recipe.steps) == case.steps
+    # Along a mesh of one rank nothing is sent, whatever the pattern.
+    solo = explain_pattern(
+        case.pattern,
+        Layout(dict.fromkeys(DIMS, 1), merge=MERGE, views={"expert": {"pp": 1, "ep": 1}}),
+        tuple(1 if case.roles else n for n in case.shape),
+        partial=case.partial,
+        **(case.sizes if not case.roles else {}),
+        **{n: 1 for n in case.sizes if case.roles},
+    )
+    assert solo.sent == 0
+    assert not any(step.kind in ("all_gather", "all_to_all", "slice") for step in solo.steps)
+
+
+# -- a dim of size 1, other dtypes, handed-down rules ---------------------------------------------
+
+
+def run_small_mesh() -> None:
+    with meshcomm.init(dims={"dp": 1, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        rearrange = mesh.rearrange
+        c = mesh.coord("tp")
+        x = torch.arange(12.0).reshape(3, 4)
+        assert torch.equal(rearrange(x, "a b -> dp a b"), x[None])
+        assert torch.equal(rearrange(x[None], "dp a b -> b a"), x.T)
+        assert torch.equal(rearrange(x, "(dp a) b -> a b", partial="sum"), x)
+        assert torch.equal(rearrange(x, "a (dp b) -> (dp a) b", dp=1), x)
+        assert torch.equal(rearrange(x, "a (dp tp b) -> (dp a) b"), x[:, 2 * c : 2 * c + 2])
+        grown = rearrange(x.requires_grad_(), "a b -> (dp a) b", grad="slice")
+        grown.sum().backward()
+        assert torch.equal(x.grad, torch.ones(3, 4))  # type: ignore[arg-type]
+        with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on solo"):
+            rearrange(torch.arange(3), "(dp a) -> a", partial="avg")
+        with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on gloo"):
+            rearrange(torch.ones(2, dtype=torch.bool), "(tp a) -> a", partial="sum")
+        for dtype in (torch.bfloat16, torch.int32, torch.complex64, torch.bool):
+            y = (torch.arange(6) % 2 + c).to(dtype).reshape(2, 3)
+            want = torch.cat([(torch.arange(6) % 2 + i).to(dtype).reshape(2, 3) for i in range(2)], 1)
+            assert torch.equal(rearrange(y, "a b -> a (tp b)"), want)
+        for shape in ((0, 3), (2, 0)):
+            assert rearrange(torch.ones(shape), "a b -> (tp a) b").shape == (shape[0] * 2, shape[1])
+            assert rearrange(torch.ones(shape), "(tp a) b -> a (tp b)").shape == (shape[0] // 2, shape[1] * 2)
+        # A recipe for one shape is not used for another; no gradient is recorded under no_grad.
+        for n in (1, 2, 3):
+            assert rearrange(torch.ones(n, 2), "a b -> a (tp b)").shape == (n, 4)
+        with torch.no_grad():
+            assert not rearrange(x, "a b -> a (tp b)").requires_grad
+        assert rearrange(x.detach(), "a b -> a (tp b)", grad="slice").shape == (3, 8)
+
+
+def test_size_one_dtypes_empty_and_no_grad(pool: Pool) -> None:
+    pool.run(run_small_mesh, ranks=2)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+# How the gradient of a gathered dim is meant: "slice" where the ranks along it compute one loss.
+GRADIENTS: list[tuple[Case, Any]] = [
+    (Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, ""), "slice"),
+    (Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, ""), "reduce_scatter"),
+    (Case("b h -> tp h b", (2, 3), {"tp": "g"}, ""), "reduce_scatter"),
+    (Case("b h -> (b tp) h", (2, 3), {"tp": "g"}, ""), "slice"),
+    (Case("b h -> (dp b) (tp h)", (2, 3), {"dp": "g", "tp": "g"}, ""), "reduce_scatter"),
+    (
+        Case("b h -> b (dp tp h)", (2, 3), {"dp": "g", "tp": "g"}, ""),
+        {"dp": "reduce_scatter", "tp": "slice"},
+    ),
+    (Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "s"}, ""), None),
+    (Case("(h dp) b -> b h", (6, 2), {"dp": "s"}, ""), None),
+    (Case("b (dp tp h) -> b h", (2, 8), {"dp": "s", "tp": "s"}, ""), None),
+    (Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "r"}, "", "sum"), None),
+    (Case("b (h tp) -> h b", (2, 6), {"tp": "r"}, "", "avg"), None),
+    (Case("b (dp tp h) -> b h", (2, 8), {"dp": "r", "tp": "r"}, "", "sum"), None),
+    (Case("b s (tp h) d -> b (tp s) h d", (2, 3, 4, 2), {"tp": "m"}, ""), None),
+    (Case("(ep e) c d -> e (ep c) d", (8, 3, 2), {"ep": "m"}, ""), None),
+    (Case("(tp a) b -> b a tp", (4, 3), {"tp": "m"}, ""), None),
+    (Case("(dp a) (tp b) -> (tp a) (dp b)", (4, 6), {"dp": "m", "tp": "m"}, ""), None),
+    (Case("b tp h d -> d b (tp h)", (2, 2, 3, 2), {"tp": "k"}, ""), None),
+    (Case("b (h w) c -> c b w h", (2, 6, 3), {}, "", None, {"h": 2}), None),
+    (
+        Case(
+            "(dp b) s (tp h) d -> (pp b) (tp s) h d",
+            (4, 3, 4, 2),
+            {"pp": "g", "dp": "r", "tp": "m"},
+            "",
+            "sum",
+        ),
+        "reduce_scatter",
+    ),
+]
+
+
+def weight(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    return ((np.arange(int(np.prod(shape))) * 3 + rank * 7) % 13 - 5.0).reshape(shape)
+
+
+def alike(case: Case, grad: Any) -> set[str]:
+    """Dims along which the ranks go on alike."""
+    rules = grad if isinstance(grad, dict) else {d: grad for d, role in case.roles.items() if role == "g"}
+    return {dim for dim, rule in rules.items() if rule == "slice"}
+
+
+def first_of(order: Any, rank: int, case: Case, dims: set[str]) -> int:
+    """The rank with coord 0 along `dims` and all else as `rank`."""
+    names = list(case.roles)
+    ranks, coords = group(order, rank, names)
+    return int(ranks[tuple(0 if n in dims else c for n, c in zip(names, coords, strict=True))])
+
+
+def run_gradients(order: Any) -> list[np.ndarray]:
+    found = []
+    with meshcomm.init(dims=DIMS, views=VIEWS, rank_order=order, device="cpu", timeout_s=30) as mesh:
+        rearrange = mesh.rearrange
+        for case, grad in GRADIENTS:
+            sliced = {dim for dim, role in case.roles.items() if role == "s"}
+            x = torch.from_numpy(value(first_of(order, mesh.rank, case, sliced), case.shape)).requires_grad_()
+            y = rearrange(x, case.pattern, partial=case.partial, grad=grad, **case.sizes)
+            w = weight(first_of(order, mesh.rank, case, alike(case, grad)), tuple(y.shape))
+            (y.square() * torch.from_numpy(w)).sum().backward()
+            assert x.grad is not None
+            found.append(x.grad.numpy())
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["identity", "permuted"])
+def test_gradients_are_those_of_one_process(pool: Pool, order: Any) -> None:
+    by_rank = pool.run(run_gradients, order)
+    for number, (case, grad) in enumerate(GRADIENTS):
+        sliced = {dim for dim, role in case.roles.items() if role == "s"}
+        # One leaf for each different input; ranks with equal inputs share theirs.
+        source = [first_of(order, rank, case, sliced) for rank in range(8)]
+        leaves = [torch.from_numpy(value(source[rank], case.shape)).requires_grad_() for rank in range(8)]
+        loss = torch.zeros((), dtype=torch.float64)
+        for rank in range(8):
+            if first_of(order, rank, case, alike(case, grad)) != rank:
+                continue  # its loss is that of another rank, counted once
+            ranks, coords = group(order, rank, list(case.roles))
+            everyone = torch.stack([leaves[source[r]] for r in ranks.reshape(-1)])
+            everyone = everyone.reshape(*ranks.shape, *case.shape)
+            reduce = torch.mean if case.partial == "avg" else torch.sum
+            y = oracle(case, everyone, coords, lambda x, axis, f=reduce: f(x, dim=axis))
+            loss = loss + (y.square() * torch.from_numpy(weight(rank, tuple(y.shape)))).sum()
+        loss.backward()
+        for rank in range(8):
+            want = leaves[source[rank]].grad
+            assert want is not None
+            # Small whole numbers in float64, halves at most: exact.
+            assert np.array_equal(by_rank[rank][number], want.numpy()), (case, grad, rank)
+
+
+# -- the planner alone, on simulated ranks --------------------------------------------------------
+
+
+def simulate(recipe: Recipe, inputs: dict[tuple[int, ...], np.ndarray]) -> dict[tuple[int, ...], np.ndarray]:
+    """Every rank's result, the steps carried out literally on NumPy arrays."""
+    names = [name for name, _ in recipe.dims]
+    now = inputs
+    for step in recipe.steps:
+        now = {coords: one_step(step, coords, now, names) for coords in now}
+        assert {x.shape for x in now.values()} == {step.shape}
+        assert step.shape is not None and len(step.axes) == len(step.shape)
+    return now
+
+
+def one_step(
+    step: Step,
+    coords: tuple[int, ...],
+    now: dict[tuple[int, ...], np.ndarray],
+    names: list[str],
+) -> np.ndarray:
+    x = now[coords]
+    if step.kind == "reshape":
+        assert step.shape is not None
+        return x.reshape(step.shape)
+    args: tuple[Any, ...] = step.args
+    if step.kind == "permute":
+        return x.transpose(args)
+    at = names.index(step.dim)
+    peers = [now[(*coords[:at], c, *coords[at + 1 :])] for c in range(step.size)]
+    own = coords[at]
+    if step.kind == "slice":
+        return np.split(x, step.size, args[0])[own]
+    if step.kind == "all_gather":
+        return np.concatenate(peers, args[0])
+    if step.kind == "reduce_scatter":
+        axis, op = args
+        return np.split(REDUCE[op](np.stack(peers), axis=0), step.size, axis)[own]
+    split_axis, concat_axis = args
+    parts = [np.split(peer, step.size, split_axis)[own] for peer in peers]
+    return np.concatenate(parts, concat_axis)
+
+
+@st.composite
+def random_patterns(
+    draw: st.DrawFn,
+) -> tuple[str, tuple[int, ...], dict[str, int], str | None, dict[str, int]]:
+    """A pattern over up to four tensor axes and three dims, with a shape that fits it."""
+    axes = {f"x{i}": draw(st.integers(1, 3)) for i in range(draw(st.integers(0, 4)))}
+    dims = {f"d{i}": draw(st.integers(1, 3)) for i in range(draw(st.integers(0, 3)))}
+    where = {dim: draw(st.sampled_from(["left", "right", "both"])) for dim in dims}
+    sides = []
+    for side in ("left", "right"):
+        names = draw(st.permutations([*axes, *(d for d in dims if where[d] in (side, "both"))]))
+        groups: list[list[str]] = []
+        for name in names:
+            if groups and draw(st.booleans()):
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        if draw(st.integers(0, 4)) == 0:
+            groups.insert(draw(st.integers(0, len(groups))), [])
+        sides.append(groups)
+    lengths = {**axes, **dims}
+    shape = tuple(int(np.prod([lengths[n] for n in g])) for g in sides[0])
+    text = " -> ".join(text_of(tuple(map(tuple, side))) for side in sides)
+    partial = None
+    if "left" in where.values():
+        partial = draw(st.sampled_from([None, "sum", "max"]))
+    return text, shape, dims, partial, axes
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(random_patterns())
+def test_random_recipes_on_simulated_ranks(
+    drawn: tuple[str, tuple[int, ...], dict[str, int], str | None, dict[str, int]],
+) -> None:
+    text, shape, dims, partial, sizes = drawn
+    layout = Layout(dims or {"unused": 1})
+    recipe, problem = None, ""
+    try:
+        recipe = explain_pattern(text, layout, shape, partial=partial, **sizes)
+    except PatternError as error:
+        problem = str(error)
+    if recipe is None:
+        assert "unclear whether to move" in problem
+        return
+    names = [name for name, _ in recipe.dims]
+    counts = [size for _, size in recipe.dims]
+    everyone = np.random.default_rng(0).integers(-9, 9, (*counts, *shape)).astype(float)
+    all_coords = list(itertools.product(*map(range, counts)))
+    got = simulate(recipe, {coords: everyone[coords] for coords in all_coords})
+    case = Case(text, shape, {n: ROLE[dict(recipe.roles)[n]] for n in names}, "", partial, sizes)
+    for coords in all_coords:
+        want = oracle(case, everyone, coords, REDUCE[partial or "sum"])
+        assert np.array_equal(got[coords], want), (recipe, coords)
+    assert recipe.result_shape == want.shape
+    # At least what cannot be avoided is sent, and at most what gathering everything would send.
+    assert recipe.sent is not None and recipe.sent <= everyone.size * (len(recipe.steps) + 1)
+    symbolic = explain_pattern(text, layout, partial=partial, **sizes)
+    assert [str(step) for step in symbolic.steps] == [str(step) for step in recipe.steps]
+    assert symbolic.sent is None and str(symbolic).count("\n") == str(recipe).count("\n") - 1
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+SHOWN = """\
+(dp b) s (tp h) d -> (pp b) (tp s) h d    on mesh pp=2 dp=2 tp=4
+  pp: gathered from all ranks along it
+  dp: reduced over the ranks along it, this rank's slice is kept
+  tp: moves: slices are exchanged between all ranks along it
+  step                                            axes               shape          each rank sends
+  x                                               (dp b) s (tp h) d  (4, 3, 8, 5)
+  reduce_scatter (sum) along dp, axis 0           b s (tp h) d       (2, 3, 8, 5)   240
+  all_to_all along tp, split axis 2, join axis 1  b (tp s) h d       (2, 12, 2, 5)  3 x 60 = 180
+  all_gather along pp, axis 0                     (pp b) (tp s) h d  (4, 12, 2, 5)  240
+  sent by each rank: 660 elements, times the bytes of one"""
+
+SHOWN_WITHOUT_SHAPE = """\
+(dp b) s (tp h) d -> (pp b) (tp s) h d    on mesh pp=2 dp=2 tp=4
+  pp: gathered from all ranks along it
+  dp: reduced over the ranks along it, this rank's slice is kept
+  tp: moves: slices are exchanged between all ranks along it
+  step                                            axes               shape  each rank sends
+  x                                               (dp b) s (tp h) d
+  reduce_scatter (sum) along dp, axis 0           b s (tp h) d              1 x b*s*tp*h*d
+  all_to_all along tp, split axis 2, join axis 1  b (tp s) h d              3 x b*s*h*d
+  all_gather along pp, axis 0                     (pp b) (tp s) h d         1 x b*tp*s*h*d"""
+
+
+def test_a_recipe_as_text() -> None:
+    pattern = "(dp b) s (tp h) d -> (pp b) (tp s) h d"
+    dims = {"pp": 2, "dp": 2, "tp": 4}
+    assert str(explain_pattern(pattern, dims, (4, 3, 8, 5), partial="sum")) == SHOWN
+    assert str(explain_pattern(pattern, dims, partial="sum")) == SHOWN_WITHOUT_SHAPE
+    assert str(explain_pattern("a b -> b a", dims)).splitlines()[0] == "a b -> b a    on each rank by itself"
+
+
+def test_what_is_sent_is_least() -> None:
+    dims = {"pp": 2, "dp": 2, "tp": 4}
+    # What shrinks comes before what grows.
+    assert explain_pattern("b (tp h) -> (dp b) h", dims, (3, 8)).sent == 6
+    assert explain_pattern("b (tp h) -> (dp b) h", dims, (3, 8), partial="sum").sent == 18 + 6
+    # Inner dims, whose ranks are close, carry the larger share of a sum over two dims.
+    recipe = explain_pattern("(dp tp a) -> a", dims, (16,), partial="sum")
+    assert [step.dim for step in recipe.steps if step.kind == "reduce_scatter"] == ["tp", "dp"]
+    recipe = explain_pattern("a -> (tp dp a)", dims, (16,))
+    assert [step.dim for step in recipe.steps if step.kind == "all_gather"] == ["dp", "tp"]
+
+
+def test_parse_reads_what_is_written() -> None:
+    assert parse("b (h w)1-> 1 (b 1) ( h w )").left == (("b",), ("h", "w"), ())
+    assert parse("b (h w)1-> 1 (b 1) ( h w )").right == ((), ("b",), ("h", "w"))
+    assert parse(" -> ").left == ()
+    assert parse("... a -> (a ...)").right == (("a", "..."),)
+
+
+def test_dims_of_the_mesh_are_ordered_by_distance() -> None:
+    layout = Layout(DIMS, merge=MERGE, views=VIEWS)
+    assert mesh_dims(layout) == {"pp": 2, "model": 4, "dp": 2, "ep": 4, "data": 4, "tp": 2}
+    assert list(mesh_dims(layout)) == ["pp", "model", "dp", "ep", "data", "tp"]
+
+
+def test_reductions_are_those_of_the_transport() -> None:
+    assert set(PARTIALS) <= set(REDUCE_OPS)
+
+
+def test_the_guide_shows_what_is_so() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "patterns.md"
+    # Every row of its first table is a case above, with the call that it names.
+    rows = re.findall(r"^\| `([^`]*->[^`]*)`(?:, `partial=\"(\w+)\"`)? \| (\w+)", guide.read_text(), re.M)
+    letters = {"all_gather": "g", "reduce_scatter": "r", "slice": "s", "all_to_all": "a", "nothing": ""}
+    cases = {(case.pattern, case.partial or ""): case.steps for case in CASES}
+    assert len(rows) >= 8
+    for pattern, partial, call in rows:
+        assert cases[pattern, partial].strip(".p") == letters[call], pattern
+
+
+def test_explaining_needs_no_torch() -> None:
+    program = """
+import sys
+from meshcomm.pattern import explain_pattern
+print(explain_pattern("b h -> b (tp h)", {"tp": 131072}).steps[0])
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "all_gather along tp, axis 2\n".replace("2", "1"))

@@ -1,0 +1,438 @@
+"""The simulator against Gloo to the bit, and what a rank has to itself."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.errors import BarrierTimeout, MeshcommError, RankFailed, StoreTimeout, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.simulator.gloo_order import reduced
+from meshcomm.simulator.run import simulate_script
+from meshcomm.testing import Pool
+from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
+from tests.comm import test_all_collectives, test_collectives
+from tests.simulator import random_programs
+from tests.simulator.random_programs import digest
+
+ROOT = Path(__file__).parents[2]
+DIMS = {"dp": 4, "tp": 2}
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+
+
+# -- the same as Gloo ---------------------------------------------------------------------------
+
+
+def every_sum(mesh: Mesh) -> dict[str, str]:
+    """Every reduction of values whose sum depends on the order, by what was asked."""
+    found = {}
+    for dims in ("dp", "tp", "all"):
+        for dtype in DTYPES:
+            for length in (1, 40, 3000):
+                generator = torch.Generator().manual_seed(length * 31 + mesh.rank)
+                x = torch.randn(length * 8, generator=generator)
+                x = torch.complex(x, x.flip(0)) if dtype.is_complex else x
+                x = x.to(dtype)
+                for op in REDUCE_OPS if length == 40 else ("sum", "avg"):
+                    if reduce_refusal("gloo", op, dtype) is not None:
+                        continue
+                    key = f"{op} of {dtype} {length} along {dims}"
+                    factor = 0.3 if op == "premul_sum" else None
+                    kept = mesh.all_reduce(dims, x[:length].clone(), op, factor=factor)
+                    found[f"all_reduce {key}"] = digest(kept)
+                    part = mesh.reduce_scatter(dims, x, 0, op, factor=factor)
+                    found[f"reduce_scatter {key}"] = digest(part)
+                    at = mesh.reduce(dims, x[:length], mesh.size(dims) - 1, op, factor=factor)
+                    found[f"reduce {key}"] = digest(at)
+    return found
+
+
+def every_sum_on_gloo() -> dict[str, str]:
+    with meshcomm.init(dims=DIMS, merge={"all": ("dp", "tp")}, device="cpu", timeout_s=60) as mesh:
+        return every_sum(mesh)
+
+
+def test_sums_are_those_of_gloo_to_the_bit(pool: Pool) -> None:
+    ours = meshcomm.simulate(every_sum, dims=DIMS, merge={"all": ("dp", "tp")})
+    theirs = pool.run(every_sum_on_gloo)
+    for rank in range(8):
+        differ = [key for key, value in ours[rank].items() if value != theirs[rank][key]]
+        assert not differ, (rank, differ[:5])
+
+
+def test_random_programs_under_every_schedule_are_those_of_gloo(pool: Pool) -> None:
+    seeds = range(50)
+    theirs = pool.run(random_programs.on_gloo, seeds, ranks=6, timeout_s=100)
+    for schedule in range(20):
+        ours = meshcomm.simulate(
+            random_programs.run_all,
+            dims=random_programs.DIMS,
+            merge=random_programs.MERGE,
+            args=(seeds,),
+            schedule_seed=schedule,
+        )
+        for rank in range(6):
+            for seed in seeds:
+                assert ours[rank][seed] == theirs[rank][seed], (schedule, seed, rank)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_collectives.messages,
+        test_collectives.gradients,
+        test_collectives.asynchronous,
+        test_all_collectives.rooted,
+        test_all_collectives.outs,
+        test_all_collectives.together,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_what_the_tests_of_communication_ask_of_processes(check: Callable[[Mesh], None]) -> None:
+    meshcomm.simulate(lambda mesh: test_collectives.each_mesh(check), dims={"world": 8})
+
+
+def test_a_sum_in_gloos_order_against_adding_one_by_one() -> None:
+    for size in (2, 3, 5, 8):
+        for length in (1, 4, 2 * size, 37):
+            parts = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+            got = reduced(parts, "sum")
+            exact = torch.stack(parts).double().sum(0)
+            # Each of size-1 additions rounds once.
+            assert torch.allclose(got.double(), exact, rtol=0, atol=size * 1e-6)
+            whole = [(part * 100).to(torch.int32) for part in parts]
+            assert torch.equal(reduced(whole, "sum"), torch.stack(whole).sum(0, dtype=torch.int32))
+            assert torch.equal(reduced(parts, "max"), torch.stack(parts).amax(0))
+
+
+# -- a rank is as a process ---------------------------------------------------------------------
+
+
+def test_results_come_by_rank_and_every_rank_has_its_own_arguments() -> None:
+    given = {"seen": []}
+
+    def program(mesh: Mesh, notes: dict[str, list[int]], scale: int) -> tuple[int, dict[str, int], float]:
+        notes["seen"].append(mesh.rank)
+        mesh.barrier()
+        assert notes["seen"] == [mesh.rank]
+        return mesh.rank, mesh.coords, mesh.all_reduce("dp", torch.tensor(scale * mesh.rank)).item()
+
+    results = meshcomm.simulate(program, dims=DIMS, args=(given, 10))
+    assert given == {"seen": []}
+    assert [rank for rank, _, _ in results] == list(range(8))
+    assert results[5][1] == {"dp": 2, "tp": 1}
+    assert [total for _, _, total in results] == [120, 160] * 4
+
+
+_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("test_variable", default="none")
+
+
+def test_generators_default_dtype_environment_and_context_are_a_ranks_own() -> None:
+    torch.manual_seed(123)
+    random.seed(5)
+    np.random.seed(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    environment = dict(os.environ)
+    _VARIABLE.set("caller")
+
+    def program(mesh: Mesh) -> tuple[Any, ...]:
+        assert _VARIABLE.get() == "caller"
+        _VARIABLE.set(str(mesh.rank))
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(mesh.rank)
+        assert os.environ["WORLD_SIZE"] == "8"
+        unseeded = torch.rand(1).item(), random.random(), np.random.rand()
+        mesh.barrier()
+        torch.manual_seed(mesh.rank % 2)
+        torch.set_default_dtype(torch.float64 if mesh.rank == 3 else torch.float32)
+        first = torch.rand(2)
+        mesh.barrier()
+        second = torch.rand(2)
+        mesh.barrier()
+        assert torch.get_default_dtype() == (torch.float64 if mesh.rank == 3 else torch.float32)
+        assert _VARIABLE.get() == os.environ["RANK"] == str(mesh.rank)
+        return unseeded, torch.cat([first, second]).double().tolist()
+
+    results = meshcomm.simulate(program, dims=DIMS, schedule_seed=3)
+    assert len({unseeded for unseeded, _ in results}) == 8
+    for rank, (_, drawn) in enumerate(results):
+        if rank != 3:  # other dtype, other numbers
+            alone = torch.rand(4, generator=torch.Generator().manual_seed(rank % 2))
+            assert drawn == alone.double().tolist()
+    assert results == meshcomm.simulate(program, dims=DIMS, schedule_seed=3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+    assert torch.get_default_dtype() == torch.float32
+    assert dict(os.environ) == environment and _VARIABLE.get() == "caller"
+
+
+def test_one_rank_runs_at_a_time_and_no_thread_is_left() -> None:
+    before, inside, threads = threading.active_count(), [], torch.get_num_threads()
+
+    def program(mesh: Mesh) -> None:
+        for _ in range(5):
+            inside.append(mesh.rank)
+            assert len(inside) == 1
+            time.sleep(0)
+            inside.pop()
+            mesh.barrier()
+
+    meshcomm.simulate(program, dims=DIMS)
+    assert threading.active_count() == before
+    assert torch.get_num_threads() == threads
+
+
+def test_meshes_inside_merged_created_partial_and_closed() -> None:
+    def program(world: Mesh) -> Any:
+        with meshcomm.init(
+            dims={"pp": 2, "dp": 2, "tp": 2},
+            merge={"model": ("pp", "tp")},
+            views={"expert": {"pp": 2, "edp": 1, "ep": 4}},
+            rank_order=[6, 3, 1, 4, 0, 7, 5, 2],
+        ) as mesh:
+            sums = [mesh.all_reduce(d, torch.tensor(mesh.rank)).item() for d in ("model", ("pp", "tp"), "ep")]
+            mesh.create("data", ("tp", "dp"))
+            sums.append(mesh.all_reduce("data", torch.tensor(mesh.rank)).item())
+            expected = [sum(mesh.ranks(d)) for d in ("model", ("pp", "tp"), "ep", "data")]
+            assert sums == expected
+            few = meshcomm.init(dims={"x": 3}, ranks=[1, 4, 6])
+            assert few.is_member == (mesh.rank in (1, 4, 6))
+            if few.is_member:
+                assert few.all_reduce("x", torch.tensor(1)).item() == 3
+            few.close()
+            mesh.barrier()
+        with pytest.raises(meshcomm.MeshcommError, match="is closed"):
+            mesh.all_reduce("dp", torch.ones(1))
+        with pytest.raises(MeshcommError, match="have met: world_size has no effect here"):
+            meshcomm.init(dims={"all": -1}, world_size=8)
+        with pytest.raises(UnsupportedOp, match="has no part in this mesh"):
+            world.group("world")
+        return str(world).splitlines()[0]
+
+    assert meshcomm.simulate(program, dims={"world": 8})[0].startswith("mesh of 8 ranks")
+
+
+def test_ranks_that_mean_different_meshes_hear_of_it() -> None:
+    def program(world: Mesh) -> None:
+        meshcomm.init(dims={"dp": 2, "tp": 2} if world.rank else {"dp": 4})
+
+    with pytest.raises(RankFailed, match="the mesh differs between ranks: rank 0 of 4 is mismatched"):
+        meshcomm.simulate(program, dims={"world": 4})
+
+
+def test_the_store_waits_counts_and_lists() -> None:
+    def program(mesh: Mesh) -> None:
+        store, me = mesh.store, mesh.rank
+        store.set(f"from/{me}", str(me))
+        assert store.get(f"from/{(me + 1) % 8}") == str((me + 1) % 8).encode()
+        assert store.multi_get(["from/0", "from/7"]) == [b"0", b"7"]
+        store.add("count", me)
+        store.append("log", b".")
+        mesh.barrier()
+        assert store.add("count", 0) == 28 and store.get("log") == b"." * 8
+        assert store.keys() == sorted(["count", "log", *(f"from/{rank}" for rank in range(8))])
+        assert store.num_keys() == 10
+        under = torch.distributed.PrefixStore("from", store.torch_store)
+        assert under.get("3") == b"3" and not under.check(["no"])
+        mesh.barrier()
+        if me == 0:
+            assert store.delete_key("from/3") and not store.delete_key("from/3")
+            store.set("deleted", "")
+        while not store.has_key("deleted"):  # other ranks run while one asks
+            pass
+        assert not store.has_key("from/3")
+        assert store.compare_set("turn", "", "a") in (b"a", b"b")
+        # A wait that is shorter than the mesh's own ends, as nobody sets the key; no time passes.
+        with pytest.raises(StoreTimeout, match='"never" not set within 20 s'):
+            store.get("never", timeout_s=20)
+        mesh.barrier()
+        if me:
+            with pytest.raises(BarrierTimeout, match="1 of 8 ranks did not come within 30 s") as caught:
+                mesh.barrier(timeout_s=30)
+            assert caught.value.missing == (0,)
+
+    began = time.monotonic()
+    meshcomm.simulate(program, dims=DIMS)
+    assert time.monotonic() - began < 20
+
+
+def test_explore_returns_the_first_schedules_results() -> None:
+    def program(mesh: Mesh) -> bytes:
+        mesh.store.compare_set("first", "", str(mesh.rank))
+        return mesh.store.get("first")
+
+    by_seed = [meshcomm.simulate(program, dims=DIMS, schedule_seed=seed) for seed in range(5, 9)]
+    assert len({results[0] for results in by_seed}) > 1
+    assert meshcomm.simulate(program, dims=DIMS, schedule_seed=5, explore=4) == by_seed[0]
+
+
+def test_what_simulate_is_told_is_checked() -> None:
+    for keywords, match in (
+        ({}, "was not told which mesh to make"),
+        ({"config": ROOT / "configs/mesh.toml", "dims": DIMS}, "told two meshes"),
+        ({"config": ROOT / "configs/mesh.toml", "options": {"dp": {"backend": "nccl"}}}, "told two meshes"),
+        ({"dims": {"dp": 2}, "options": {"dp": {"backnd": "nccl"}}}, "options.dp.backnd: unknown key"),
+        ({"dims": {"dp": -1}}, "-1"),
+        ({"dims": {"dp": 3}, "world_size": 8}, "8"),
+    ):
+        with pytest.raises(MeshcommError, match=match):
+            meshcomm.simulate(lambda mesh: None, **keywords)  # type: ignore[arg-type]
+    sizes = meshcomm.simulate(lambda mesh: mesh.size("dp"), dims={"dp": -1, "tp": 2}, world_size=6)
+    assert sizes == [3] * 6
+    assert meshcomm.simulate(lambda mesh: mesh.rank, ROOT / "configs/mesh.toml")[-1] == 7
+    refused = meshcomm.simulate(_bitwise, dims={"dp": 2}, options={"dp": {"backend": "nccl"}})
+    assert refused == ["all_reduce along \"dp\" on rank 0 (dp=0): bor of int64 is not possible on nccl",
+                       "all_reduce along \"dp\" on rank 1 (dp=1): bor of int64 is not possible on nccl"]  # fmt: skip
+
+
+def _bitwise(mesh: Mesh) -> str:
+    with pytest.raises(UnsupportedOp) as caught:
+        mesh.all_reduce("dp", torch.tensor(mesh.rank), "bor")
+    return caught.value.what
+
+
+def test_a_dropped_handle_is_an_error_and_no_shower_of_warnings() -> None:
+    def program(mesh: Mesh) -> None:
+        mesh.all_reduce("dp", torch.ones(1), async_op=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(meshcomm.MeshcommError, match="ended without waiting for 8 handles"):
+            meshcomm.simulate(program, dims=DIMS)
+
+
+# -- scripts ------------------------------------------------------------------------------------
+
+
+def script(tmp_path: Path, text: str, **keywords: Any) -> dict[str, Any]:
+    file = tmp_path / "script.py"
+    file.write_text(text)
+    options = {"arguments": (), "overrides": (), "world": None, "seed": 0, "explore": 1, **keywords}
+    return simulate_script(ROOT / "configs/mesh.toml", file, **options)
+
+
+def test_examples_run_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config, said in (
+        (
+            "hello_mesh",
+            ROOT / "configs/mesh.toml",
+            "rank 7 (pp=1 dp=1 tp=1): pp [3, 7] sum 10, dp [5, 7] sum 12",
+        ),
+        ("two_meshes", None, "rank 7: in the model, {'pp': 2, 'tp': 1}, features [1.0, 1.0]"),
+    ):
+        path = ROOT / "examples" / f"{name}.py"
+        simulate_script(config, path, (), (), None if config else 8, 0, 2)
+        assert capsys.readouterr().out.count(said) == 2
+
+
+def test_a_script_has_its_own_main_arguments_and_exit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+import dataclasses, os, pickle, sys
+import meshcomm, torch
+@dataclasses.dataclass
+class Note:
+    rank: int
+mesh = meshcomm.init()
+sys.argv.append(str(mesh.rank))
+mesh.barrier()
+assert sys.argv == [__file__, "--fast", str(mesh.rank)] and os.environ["RANK"] == str(mesh.rank)
+assert sys.modules["__main__"].mesh is mesh and __name__ == "__main__"
+assert pickle.loads(pickle.dumps(Note(mesh.rank))) == Note(mesh.rank)
+got = mesh.objects.broadcast("dp", Note(mesh.rank).rank, src=0)
+mesh.close()
+sys.exit(0)
+"""
+    argv, main = sys.argv, sys.modules["__main__"]
+    facts = script(tmp_path, text, arguments=["--fast"])
+    assert facts["world"] == 8 and sys.argv is argv and sys.modules["__main__"] is main
+    with pytest.raises(RankFailed, match="ranks 0 1 2 3 4 5 6 7 of 8 failed: SystemExit: 3"):
+        script(tmp_path, "import sys; sys.exit(3)")
+    with pytest.raises(MeshcommError, match="is no Python program"):
+        script(tmp_path, "def")
+    with pytest.raises(RankFailed, match=r"script.py:1:\n +ZeroDivisionError"):
+        script(tmp_path, "1 / 0")
+
+
+def test_traffic_is_counted_by_dim_rank_and_link(tmp_path: Path) -> None:
+    text = """
+import meshcomm, torch
+with meshcomm.init() as mesh:
+    mesh.all_reduce("tp", torch.zeros(6))
+    mesh.all_gather("model", torch.zeros(2 if mesh.coord("dp") else 4))
+    mesh.all_to_all("ep", torch.zeros(8))
+    if mesh.coord("dp") == 0:
+        mesh.send("dp", torch.zeros(100 * (1 + mesh.rank)), dst=1)
+    else:
+        mesh.recv("dp", torch.zeros(100 * (mesh.rank - 1)), src=0)
+"""
+    facts = script(tmp_path, text, overrides=["topology.ranks_per_node=4"])
+    rows = {(row.pop("dim"), row.pop("operation")): row for row in facts["dims"]}
+    assert rows == {
+        ("tp", "all_reduce"): {"calls": 8, "bytes": 8 * 24, "largest_rank": 0, "largest_bytes": 24},
+        ("model", "all_gather"): {"calls": 8, "bytes": 96, "largest_rank": 0, "largest_bytes": 16},
+        ("ep", "all_to_all"): {"calls": 8, "bytes": 8 * 32, "largest_rank": 0, "largest_bytes": 32},
+        # Ranks 0, 1, 4, 5 send 100, 200, 500, 600 floats.
+        ("dp", "send"): {"calls": 4, "bytes": 5600, "largest_rank": 5, "largest_bytes": 2400},
+    }
+    links = {(row["dim"], row["link"]): row["bytes"] for row in facts["links"]}
+    assert links == {
+        ("tp", "node"): 8 * 24,  # 2 (n-1)/n of 24 bytes from each of 8
+        # Rings 0 1 4 5 and 2 3 6 7, three parts on each of four links; two links of each stay on a node.
+        ("model", "node"): 2 * 3 * 16 + 2 * 3 * 8,
+        ("model", "network"): 2 * 3 * 16 + 2 * 3 * 8,
+        ("ep", "node"): 8 * 3 * 8,
+        ("dp", "node"): 5600,
+    }
+    assert script(tmp_path, text)["links"] is None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    config = str(ROOT / "configs/mesh.toml")
+    done = CliRunner().invoke(app, ["simulate", "--json", config, str(ROOT / "examples/hello_mesh.py")])
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["world"] == 8 and facts["links"] is None
+    assert {
+        "dim": "tp",
+        "operation": "all_reduce",
+        "calls": 8,
+        "bytes": 64,
+        "largest_rank": 0,
+        "largest_bytes": 8,
+    } in facts["dims"]
+    assert "rank 7 (pp=1 dp=1 tp=1)" in done.stderr
+    good = tmp_path / "good.py"
+    good.write_text("import meshcomm\nwith meshcomm.init() as mesh:\n    mesh.barrier('tp')\n")
+    words = ["simulate", "--set", "topology.ranks_per_node=4", "--explore", "2", config, str(good)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.stderr
+    assert "8 ranks simulated, no deadlock, 2 schedules tried, traffic of the first" in done.stdout
+    assert re.search(r"tp +barrier +8 +0 ", done.stdout) and re.search(r"tp +node +0 ", done.stdout)
+    bad = tmp_path / "bad.py"
+    bad.write_text("import meshcomm\nmesh = meshcomm.init()\nif mesh.rank:\n    mesh.barrier('tp')\n")
+    done = CliRunner().invoke(app, ["simulate", config, str(bad)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(
+        "rank 0 returned while rank 1 waits\n"
+        "  given:    rank 1 (pp=0 dp=0 tp=1) waits in barrier, call 1 on tp[pp=0 dp=0] at "
+        f"{bad}:4; rank 0 has returned\n"
+    ), done.stderr

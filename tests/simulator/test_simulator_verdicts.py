@@ -1,0 +1,283 @@
+"""Planted bugs and their exact verdicts, the same programs without the bug, and how verdicts are found."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.errors import (
+    CallMismatchError,
+    DeadlockError,
+    HandleNotWaited,
+    MeshcommError,
+    RankFailed,
+    UnmatchedMessage,
+    UnsupportedOp,
+)
+from meshcomm.mesh import Mesh
+from meshcomm.simulator.diagnosis import find_circle
+from tests.simulator import planted_bugs
+from tests.simulator.planted_bugs import DIMS, MERGE, PROGRAMS, one
+
+FILE = Path(planted_bugs.__file__)
+LINES = FILE.read_text().splitlines()
+
+
+def marked(text: str) -> str:
+    """`text` with each line of planted_bugs.py as the mark that stands at its end."""
+
+    def mark(match: re.Match[str]) -> str:
+        line = LINES[int(match[1]) - 1]
+        assert "  # " in line, f"a verdict names line {match[1]}, which has no mark: {line}"
+        return "@" + line.rpartition("# ")[2]
+
+    return re.sub(re.escape(str(FILE)) + r":(\d+)", mark, text)
+
+
+def expected() -> dict[str, str]:
+    sections = (Path(__file__).parent / "planted_verdicts.txt").read_text().split("== ")[1:]
+    found = {}
+    for section in sections:
+        name, _, text = section.partition("\n")
+        found[name] = text.rstrip("\n")
+    return found
+
+
+VERDICTS = expected()
+
+
+def verdict_of(fn: Callable[..., Any], *args: Any, **options: Any) -> MeshcommError:
+    options = {"dims": DIMS, "merge": MERGE, **options}
+    with pytest.raises(MeshcommError) as caught:
+        meshcomm.simulate(fn, args=args, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_planted_bug_gets_its_verdict_and_the_corrected_program_passes(program: Any) -> None:
+    before = threading.active_count()
+    error = verdict_of(program, True)
+    text = f"{type(error).__name__}: {error}".replace("schedule seed 0 repeats it", "SEED")
+    assert marked(text) == VERDICTS[program.__name__]
+    assert threading.active_count() == before, "threads of ranks are left"
+    assert len(meshcomm.simulate(program, dims=DIMS, merge=MERGE, args=(False,))) == 4
+
+
+def test_every_planted_bug_has_a_verdict_and_every_verdict_a_bug() -> None:
+    assert len(PROGRAMS) >= 20
+    assert sorted(program.__name__ for program in PROGRAMS) == sorted(VERDICTS)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_bug_that_any_schedule_has_is_found_by_every_schedule(seed: int) -> None:
+    for program in PROGRAMS:
+        error = verdict_of(program, True, schedule_seed=seed)
+        kind = VERDICTS[program.__name__].partition(":")[0]
+        assert type(error).__name__ == kind, program.__name__
+        assert f"schedule seed {seed} repeats it" in str(error)
+
+
+def test_what_a_verdict_carries_for_programs() -> None:
+    crossed = verdict_of(planted_bugs.crossed_order_on_two_dims, True)
+    assert isinstance(crossed, DeadlockError)
+    assert crossed.circle == (0, 2, 3, 1) and crossed.waiting == (0, 1, 2, 3)
+    dtype = verdict_of(planted_bugs.other_dtype, True)
+    assert isinstance(dtype, CallMismatchError) and dtype.mismatched_ranks == (2,)
+    unsent = verdict_of(planted_bugs.missing_send, True)
+    assert isinstance(unsent, UnmatchedMessage) and unsent.waiting == (2, 3)
+    dropped = verdict_of(planted_bugs.dropped_handle, True)
+    assert isinstance(dropped, HandleNotWaited) and dropped.mismatched_ranks == (0, 1, 2, 3)
+    raised = verdict_of(planted_bugs.exception_on_one_rank, True)
+    assert isinstance(raised, RankFailed)
+    assert list(raised.by_rank) == [2] and raised.__cause__ is raised.by_rank[2]
+    assert isinstance(raised.__cause__, ValueError)
+
+
+def test_a_deadlock_of_64_ranks_is_proved() -> None:
+    def ring(mesh: Mesh) -> None:
+        mesh.send("ring", one(), dst=(mesh.coord("ring") + 1) % 64)
+
+    error = verdict_of(ring, dims={"ring": 64}, merge=None)
+    assert isinstance(error, DeadlockError) and error.circle == tuple(range(64))
+    assert "and 48 more" in str(error)
+
+
+def test_a_mismatch_is_told_when_some_never_come() -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.rank == 0:
+            mesh.all_reduce("all", one())
+        elif mesh.rank == 1:
+            mesh.all_gather("all", one())
+
+    text = str(verdict_of(program))
+    assert re.search(
+        r'ranks differ in call 1 along "all": rank 1 is mismatched; nothing was sent\n'
+        r"  given:    rank 1: all_gather\(.*\) at .*\n"
+        r"            rank 2 3: did not come\n"
+        r"  expected: as rank 0: all_reduce\(",
+        text,
+    ), text
+
+
+def test_one_seed_is_one_schedule_and_explore_finds_the_seed_that_fails() -> None:
+    def first_come(mesh: Mesh) -> Any:
+        # Wrong: whoever comes first to the store is not known to the others.
+        root = 0 if mesh.store.add("come", 1) <= 2 else 1
+        return mesh.broadcast("tp", one(mesh.rank), src=root)
+
+    with pytest.raises(CallMismatchError) as caught:
+        meshcomm.simulate(first_come, dims=DIMS, explore=50)
+    match = re.search(r"schedule seed (\d+) repeats it", str(caught.value))
+    assert match is not None
+    seed = int(match[1])
+    again = verdict_of(first_come, schedule_seed=seed, merge=None)
+    assert str(again) == str(caught.value)
+    for earlier in range(seed):
+        meshcomm.simulate(first_come, dims=DIMS, schedule_seed=earlier)
+    with pytest.raises(MeshcommError, match="cannot try 0 schedules"):
+        meshcomm.simulate(first_come, dims=DIMS, explore=0)
+
+
+def test_ranks_are_unwound_through_their_finally_blocks_and_broad_excepts() -> None:
+    cleaned: list[int] = []
+
+    def program(mesh: Mesh) -> None:
+        try:
+            try:
+                mesh.all_reduce("tp" if mesh.rank in (1, 2) else "dp", one())
+            except Exception:
+                raise AssertionError("a verdict is not for the program to catch") from None
+        finally:
+            cleaned.append(mesh.rank)
+            # Whatever waits while a rank is unwound ends it again.
+            mesh.barrier("tp")
+
+    assert isinstance(verdict_of(program), DeadlockError)
+    assert sorted(cleaned) == [0, 1, 2, 3]
+
+
+def test_errors_of_several_ranks_are_folded_and_followers_are_named() -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            raise KeyError("own")
+        if mesh.rank in (2, 3):
+            raise ValueError("common")
+        mesh.barrier("all")
+
+    error = verdict_of(program)
+    assert isinstance(error, RankFailed) and sorted(error.by_rank) == [1, 2, 3]
+    text = str(error)
+    assert re.search(r"ranks 2 3 at .*test_simulator_verdicts.py:\d+:\n +ValueError: common", text), text
+    assert "rank 0 waited for others when nothing more could happen" in text
+
+
+def test_an_interrupt_ends_all_ranks() -> None:
+    def raises(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            raise KeyboardInterrupt
+        mesh.barrier("all")
+
+    def goes_on(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            mesh.barrier("all")
+
+    before = threading.active_count()
+    error = verdict_of(raises)
+    assert isinstance(error, RankFailed) and isinstance(error.by_rank[1], KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        meshcomm.simulate(goes_on, dims=DIMS, merge=MERGE)
+    assert threading.active_count() == before
+
+
+def test_a_simulation_inside_a_rank_is_one_of_its_own() -> None:
+    def inner(mesh: Mesh) -> int:
+        return int(mesh.all_reduce("x", torch.tensor(mesh.rank)).item())
+
+    def outer(mesh: Mesh) -> tuple[list[int], int]:
+        found = meshcomm.simulate(inner, dims={"x": 3})
+        return found, int(mesh.all_reduce("all", torch.tensor(mesh.rank)).item())
+
+    assert meshcomm.simulate(outer, dims=DIMS, merge=MERGE) == [([3, 3, 3], 6)] * 4
+
+
+def test_a_rank_communicates_in_its_own_thread_only() -> None:
+    def program(mesh: Mesh) -> None:
+        failed: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                mesh.all_reduce("tp", one())
+            except MeshcommError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        raise failed[0]
+
+    error = verdict_of(program)
+    assert isinstance(error, RankFailed) and isinstance(error.__cause__, UnsupportedOp)
+    assert "communicates from a thread that is not its own" in str(error)
+
+
+def test_a_module_must_not_wait_for_ranks_that_share_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waits_while_imported.py").write_text(
+        "import meshcomm\nmesh = meshcomm.init(dims={'all': -1})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def program(mesh: Mesh) -> None:
+        import waits_while_imported  # type: ignore[import-not-found]  # noqa: F401
+
+    error = verdict_of(program)
+    assert "while it imports waits_while_imported, which all ranks share" in str(error)
+
+
+def test_circles_against_walking_every_path() -> None:
+    for seed in range(300):
+        chance = random.Random(seed)
+        n = chance.randint(1, 7)
+        waits = {
+            rank: sorted(set(chance.choices([r for r in range(n + 2) if r != rank], k=chance.randint(0, 2))))
+            for rank in range(n)
+        }
+        circle = find_circle(waits)
+        for rank, following in zip(circle, [*circle[1:], *circle[:1]], strict=True):
+            assert following in waits[rank]
+        assert len(set(circle)) == len(circle)
+        assert bool(circle) == any(_returns(waits, rank, rank, set()) for rank in waits), waits
+
+
+def _returns(waits: dict[int, list[int]], rank: int, home: int, seen: set[int]) -> bool:
+    for other in waits.get(rank, ()):
+        if other == home:
+            return True
+        if other not in seen:
+            seen.add(other)
+            if _returns(waits, other, home, seen):
+                return True
+    return False
+
+
+def test_a_receive_from_anyone_that_nobody_serves() -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.coord("all") == 2:
+            mesh.recv_any("all", torch.zeros(1))
+
+    error = verdict_of(program)
+    assert isinstance(error, UnmatchedMessage)
+    assert "rank 2 (dp=1 tp=0) waits in recv_any (receive from any rank, on all)" in str(error)

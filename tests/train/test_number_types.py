@@ -1,0 +1,62 @@
+"""Training in the types that people train in: close to one process, and of the type that was asked for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.config import load
+from meshcomm.testing import Pool
+from meshcomm.train.parity import record, reference
+from tests.train.parity_cases import CASES
+
+Found = tuple[tuple[float, ...], tuple[float, ...], set[torch.dtype]]
+
+
+def trained(case: dict[str, Any], alone: bool) -> Found:
+    """Losses and norms of two steps, and the types that matrix products had."""
+    torch.set_num_threads(1)
+    config = load(case)
+    if alone:
+        config = reference(config)
+    seen: set[torch.dtype] = set()
+    linear = torch.nn.functional.linear
+
+    def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y: torch.Tensor = linear(x, *rest)
+        seen.add(y.dtype)
+        return y
+
+    with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
+        patch.setattr(torch.nn.functional, "linear", watched)
+        found = record(mesh, config, 2)
+    return found.losses, found.norms, seen
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compute", "tolerance"),
+    [("hsdp 2x2 tp2", None, 1e-5), ("shard2 cp2 tp2", "bfloat16", 2e-2), ("pp2 ep2 tp2", "bfloat16", 2e-2)],
+)
+def test_float32_and_bfloat16_stay_close(
+    pool: Pool, mesh: str, compute: str | None, tolerance: float
+) -> None:
+    case = copy.deepcopy(CASES[mesh])
+    case["train"] |= (
+        {"dtype": "float32"} if compute is None else {"dtype": "float32", "compute_dtype": compute}
+    )
+    losses, norms, types = pool.run(trained, case, True, ranks=1)[0]
+    exact = copy.deepcopy(CASES[mesh])
+    wanted, wanted_norms, _ = pool.run(trained, exact, True, ranks=1)[0]
+    # Routers stay in float32.
+    assert types <= {torch.float32, getattr(torch, compute or "float32")}
+    assert getattr(torch, compute or "float32") in types
+    assert losses == pytest.approx(wanted, rel=tolerance)
+    for found_losses, found_norms, found_types in pool.run(trained, case, False):
+        assert found_types == types
+        assert found_losses == pytest.approx(losses, rel=tolerance)
+        assert found_norms == pytest.approx(norms, rel=tolerance)
+        assert found_norms == pytest.approx(wanted_norms, rel=10 * tolerance)

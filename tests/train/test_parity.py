@@ -1,0 +1,453 @@
+"""Every mesh trains what one process trains; and where one does not, parity says what and which dim."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.show.parity import parity_view
+from meshcomm.testing import Pool
+from meshcomm.train.blame import Blame, blame, only, suspected
+from meshcomm.train.differences import Difference, compare, first, worst
+from meshcomm.train.parity import Record, in_float64, record, reference
+from meshcomm.train.parity_job import Parity
+from meshcomm.train.parity_rank import differences
+from tests.train.parity_bugs import BUGS, planted
+from tests.train.parity_cases import CASES
+from tests.train.parity_page import PAGE, settings
+
+TOLERANCE = 1e-9
+
+Mesh = Callable[..., list[Difference]]
+
+
+def recorded(config: Config, steps: int, path: Path) -> None:
+    """One process: the record that meshes are compared with."""
+    torch.set_num_threads(1)
+    one = reference(config)
+    with meshcomm.init(one) as mesh:
+        record(mesh, one, steps).save(path)
+
+
+def compared(config: Config, steps: int, path: Path, bug: str) -> list[Difference] | None:
+    """A rank: its differences from the record, with a mistake in its program or none."""
+    torch.set_num_threads(1)
+    with planted(bug, config):
+        return differences(config, steps, path)
+
+
+@pytest.fixture(scope="module")
+def mesh(pool: Pool) -> Mesh:
+    """Runs a configuration's mesh; its differences from one process, which each model runs once."""
+    known: dict[str, tuple[Path, list[str]]] = {}
+
+    def run(config: Config, steps: int = 3, bug: str = "") -> list[Difference]:
+        facts = reference(config).model_dump(mode="json", exclude_unset=True)
+        key = json.dumps([facts["model"], facts["train"], facts["data"], steps])
+        if key not in known:
+            path = pool.folder / f"reference{len(known)}.pt"
+            pool.run(recorded, config, steps, path, ranks=1)
+            known[key] = path, list(Record.read(path).weights)
+        path, names = known[key]
+        ranks = math.prod(config.mesh.dims.values())
+        found = pool.run(compared, config, steps, path, bug, ranks=ranks, timeout_s=300)
+        return worst(found, names)
+
+    return run
+
+
+# -- the meshes -----------------------------------------------------------------------------------
+
+IN_EVERY_RUN = [
+    "tp8",
+    "pp2 dp2 tp2 sequence recompute",
+    "pp4 dp2 interleaved",
+    "cp2 dp2 tp2",
+    "shard4 tp2",
+    "hsdp 2x2 tp2",
+    "pp2 ep2 tp2",
+]
+
+
+@pytest.mark.parametrize("case", IN_EVERY_RUN)
+def test_three_steps_are_those_of_one_process(mesh: Mesh, case: str) -> None:
+    found = mesh(load(CASES[case]), 3)
+    assert {one.kind for one in found} == {"loss", "gradient norm", "weight", "gradient"}
+    assert max(found, key=lambda one: one.relative).relative < TOLERANCE
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps_are_those_of_one_process(
+    mesh: Mesh, case: str, parity_rows: list[tuple[str, Difference]], figures: Callable[[str], None]
+) -> None:
+    found = mesh(load(CASES[case]), 20)
+    one = max(found, key=lambda one: one.relative)
+    figures(f"parity of {case}, 20 steps: {one.relative:.1e}, {one.words}")
+    parity_rows.append((case, one))
+    assert len([one for one in found if one.kind == "loss"]) == 20
+    assert one.relative < TOLERANCE
+
+
+def test_the_page_has_every_case() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    # Behind the head and the line below it: what a mesh gave is measured, the rest follows from the case.
+    assert [row.split(" | ")[:3] for row in rows[2:]] == [
+        [f"| {case}", *settings(CASES[case])] for case in CASES
+    ]
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+CAUGHT = {
+    "sum_after_split_inputs_missing": ("pp2 dp2 tp2", "loss of step 1", ("tp",)),
+    "replicated_parameters_counted_twice_along_tp": ("pp2 dp2 tp2", "gradient norm of step 1", ("tp",)),
+    "loss_divided_by_a_ranks_own_tokens_under_cp": ("cp2 dp2 tp2", "loss of step 1", ("cp",)),
+    "last_stage_begins_one_layer_late": ("pp2 dp2 tp2", "loss of step 1", ("pp",)),
+    "samples_numbered_from_zero_on_every_rank": ("dp2 tp4", "loss of step 1", ("dp",)),
+    "norm_weights_of_own_tokens_only": ("dp2 tp4 sequence", "gradient norm of step 1", ("tp",)),
+    "router_summed_like_an_expert": ("ep4 edp2", "gradient norm of step 1", ("ep",)),
+    "experts_summed_like_dense_weights": ("ep4 edp2", "gradient norm of step 1", ("ep",)),
+    "tied_gradients_not_exchanged": ("pp2 dp4 tied", "gradient norm of step 1", ("pp",)),
+    "clipped_by_the_ranks_own_norm": ("pp2 dp2 tp2", "loss of step 3", ("pp",)),
+    "rotary_positions_from_zero_on_every_rank": ("cp2 dp2 tp2", "loss of step 1", ("cp",)),
+    "last_microbatch_is_the_one_before": ("dp2 tp4", "loss of step 1", ("dp",)),
+    "gradients_not_summed_along_data": ("dp2 tp4", "gradient norm of step 1", ("dp",)),
+}
+
+
+def test_every_mistake_is_in_the_table() -> None:
+    assert CAUGHT.keys() == BUGS.keys()
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", CAUGHT)
+def test_a_mistake_is_caught_and_its_dim_named(mesh: Mesh, bug: str, figures: Callable[[str], None]) -> None:
+    case, what, dims = CAUGHT[bug]
+    config = load(CASES[case])
+    ahead = first(mesh(config, 3, bug), TOLERANCE)
+    assert ahead is not None and ahead.words == what
+    found = blame(config, lambda part: mesh(part, 3, bug), TOLERANCE)
+    figures(f"{bug.replace('_', ' ')}, on {case}: first the {ahead.words}; {found.words}")
+    assert found.dims == dims
+    assert found.difference is not None and found.difference.relative > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("bug", "dim"),
+    [
+        ("sum_after_split_inputs_missing", "tp"),
+        ("replicated_parameters_counted_twice_along_tp", "tp"),
+        ("last_stage_begins_one_layer_late", "pp"),
+    ],
+)
+def test_a_mistake_is_caught_on_two_ranks(mesh: Mesh, bug: str, dim: str) -> None:
+    config = only(load(CASES["pp2 dp2 tp2"]), [dim])
+    ahead = first(mesh(config, 3, bug), TOLERANCE)
+    assert ahead is not None and ahead.words == CAUGHT[bug][1]
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def one_record(**changes: Any) -> Record:
+    facts: dict[str, Any] = {
+        "losses": (5.0, 4.0),
+        "norms": (1.0, 2.0),
+        "weights": {"a": torch.tensor([1.0, -400.0]), "b": torch.ones(2, 2)},
+        "gradients": {"a": torch.tensor([0.5, 0.25]), "b": torch.zeros(2, 2)},
+    }
+    return Record(**{**facts, **changes})
+
+
+def test_equal_records_differ_by_nothing() -> None:
+    found = compare(one_record(), one_record())
+    assert [(one.kind, one.name) for one in found] == [
+        ("loss", "step 1"),
+        ("gradient norm", "step 1"),
+        ("loss", "step 2"),
+        ("gradient norm", "step 2"),
+        ("weight", "a"),
+        ("gradient", "a"),
+        ("weight", "b"),
+        ("gradient", "b"),
+    ]
+    assert {one.absolute for one in found} == {one.relative for one in found} == {0.0}
+    assert first(found, 0.0) is None
+
+
+def test_differences_are_relative_to_what_is_large() -> None:
+    ours = one_record(
+        losses=(5.0, 4.5),
+        weights={"a": torch.tensor([1.0, -402.0]), "b": torch.ones(2, 2)},
+        gradients={"a": torch.tensor([0.5, 0.5]), "b": torch.zeros(2, 2)},
+    )
+    found = {one.words: one for one in compare(ours, one_record(), rank=3) if one.absolute}
+    assert found == {
+        "loss of step 2": Difference("loss", "step 2", 0.5, 0.125, 3),
+        "weight of a": Difference("weight", "a", 2.0, 0.005, 3),
+        "gradient of a": Difference("gradient", "a", 0.25, 0.25, 3),
+    }
+    ahead = first(found.values(), 1e-9)
+    assert ahead is not None and ahead.words == "loss of step 2"
+    # Where no step differs, the worst parameter; where nothing is over the tolerance, nothing.
+    del found["loss of step 2"]
+    ahead = first(found.values(), 1e-9)
+    assert ahead is not None and ahead.words == "gradient of a"
+    assert first(found.values(), 0.25) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "note"),
+    [
+        ({"losses": (5.0, float("nan"))}, "loss of step 2", "not finite"),
+        ({"losses": (5.0,)}, "loss of step 2", "on one side only"),
+        ({"weights": {"a": torch.ones(2), "c": torch.ones(1)}}, "weight of c", "on one side only"),
+        (
+            {"weights": {"b": torch.ones(4)}},
+            "weight of b",
+            "shape (4,), on one process (2, 2)",
+        ),
+    ],
+)
+def test_what_cannot_be_subtracted_differs_without_end(
+    changes: dict[str, Any], words: str, note: str
+) -> None:
+    (one,) = [one for one in compare(one_record(**changes), one_record()) if one.words == words]
+    assert one.relative == one.absolute == float("inf") and one.note == note
+    assert first([one], 1e300) is one
+
+
+def test_the_worst_rank_counts_and_what_no_rank_has_is_missing() -> None:
+    ours = [
+        compare(one_record(weights={"a": torch.tensor([1.0, value])}), one_record(), rank)
+        for rank, value in enumerate((-400.0, -404.0, -404.0))
+    ]
+    found = {one.words: one for one in worst(ours, ["a", "b"])}
+    assert found["weight of a"] == Difference("weight", "a", 4.0, 0.01, 1)
+    assert found["weight of b"].note == "on one side only"
+    assert len(found) == 8
+
+
+def test_a_record_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    one_record().save(tmp_path / "record.pt")
+    found = compare(Record.read(tmp_path / "record.pt"), one_record())
+    assert len(found) == 8 and first(found, 0.0) is None
+
+
+def test_float32_and_bf16_are_put_aside_and_said() -> None:
+    train = {**CASES["dp8"]["train"], "dtype": "float32", "compute_dtype": "bfloat16"}
+    config, said = in_float64(load({**CASES["dp8"], "train": train}))
+    assert config.train is not None
+    assert (config.train.dtype, config.train.compute_dtype) == ("float64", None)
+    assert said == (
+        'train.compute_dtype left out, was "bfloat16"',
+        'train.dtype = "float64", was "float32"',
+    )
+    assert in_float64(config) == (config, ())
+
+
+# -- the dim to blame -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "dims", "sizes", "view"),
+    [
+        ("pp2 dp2 tp2", ["tp"], {"pp": 1, "dp": 1, "tp": 2}, None),
+        ("pp2 dp2 tp2", ["pp", "tp"], {"pp": 2, "dp": 1, "tp": 2}, None),
+        ("ep4 edp2", ["dp"], {"dp": 8}, None),
+        ("ep4 edp2", ["ep"], {"dp": 4}, {"edp": 1, "ep": 4}),
+        ("ep4 edp2", ["dp", "ep"], {"dp": 8}, {"edp": 2, "ep": 4}),
+        ("pp2 ep2 tp2", ["ep"], {"pp": 1, "dp": 2, "tp": 1}, {"pp": 1, "edp": 1, "ep": 2, "tp": 1}),
+        ("dp2 cp2 tp2 ep4", ["ep"], {"dp": 4, "cp": 1, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
+        ("dp2 cp2 tp2 ep4", ["cp", "ep"], {"dp": 2, "cp": 2, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
+        ("hsdp 2x2 tp2", ["fsdp"], {"dp": 1, "fsdp": 2, "tp": 1}, None),
+    ],
+)
+def test_a_mesh_of_few_dims(case: str, dims: list[str], sizes: dict[str, int], view: Any) -> None:
+    config = only(load(CASES[case]), dims)
+    assert dict(config.mesh.dims) == sizes
+    assert config.mesh.views.get("expert") == view
+    config.plan(None)
+
+
+def test_every_case_can_be_taken_apart() -> None:
+    for case in CASES.values():
+        config = load(case)
+        for dim in suspected(config):
+            only(config, [dim])
+    assert suspected(load(CASES["pp2 ep2 tp2"])) == ("pp", "dp", "tp", "ep")
+    assert suspected(load(CASES["dp8"])) == ("dp",)
+
+
+@pytest.mark.parametrize(
+    ("guilty", "dims", "words"),
+    [
+        (({"tp"},), ("tp",), "first dim to blame: tp (alone, 2 ranks: weight of a, 3.1e-02)"),
+        (({"dp"}, {"tp"}), ("dp",), "first dim to blame: dp (alone, 2 ranks: weight of a, 3.1e-02)"),
+        (
+            ({"pp", "tp"},),
+            ("pp", "tp"),
+            "first dims to blame: pp and tp (together, neither alone, 4 ranks: weight of a, 3.1e-02)",
+        ),
+        (({"pp", "dp", "tp"},), (), "first dim to blame: none alone and no two: only all together"),
+    ],
+)
+def test_the_first_that_differs_alone_then_two(
+    guilty: tuple[set[str], ...], dims: tuple[str, ...], words: str
+) -> None:
+    def run(config: Config) -> list[Difference]:
+        used = {dim for dim, size in config.mesh.dims.items() if size > 1}
+        wrong = any(needed <= used for needed in guilty)
+        return [Difference("weight", "a", 0.031 if wrong else 0.0, 0.031 if wrong else 1e-16)]
+
+    found = blame(load(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    assert (found.dims, found.words) == (dims, words)
+
+
+def test_a_dim_that_cannot_run_alone_is_to_blame() -> None:
+    def run(config: Config) -> list[Difference]:
+        if config.mesh.dims["dp"] > 1:
+            raise LaunchError("failed", given="exit code 1")
+        return [Difference("loss", "step 1", 0.0, 0.0)]
+
+    found = blame(load(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    assert found == Blame(("dp",), 2, None)
+    assert found.words == "first dim to blame: dp (alone, 2 ranks: the run failed)"
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def shown(parity: Parity) -> str:
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(parity_view(parity.facts()))
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_table_has_the_worst_ten_and_a_verdict() -> None:
+    found = [Difference("loss", "step 1", 0.0, 0.0), Difference("gradient norm", "step 1", 2e-3, 1e-3)]
+    for number in range(12):
+        found += [
+            Difference("weight", f"w{number}", number * 1e-3, number * 1e-3, number),
+            Difference("gradient", f"w{number}", 0.0, 0.0),
+        ]
+    found.append(Difference("weight", "gone", math.inf, math.inf, 0, "on one side only"))
+    config = load(CASES["dp8"])
+    blamed = Blame(("dp",), 8, found[2])
+    text = shown(Parity(config, 20, 1e-9, ("a",), tuple(found), first(found, 1e-9), blamed))
+    lines = [line.split() for line in text.splitlines()]
+    assert text.startswith("dp=8 beside one process: the first 20 steps, float64\nchanged for it: a\n")
+    assert ["gradient", "norm", "2.0e-03", "1.0e-03", "step", "1", "0"] in lines
+    assert ["weight", "-", "-", "gone:", "on", "one", "side", "only", "0"] in lines
+    assert ["weight", "3.0e-03", "3.0e-03", "w3", "3"] in lines
+    assert ["others", "2.0e-03", "2.0e-03", "3", "more", "parameters,", "none", "worse"] in lines
+    assert "differs: 13 of 27 quantities by more than 1e-09; first the gradient norm of step 1" in text
+    assert "first dim to blame: dp (alone, 8 ranks: weight of w0, 0.0e+00)" in text
+    good = shown(Parity(config, 20, 1e-9, (), tuple(found[:2]), first(found[:2], 0.1), None))
+    assert good.rstrip().endswith("agrees: nothing differs by more than 1e-09 (worst: 1.0e-03)")
+    json.dumps(Parity(config, 20, 1e-9, (), tuple(found), None, None).facts(), allow_nan=False)
+
+
+def command(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshcomm", "parity", "job.json", *words],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder / "tmp"), "RES_OPTIONS": "timeout:1 attempts:1", **env},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a configuration of two ranks."""
+    case = CASES["dp8"]
+    mesh = {**case["mesh"], "dims": {"dp": -1}}
+    train = {**case["train"], "dtype": "float32"}
+    (tmp_path / "job.json").write_text(json.dumps({**case, "mesh": mesh, "train": train}))
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def test_the_command_runs_both_and_leaves_nothing(job: Path) -> None:
+    done = command(job, "--world", "2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["agrees"] and facts["steps"] == 2 and facts["dims"] == {"dp": 2}
+    assert facts["notes"] == ['train.dtype = "float64", was "float32"']
+    assert max(one["relative"] for one in facts["differences"]) < TOLERANCE
+    assert {one["name"] for one in facts["differences"]} >= {"step 2", "embed.weight", "norm.weight"}
+    assert sorted(path.name for path in job.rglob("*")) == ["job.json", "tmp"]
+
+
+# Imported by every process at its start: the launcher and the ranks.
+BROKEN = """
+import os
+if "RANK" in os.environ:
+    from meshcomm.parallel.data import GradientSync
+    GradientSync._send = lambda self, end: setattr(self, "_sent", end)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+def test_the_command_names_the_dim_to_blame(job: Path) -> None:
+    (job / "sitecustomize.py").write_text(BROKEN)
+    words = ("--steps", "2", "--set", "mesh.dims={ dp = 2, tp = 2 }", "--set", 'parallel.tensor="tp"')
+    done = command(job, *words, PYTHONPATH=str(job))
+    assert done.returncode == 1, done.stderr
+    assert "first the gradient norm of step 1" in done.stdout
+    assert "\nfirst dim to blame: dp (alone, 2 ranks: " in done.stdout
+    assert not list((job / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (("--world", "2", "--steps", "21"), {}, "--steps 21 is more than the training has"),
+        (("--world", "1"), {}, "a mesh of one rank is one process already"),
+        (
+            (),
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "meshcomm parity inside a job that torchrun started",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    job: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], message: str
+) -> None:
+    from typer.testing import CliRunner
+
+    from meshcomm.cli import app
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["parity", str(job / "job.json"), *words])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(message)
+
+
+def test_no_training_is_refused() -> None:
+    mesh_alone = load({"mesh": {"dims": {"dp": 2}}})
+    for function in (in_float64, reference):
+        with pytest.raises(ConfigError, match="says nothing about training"):
+            function(mesh_alone)
