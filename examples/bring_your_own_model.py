@@ -82,7 +82,7 @@ with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
     alone = copy.deepcopy(model)
 
     split = tensor_parallel(model, mesh, "tp", PLAN, example=(batch[:2, :-1],))
-    sync = GradientSync(mesh, "dp", model.named_parameters(), microbatches=1, bucket_mb=25)
+    sync = GradientSync(mesh, "dp", model, op="sum")
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     alone_optimiser = torch.optim.AdamW(alone.parameters(), lr=1e-2)
 

@@ -44,7 +44,7 @@ with meshcomm.init(dims={"pp": 2, "dp": -1, "tp": 2}, device="cpu") as mesh:
     stage = net[:3] if mesh.coord("pp") == 0 else net[3:]
     ends = {"0": "vocab"} if mesh.coord("pp") == 0 else {"4": "column"}  # a slice keeps the names
     split = tensor_parallel(stage, mesh, "tp", {"*.up": "column", "*.down": "row", **ends})
-    sync = GradientSync(mesh, "dp", stage.named_parameters(), microbatches=MICROBATCHES, bucket_mb=25)
+    sync = GradientSync(mesh, "dp", stage, op="sum", microbatches=MICROBATCHES)
     each = BATCH // mesh.size("dp") // MICROBATCHES
     run = Pipelined(
         mesh,

@@ -259,8 +259,10 @@ class Trainer:
                     mesh,
                     along(mesh, dims),
                     parameters,
+                    op="sum",
                     microbatches=self.microbatches,
                     bucket_mb=part.bucket_mb,
+                    broadcast=False,
                     hooks=hooks,
                 )
                 for parameters, dims in over

@@ -1,9 +1,10 @@
-"""Data parallelism: gradients summed along dims of the mesh while backward is still running."""
+"""Data parallelism: gradients averaged or summed along dims of the mesh while backward is still running."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, final
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,21 @@ from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
 
+OPS: Final = ("avg", "sum")
+
 
 @final
 class GradientSync:
-    """Sums the gradients of one step over `dims`, bucket by bucket, overlapping backward.
+    """Averages the gradients of one step over `dims`, bucket by bucket, overlapping backward.
+
+    A loop that was written for DistributedDataParallel keeps its loss: the mean over a rank's own samples gives the
+    mean over those of all, where every rank has equally many.
+
+        sync = GradientSync(mesh, "dp", model)
+        for x, y in batches:
+            with sync:
+                loss_of(model(x), y).backward()
+            optimizer.step()
 
     Parameters fill buckets of at most `bucket_mb` (one larger parameter has a bucket of its own)
     in reverse order of registration, which is about the order in which backward reaches them.
@@ -26,12 +38,19 @@ class GradientSync:
     contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
     buffer starts. Every rank along `dims` sends the same buckets in the same order.
 
+    Called by: every rank along `dims`, alike. Raises TrainingError where a parameter gets no gradient in a step, where
+    backward runs outside of one, and where a `.grad` is replaced.
+
     Args:
         mesh: an open mesh.
-        dims: along which gradients are summed; None or a size of 1 sends nothing.
-        parameters: (name, parameter) in order of registration; plain tensors or DTensors.
-        microbatches: backward passes per step.
+        dims: along which gradients are averaged or summed; None or a size of 1 sends nothing.
+        model: a module, or (name, parameter) in order of registration; plain tensors or DTensors.
+        op: "avg", or "sum" for losses that are shares of the global batch's: divided by the number of samples or
+            tokens of all ranks.
+        microbatches: backward passes per step. Their gradients add up, whatever `op` is.
         bucket_mb: size of a bucket in 10^6 bytes.
+        broadcast: whether the values of coord 0, parameters and a module's buffers, become those of all ranks
+            now, as with DDP. Without it the caller sees to it that they are equal.
         hooks: whether backward calls what is registered for each accumulated gradient. Where it does
             not, as under a pipeline that splits backward, all buckets are sent by `finish`.
     """
@@ -40,16 +59,31 @@ class GradientSync:
         self,
         mesh: Mesh,
         dims: Dims | None,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
         *,
-        microbatches: int,
-        bucket_mb: float,
+        op: str = "avg",
+        microbatches: int = 1,
+        bucket_mb: float = 25,
+        broadcast: bool = True,
         hooks: bool = True,
     ) -> None:
+        if op not in OPS:
+            raise TrainingError(
+                "GradientSync cannot reduce gradients by this operation",
+                given=f"op={op!r}",
+                expected=" or ".join(OPS),
+                hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
+            )
+        parameters = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+        self._op = op
         self._hooks = hooks
         self._mesh = mesh
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
         self._microbatches = microbatches
+        if broadcast and self._dims is not None:
+            buffers = model.buffers() if isinstance(model, nn.Module) else ()
+            for some in _at_most(bucket_mb * 1e6, (*(pair[1] for pair in parameters), *buffers)):
+                mesh.broadcast(self._dims, some, src=0)
         self._buckets = [_Bucket(slots) for slots in _fill(parameters, bucket_mb * 1e6)]
         for bucket in self._buckets if hooks else ():
             for slot in bucket.slots:
@@ -61,6 +95,18 @@ class GradientSync:
     def buckets(self) -> list[list[str]]:
         """The names in each bucket, in the order in which buckets are sent."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    def __enter__(self) -> GradientSync:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._active = False
 
     def start(self) -> None:
         """Begin a step: every gradient is zero. Call before the first backward of the step."""
@@ -74,7 +120,7 @@ class GradientSync:
                 slot.parameter.grad = slot.grad
 
     def finish(self) -> None:
-        """Wait until every `.grad` holds the sum over `dims`. Call after the last backward.
+        """Wait until every `.grad` holds the mean or sum over `dims`. Call after the last backward.
 
         Raises TrainingError, naming the parameters, where some got no gradient in this step.
         """
@@ -111,7 +157,7 @@ class GradientSync:
                     f"backward reached {slot.name} outside of a step",
                     given="a backward pass before start() or after finish()",
                     expected="start(), then all backward passes of the step, then finish()",
-                    hint="call start() before the first backward pass of each step",
+                    hint="`with sync:` around the backward passes of each step, or call start() and finish()",
                 )
             slot.count += 1
             if slot.count == self._microbatches:
@@ -137,7 +183,7 @@ class GradientSync:
     def _send(self, end: int) -> None:
         if self._dims is not None:
             for bucket in self._buckets[self._sent : end]:
-                bucket.work = self._mesh.all_reduce(self._dims, bucket.flat, async_op=True)
+                bucket.work = self._mesh.all_reduce(self._dims, bucket.flat, self._op, async_op=True)
         self._sent = end
 
 
@@ -193,3 +239,18 @@ def _fill(
         buckets[-1].append((name, parameter))
         used += size
     return buckets
+
+
+def _at_most(most_bytes: float, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """What ranks hold of `tensors`, in lists of at most so many bytes, or of one tensor."""
+    some: list[Tensor] = []
+    used = 0
+    for each in tensors:
+        held = local(each.detach())
+        if some and used + held.nbytes > most_bytes:
+            yield some
+            some, used = [], 0
+        some.append(held)
+        used += held.nbytes
+    if some:
+        yield some

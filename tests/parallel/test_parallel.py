@@ -6,6 +6,7 @@ leaves room and no real mistake fits into it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
 from meshcomm.config import MeshConfig, ModelConfig, load
@@ -206,8 +208,11 @@ class Recorder:
     def size(self, dims: str) -> int:
         return self._size
 
-    def all_reduce(self, dims: str, x: Tensor, *, async_op: bool) -> Any:
-        assert async_op
+    def broadcast(self, dims: str, xs: list[Tensor], *, src: int) -> None:
+        self.start = [x.numel() for x in xs]
+
+    def all_reduce(self, dims: str, x: Tensor, op: str, *, async_op: bool) -> Any:
+        assert async_op and op == "avg"
         self.events.append(f"send {x.numel()}")
         return self
 
@@ -227,7 +232,7 @@ def test_buckets_are_sent_in_order_while_backward_runs() -> None:
     recorder = Recorder()
     model = chain(recorder)
     # 80 bytes: two weights of 9 float32 elements; the last layer's 3 fit beside two of them.
-    sync = GradientSync(cast(Mesh, recorder), "dp", model.named_parameters(), microbatches=2, bucket_mb=84e-6)
+    sync = GradientSync(cast(Mesh, recorder), "dp", model, microbatches=2, bucket_mb=84e-6)
     assert sync.buckets == [["4.weight", "3.weight", "2.weight"], ["1.weight", "0.weight"]]
     sync.start()
     x = torch.ones(2, 3, requires_grad=True)
@@ -258,7 +263,7 @@ def test_a_parameter_larger_than_a_bucket_has_its_own_and_dtypes_do_not_mix() ->
 def test_nothing_is_sent_where_there_is_nobody_to_send_to(dims: str | None, size: int) -> None:
     recorder = Recorder(size)
     model = chain(recorder)
-    sync = GradientSync(cast(Mesh, recorder), dims, model.named_parameters(), microbatches=1, bucket_mb=1)
+    sync = GradientSync(cast(Mesh, recorder), dims, model)
     sync.start()
     model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     sync.finish()
@@ -271,8 +276,6 @@ def test_what_goes_wrong_within_a_step_is_named() -> None:
         cast(Mesh, Recorder()),
         "dp",
         [("used", used), ("layers.3.unused", unused)],
-        microbatches=1,
-        bucket_mb=1,
     )
     with pytest.raises(TrainingError, match="backward reached used outside of a step"):
         used.sum().backward()
@@ -307,6 +310,7 @@ def gradient_sums() -> None:
             mesh,
             "dp",
             [*layers.named_parameters(), ("odd", odd)],
+            op="sum",
             microbatches=2,
             bucket_mb=120e-6,
         )
@@ -328,6 +332,47 @@ def gradient_sums() -> None:
 
 def test_gradients_are_the_sum_over_the_whole_batch(pool: Pool) -> None:
     pool.run(gradient_sums, ranks=4)
+
+
+def beside_ddp() -> None:
+    """Three steps of one loop, with DDP's wrapper and with GradientSync, from weights that differ between ranks."""
+    with meshcomm.init(cpu(dp=2)) as mesh:
+        torch.manual_seed(mesh.rank)  # as DDP does, coord 0's weights and buffers are taken
+        ours = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=mesh.group("dp"))
+        sync = GradientSync(mesh, "dp", ours)
+        states = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs)]
+        for step in range(3):
+            x = randn(4, 3, seed=10 * step + mesh.rank)
+            with sync:
+                ours(x).square().mean().backward()
+            states[1].zero_grad()
+            theirs(x).square().mean().backward()
+            for state in states:
+                state.step()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            close(mine, other)
+            assert len({str(each) for each in mesh.objects.all_gather("dp", mine.tolist())}) == 1, name
+
+
+def test_a_loop_written_for_ddp_trains_the_same(pool: Pool) -> None:
+    pool.run(beside_ddp, ranks=2)
+
+
+def test_another_operation_and_an_exception_within_a_step() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TrainingError, match="op='mean'"):
+        GradientSync(cast(Mesh, Recorder()), "dp", [("weight", weight)], op="mean")
+    recorder = Recorder()
+    sync = GradientSync(cast(Mesh, recorder), "dp", [("weight", weight)])
+    assert recorder.start == [2]
+    with pytest.raises(ZeroDivisionError), sync:
+        raise ZeroDivisionError
+    with pytest.raises(TrainingError, match="outside of a step"):
+        weight.sum().backward()
+    with sync:
+        weight.sum().backward()
+    assert recorder.events == ["send 2", "wait"]
 
 
 # -- pipeline -------------------------------------------------------------------------------------

@@ -602,7 +602,7 @@ def backward(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
 
 
 def summed(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    sync = GradientSync(mesh, "dp", module.named_parameters(), microbatches=1, bucket_mb=1.0)
+    sync = GradientSync(mesh, "dp", module, op="sum")
     sync.start()
     backward(mesh, module, split)
     sync.finish()
