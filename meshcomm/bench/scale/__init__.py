@@ -1,1 +1,0 @@
-"""Start-up on paper: what a rank creates, asks the store for and connects to, at any number of ranks."""

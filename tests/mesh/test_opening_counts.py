@@ -1,0 +1,144 @@
+"""What a rank asks the job's store for while a mesh opens, and how many ranks it connects to: neither grows with the world."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.testing import Pool
+
+
+class Counting(dist.Store):
+    """A store that writes down what it is asked, also by Gloo, and passes it on."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.told: list[tuple[str, str, int]] = []
+
+    def taken(self) -> list[tuple[str, str, int]]:
+        """What was asked since the last time, without the watch, which looks at its key all the time."""
+        told, self.told = self.told, []
+        return [each for each in told if "/watch/" not in each[1]]
+
+    def _tell(self, call: str, key: str, moved: int) -> None:
+        self.told.append((call, key, len(key) + moved))
+
+    def set(self, key: str, value: Any) -> None:
+        self._tell("set", key, len(value))
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self.inner.get(key)
+        self._tell("get", key, len(value))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        value: int = self.inner.add(key, amount)
+        self._tell("add", key, len(str(amount)) + len(str(value)))
+        return value
+
+    def append(self, key: str, value: Any) -> None:
+        self._tell("append", key, len(value))
+        self.inner.append(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        value: bytes = self.inner.compare_set(key, expected, desired)
+        self._tell("compare_set", key, len(expected) + len(desired) + len(value))
+        return value
+
+    def deleteKey(self, key: str) -> bool:
+        gone: bool = self.inner.delete_key(key)
+        return gone
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._tell("wait", key, 0)
+        if timeout is None:
+            self.inner.wait(keys)
+        else:
+            self.inner.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        for key in keys:
+            self._tell("check", key, 0)
+        there: bool = self.inner.check(keys)
+        return there
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def counted() -> tuple[Counting, int, int]:
+    """A counting store on the job's, this rank, and the number of ranks."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    inner = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, False, timedelta(seconds=60))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    return Counting(inner), rank, world
+
+
+def connections() -> set[str]:
+    """Established TCP connections of this process, by inode: a peer may just be closing older ones."""
+    mine = set()
+    for each in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{each}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            mine.add(target[len("socket:[") : -1])
+    established = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "01" and fields[9] in mine:
+                established.add(fields[9])
+    return established
+
+
+def asked(dims: dict[str, int]) -> tuple[list[tuple[str, str]], list[tuple[str, str]], int, int]:
+    """Calls of the store, without their values: to open the mesh, and for a first all_reduce along every dim."""
+    store, rank, world = counted()
+    before = connections()
+    # As groups of more than 64 ranks connect; smaller ones do it while they are made.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    with meshcomm.init(dims=dims, device="cpu", store=store, rank=rank, world_size=world) as mesh:
+        opened = store.taken()
+        # Nobody calls before all have looked; at the store, as the backend would have to connect for it.
+        mesh.barrier(timeout_s=30)
+        idle = connections()
+        mesh.barrier(timeout_s=30)
+        store.taken()
+        for name in mesh.layout.names:
+            mesh.all_reduce(name, torch.ones(1))
+        used, connected = store.taken(), connections()
+        # Nobody closes before all have looked.
+        mesh.barrier(timeout_s=30)
+    return (
+        [(call, key) for call, key, _ in opened],
+        [(call, key) for call, key, _ in used],
+        len(idle - before),
+        len(connected - before),
+    )
+
+
+def test_what_a_rank_asks_and_connects_to_does_not_grow_with_the_world(pool: Pool) -> None:
+    found = {}
+    for dp in (3, 4):
+        ranks = pool.run(asked, {"pp": 2, "dp": dp}, ranks=2 * dp)
+        # Whoever completes the agreement reads who has come, as often as somebody has not named itself yet.
+        lists = [sum(key.endswith("/agree/here") and call == "get" for call, key in each[0]) for each in ranks]
+        assert sum(map(bool, lists)) == 1
+        others = [each for each, reads in zip(ranks, lists, strict=True) if not reads]
+        (found[dp],) = {(len(opened), len(used), idle, connected) for opened, used, idle, connected in others}
+    # No connection before the first call, then one to each neighbour in the rings of pp and dp. Of the store: two
+    # calls for each neighbour.
+    assert found[3] == found[4] == (found[3][0], 6, 0, 3)
+    assert found[3][0] <= 11
