@@ -44,6 +44,12 @@ class TrainConfig(Model):
         gt=0,
         description="Gradients whose norm over all weights is larger are scaled down to it. None: never.",
     )
+    nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="What a step whose loss or gradient norm is not finite does on every rank; it is never applied. "
+        '"stop": the run ends. "skip": it goes on with the next step, for 10 such steps in a row at most. '
+        'Default "stop".',
+    )
     seed: int = Field(
         default=0, ge=0, description="Seed of the weights and of the samples' order. Default 0."
     )

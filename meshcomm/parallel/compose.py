@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
-from meshcomm.errors import ConfigError, LayoutError
+from meshcomm.errors import ConfigError, LayoutError, TrainingError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.nonfinite import nonfinite
 from meshcomm.parallel.norm import GradientNorm, split_dims
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
 from meshcomm.parallel.shard import Sharded
@@ -40,11 +42,13 @@ class Done(NamedTuple):
     """One optimiser step.
 
     loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients
-    together, before clipping. Both are equal on every rank.
+    together, before clipping. fault: "" where the step was applied; where one of both is not finite, so that
+    it was left out, which rank's gradient of which parameter is not. All are equal on every rank.
     """
 
     loss: float
     gradient_norm: float
+    fault: str = ""
 
 
 @final
@@ -164,9 +168,10 @@ class Trainer:
                    not count.
         number:    of the step, which random numbers are drawn for.
         Called by: every rank; tokens and targets are equal along tensor, pipeline and context.
-        Raises:    TrainingError where a parameter got no gradient.
+        Raises:    TrainingError where a parameter got no gradient; on every rank, with train.nonfinite =
+                   "stop", where the loss or the gradient norm is not finite. The step is not applied then.
         """
-        _, model, _, train = self.sections
+        part, model, _, train = self.sections
         context = self.splits.context
         self._tokens = self._sum_over_data((targets != -100).sum())
         self.gradients.start()
@@ -183,10 +188,24 @@ class Trainer:
         if self._tied is not None:
             self._tied.sum_gradients()
         norm = self._norm.norm() if train.clip_norm is None else self._norm.clip_(train.clip_norm)
+        mean, size = self._agreed(loss, norm)
+        if not (math.isfinite(mean) and math.isfinite(size)):
+            place = (self.stages[-1].index, self.named_parameters())
+            found = nonfinite(self.mesh, part, *place, loss)
+            if train.nonfinite == "stop":
+                what = "gradient norm" if math.isfinite(mean) else "loss"
+                raise TrainingError(
+                    f"the {what} of step {number} is {size if math.isfinite(mean) else mean}",
+                    given=f"{found}\nloss {mean:.4g}, gradient norm {size:.4g}, lr {lr:.3g}",
+                    expected="finite numbers on every rank; this step is not applied, and nothing is saved after it",
+                    hint=f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
+                    f'{train.lr:g}, or with train.nonfinite = "skip"',
+                )
+            return Done(mean, size, found)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return Done(self._mean(loss), float(norm))
+        return Done(mean, size)
 
     def state(self) -> dict[str, Tensor]:
         """All that a step changes: this rank's weights and the optimiser's state, by global names.
@@ -278,16 +297,24 @@ class Trainer:
         return float(total.item())
 
     @torch.no_grad()
-    def _mean(self, loss: Tensor | None) -> float:
-        """This rank's share of the loss, if it has one -> the global batch's loss, everywhere."""
+    def _agreed(self, loss: Tensor | None, norm: Tensor) -> tuple[float, float]:
+        """This rank's share of the loss, if it has one -> the global batch's loss, everywhere; and the norm.
+
+        What is not finite on one rank is so on every rank: the norm covers the dims of the tensor and the
+        pipeline, and what travels beside the loss those along which gradients are summed. The one wait of a
+        step for its device.
+        """
         pipeline = self.sections.parallel.pipeline
-        value = torch.zeros((), dtype=self.split.dtype, device=self.mesh.device) if loss is None else loss
+        own = torch.zeros_like(norm, dtype=self.split.dtype) if loss is None else loss
+        spoilt = torch.where(norm.isfinite(), 0.0, norm)
+        values = torch.stack([own, spoilt.to(own.dtype)])
         if loss is not None:
             for dim in self.sections.parallel.gradient_dims:
-                value = self.mesh.all_reduce(dim, value)
+                values = self.mesh.all_reduce(dim, values)
         if pipeline is not None:
-            value = self.mesh.broadcast(pipeline, value, src=self.mesh.size(pipeline) - 1)
-        return float(value.item())
+            values = self.mesh.broadcast(pipeline, values, src=self.mesh.size(pipeline) - 1)
+        mean, elsewhere, size = torch.cat([values.double(), norm.reshape(1)]).tolist()
+        return mean, size + elsewhere
 
 
 @final

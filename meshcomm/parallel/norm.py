@@ -67,6 +67,7 @@ class GradientNorm:
         skipped = {id(parameter) for parameter in skip}
         seen: set[int] = set()
         self._held: list[_Held] = []
+        self._uncounted: list[_Held] = []
         self._classes: dict[tuple[str, ...], list[_Held]] = {}
         for (parameter, given), name in zip(pairs, named, strict=True):
             if id(parameter) in seen:
@@ -81,7 +82,9 @@ class GradientNorm:
             if not parameter.requires_grad:
                 continue
             self._held.append(_Held(name, parameter))
-            if id(parameter) not in skipped:
+            if id(parameter) in skipped:
+                self._uncounted.append(self._held[-1])
+            else:
                 self._classes.setdefault(dims, []).append(self._held[-1])
         if skipped - seen:
             raise LayoutError(
@@ -97,9 +100,12 @@ class GradientNorm:
     def norm(self) -> Tensor:
         """The norm, float64 (), equal on all ranks; inf or nan where a gradient is.
 
+        Along dims on which something is split, and along the pipeline, a gradient that is not finite on one
+        rank alone, as after a fault of its memory, is seen by all, also of a parameter that all have whole.
+
         Called by: every rank, once all gradients are summed (finish() of what sums them has returned).
         Sends:     one message along each dim on which something is split, then one along the pipeline,
-                   each of 8 bytes per class of parameters. Nothing waits for the device.
+                   each of 8 bytes per class of parameters and 8 more. Nothing waits for the device.
         Raises:    TrainingError, naming the parameters, where gradients are missing, or are DTensors
                    placed otherwise than their parameters; nothing has been sent then.
         """
@@ -108,11 +114,18 @@ class GradientNorm:
             dims: _squares([_gradient(held) for held in self._classes[dims]]).to(self._mesh.device)
             for dims in sorted(self._classes)
         }
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for square in squares.values():
+            total = total + square
+        if self._uncounted:
+            total = total + _squares([_gradient(held) for held in self._uncounted]).to(total.device)
+        # 0, inf or nan: this travels also along dims along which what it comes from is no summand.
+        total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
             along = [dims for dims in squares if dim in dims]
-            stacked = self._mesh.all_reduce(dim, torch.stack([squares[dims] for dims in along]))
-            squares.update(zip(along, stacked.unbind(), strict=True))
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+            stacked = torch.stack([*(squares[dims] for dims in along), total])
+            *sums, total = self._mesh.all_reduce(dim, stacked).unbind()
+            squares.update(zip(along, sums, strict=True))
         for square in squares.values():
             total = total + square
         if self._pipeline is not None:

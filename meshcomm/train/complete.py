@@ -4,6 +4,7 @@
         job                  the job that writes here, so that its restarts know their own
         latest               the name of the newest complete checkpoint, for people and scripts
         step-000040/         a complete checkpoint: tensors and .metadata (see sharded), lock.json
+                             with the digests of .metadata and of itself
         step-000060.saving/  being written, or what a broken save left
         step-000020.removing/
 
@@ -17,14 +18,15 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from meshcomm.train.lock import NAME as LOCK
-from meshcomm.train.lock import Lock
-from meshcomm.train.saved import METADATA
+if TYPE_CHECKING:
+    from meshcomm.train.lock import Lock
 
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
+LOCK: Final = "lock.json"
+METADATA: Final = ".metadata"
 _SAVING, _REMOVING = ".saving", ".removing"
 
 
@@ -47,12 +49,25 @@ def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    found = []
-    for path in folder.iterdir():
-        step = re.fullmatch(r"step-(\d+)", path.name)
-        if step and is_complete(path):
-            found.append((int(step[1]), path))
-    return [path for _, path in sorted(found)]
+    found = [path for path in folder.iterdir() if step_of(path) >= 0 and is_complete(path)]
+    return sorted(found, key=step_of)
+
+
+def instead_of(path: Path) -> str:
+    """What to try where the checkpoint `path` is damaged: the newest complete one before it, or a new run."""
+    older = [found for found in complete(path.parent) if step_of(found) < step_of(path)]
+    then = f"train.resume = true goes on from {older[-1]}" if older else "none is before it, so start afresh"
+    return f"move {path} away; {then}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint is named after; -1 for another name.
+
+    >>> step_of(Path("checkpoints/step-000040")), step_of(Path("x"))
+    (40, -1)
+    """
+    step = re.fullmatch(r"step-(\d+)", path.name)
+    return int(step[1]) if step else -1
 
 
 def commit(lock: Lock, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -62,7 +63,7 @@ def export_checkpoint(source: Path, target: Path, *, weights: bool = False) -> M
     saved = Saved(folder)
     prefix = _WEIGHTS if weights else ""
     kinds = {name[len(prefix) :]: kind for name, kind in saved.kinds.items() if name.startswith(prefix)}
-    metadata = {"format": "pt"} if weights else {"format": "pt", _LOCK: lock.text()}
+    metadata = {"format": "pt"} if weights else {"format": "pt", _LOCK: replace(lock, metadata="").text()}
 
     def load(name: str) -> Tensor:
         tensor = torch.empty(kinds[name].shape, dtype=kinds[name].dtype)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from meshcomm.config.model import Model
 from meshcomm.config.wording import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.train.complete import LOCK, METADATA, instead_of
 
-NAME = "lock.json"
-_FORMAT = 1
+_FORMAT = 2
 
 # Another value of one of these is another training, not the same one continued.
 _FIXED = ("model.", "data.sequence", "data.sha256", "train.global_batch", "train.seed", "train.dtype")
@@ -53,28 +54,39 @@ class Lock:
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     versions: Mapping[str, str]
+    skipped: int = 0
+    """Steps so far that were left out, as their gradients were not finite."""
+
+    metadata: str = ""
+    """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
 
     def write(self, folder: Path) -> None:
-        """Write lock.json into `folder`. Raises OSError."""
-        (folder / NAME).write_text(self.text() + "\n", encoding="utf-8")
+        """Write lock.json into `folder`, for the metadata there. Raises OSError."""
+        lock = replace(self, metadata=_sha256((folder / METADATA).read_bytes()))
+        (folder / LOCK).write_text(lock.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:
-        """The lock as JSON."""
-        return json.dumps({"format": _FORMAT, **self.__dict__}, indent=2)
+        """The lock as JSON, its own digest last."""
+        facts = {"format": _FORMAT, **self.__dict__}
+        return json.dumps({**facts, "sha256": _sha256(json.dumps(facts).encode())}, indent=2)
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
-        """The lock of the checkpoint `folder`. Raises TrainingError where it cannot be read."""
-        path = folder / NAME
+        """The lock of the checkpoint `folder`, for the metadata that is there. Raises TrainingError."""
+        path = folder / LOCK
         try:
-            return cls.parse(path.read_text(encoding="utf-8"))
+            lock = cls.parse(path.read_text(encoding="utf-8"))
+            path = folder / METADATA
+            if lock.metadata != _sha256(path.read_bytes()):
+                raise ValueError("its bytes are not those that were written: their SHA-256 is another")
         except (OSError, ValueError) as error:
             raise TrainingError(
-                "a checkpoint's lock file cannot be read",
+                f"a checkpoint's {path.name} cannot be read",
                 given=f"{path}: {error}",
                 expected=f"format {_FORMAT}, as this version of meshcomm writes it, readable on every host",
-                hint=f"remove {folder}, so that the checkpoint before it is used",
+                hint=instead_of(folder),
             ) from error
+        return lock
 
     @classmethod
     def parse(cls, text: str) -> Lock:
@@ -83,6 +95,8 @@ class Lock:
             facts = json.loads(text)
             if facts.pop("format") != _FORMAT:
                 raise ValueError("another format")
+            if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
+                raise ValueError("its text is not the one that was written: its SHA-256 is another")
             lock = cls(**facts)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -91,7 +105,7 @@ class Lock:
         return lock
 
 
-def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float) -> Lock:
+def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float, skipped: int = 0) -> Lock:
     """The lock of `step`.
 
     config: with every section checked against the mesh. digest: SHA-256 of the training text.
@@ -114,6 +128,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float
             "einops": einops.__version__,
             "python": platform.python_version(),
         },
+        skipped=skipped,
     )
 
 
@@ -159,6 +174,10 @@ def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]
             hint=f"train.steps = {saved.config['train']['steps']}, as it was; or another train.out",
         )
     return tuple(f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +31,8 @@ from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 from meshcomm.train.tracing import TracedSteps
 
 _LOSSES = "run.losses"
+# Steps that may be left out one after the other: more of them are no accident.
+_IN_A_ROW = 10
 
 
 def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None = None) -> Summary:
@@ -43,7 +44,8 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
                and run.json, into `train.out`; see meshcomm.train.record.
     Raises:    ConfigError or LayoutError where config and mesh, or config and checkpoint do not
                fit; TrainingError where ranks have different settings or data, a parameter gets no
-               gradient, the loss is not finite, or a checkpoint cannot be written or read;
+               gradient, the loss or the gradient norm is not finite (see train.nonfinite), or a
+               checkpoint cannot be written or read;
                CallMismatchError where ranks called differently in a step.
     """
     before = torch.get_num_threads()
@@ -55,15 +57,15 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
         checkpoints = Checkpoints(mesh, facts.sections.train)
         beginning = checkpoints.begin(attempt or Attempt())
 
-        def lock(step: int, seconds: float) -> Lock:
-            return lock_of(mesh, config, facts.corpus.digest, step, seconds)
+        def lock(step: int, seconds: float, skipped: int) -> Lock:
+            return lock_of(mesh, config, facts.corpus.digest, step, seconds, skipped)
 
-        resumed, before_s = _resumed(mesh, beginning, checkpoints, lock, facts.sections.train.steps)
+        resumed, saved = _resumed(mesh, beginning, checkpoints, lock, facts.sections.train.steps)
         trainer = trainer_for(mesh, config)
         losses: list[float] = []
         if resumed is not None and resumed.step:
             losses = _load(trainer, checkpoints, resumed)
-        return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses, before_s)
+        return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, saved, losses)
     finally:
         torch.set_num_threads(before)
 
@@ -110,22 +112,22 @@ def _resumed(
     mesh: Mesh,
     beginning: Beginning,
     checkpoints: Checkpoints,
-    lock: Callable[[int, float], Lock],
+    lock: Callable[[int, float, int], Lock],
     steps: int,
-) -> tuple[Resumed | None, float]:
-    """What a run goes on from, checked against its configuration, and the seconds spent before."""
+) -> tuple[Resumed | None, Lock]:
+    """What a run goes on from, checked against its configuration, and the lock of that moment."""
     path = beginning.path
     if not beginning.continues:
-        return None, 0.0
+        return None, lock(0, 0.0, 0)
     if path is None:
-        return Resumed(0, checkpoints.folder, (), beginning.restarts), 0.0
+        return Resumed(0, checkpoints.folder, (), beginning.restarts), lock(0, 0.0, 0)
 
     def look() -> tuple[Lock, tuple[str, ...]]:
         saved = Lock.read(path)
-        return saved, compare(saved, lock(saved.step, saved.seconds), path, steps)
+        return saved, compare(saved, lock(saved.step, saved.seconds, saved.skipped), path, steps)
 
     saved, differences = together(mesh, f"resume from {path}", look)
-    return Resumed(saved.step, path, differences, beginning.restarts), saved.seconds
+    return Resumed(saved.step, path, differences, beginning.restarts), saved
 
 
 def _state(trainer: Trainer, losses: list[float]) -> dict[str, Tensor]:
@@ -147,12 +149,12 @@ def _steps(
     corpus: Corpus,
     reporter: Reporter,
     checkpoints: Checkpoints,
-    lock: Callable[[int, float], Lock],
+    lock: Callable[[int, float, int], Lock],
     resumed: Resumed | None,
+    saved: Lock,
     losses: list[float],
-    before_s: float,
 ) -> Summary:
-    """The steps that follow those of `losses`, on which `before_s` seconds were spent."""
+    """The steps that follow those of `losses`, after which the lock was `saved`."""
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
     batches = batches_of(trainer, corpus)
@@ -167,12 +169,19 @@ def _steps(
         warm_up_s=mesh.warm_up_s,
     )
     out = Path(train.out)
-    seconds = before_s
+    seconds, skipped, in_a_row = saved.seconds, saved.skipped, 0
     every = train.checkpoint_every
 
     def summary() -> Summary:
         done = len(losses)
-        return Summary(done, tuple(losses), done * start.tokens_per_step, seconds, out / "metrics.jsonl")
+        return Summary(
+            done,
+            tuple(losses),
+            done * start.tokens_per_step,
+            seconds,
+            out / "metrics.jsonl",
+            skipped=skipped,
+        )
 
     with contextlib.ExitStack() as stack:
         metrics = None
@@ -185,7 +194,7 @@ def _steps(
         traced = stack.enter_context(TracedSteps(mesh, train.trace_steps, out))
         reporter.start(start)
         logged = time.perf_counter()
-        began = logged - before_s
+        began = logged - saved.seconds
         logged_step = first = len(losses)
         before = mesh.stats()
         try:
@@ -193,21 +202,22 @@ def _steps(
                 checkpoints.poll()
                 lr = learning_rate(train, step)
                 traced.before(step)
-                loss, norm = trainer.step(*batches(step), lr, step)
+                loss, norm, fault = trainer.step(*batches(step), lr, step)
                 mesh.step(step)
                 traced.after(step)
-                if not math.isfinite(loss):
+                in_a_row = in_a_row + 1 if fault else 0
+                skipped += bool(fault)
+                if in_a_row > _IN_A_ROW:
                     raise TrainingError(
-                        f"the loss of step {step} is {loss}",
-                        given=f"lr {lr:.3g}; losses before it: "
-                        + (", ".join(f"{value:.4g}" for value in losses[-3:]) or "none"),
-                        expected="a finite number",
-                        hint=f"a smaller train.lr than {train.lr:g}, or more train.warmup_steps",
+                        f"steps {step - _IN_A_ROW} to {step} give nothing finite, so leaving them out does not help",
+                        given=fault,
+                        expected=f'{_IN_A_ROW} such steps in a row at most, with train.nonfinite = "skip"',
+                        hint=f"a smaller train.lr than {train.lr:g}; or meshcomm parity, to look for a mistake",
                     )
                 losses.append(loss)
                 now = time.perf_counter()
                 seconds = now - began
-                if step % train.log_every == 0 or step in (1, train.steps):
+                if fault or step % train.log_every == 0 or step in (1, train.steps):
                     line = Step(
                         step=step,
                         loss=loss,
@@ -216,6 +226,8 @@ def _steps(
                         tokens=step * start.tokens_per_step,
                         tokens_per_s=(step - logged_step) * start.tokens_per_step / (now - logged),
                         seconds=seconds,
+                        skipped=skipped,
+                        fault=fault,
                     )
                     logged, logged_step = now, step
                     if metrics is not None:
@@ -224,7 +236,7 @@ def _steps(
                 if every and (step % every == 0 or step == train.steps):
                     if metrics is not None:
                         metrics.sync()
-                    checkpoints.save(lock(step, seconds), _state(trainer, losses))
+                    checkpoints.save(lock(step, seconds, skipped), _state(trainer, losses))
             checkpoints.finish()
         except BaseException:
             ended.append(summary())

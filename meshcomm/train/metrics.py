@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -69,8 +70,14 @@ class MetricsFile:
         self._file = self.path.open("x" if after is None else "a", encoding="utf-8")
 
     def write(self, step: Step) -> None:
-        """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds."""
-        self._file.write(json.dumps(asdict(step)) + "\n")
+        """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds, skipped.
+
+        A number that is not finite is null. fault stands on lines of steps that were left out.
+        """
+        facts = {
+            key: None if _endless(value) else value for key, value in asdict(step).items() if value != ""
+        }
+        self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -84,6 +91,10 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _endless(value: float | str) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _end_of(path: Path, step: int) -> int:

@@ -97,7 +97,8 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
     """
-    trainer = trainer_for(mesh, config)
+    # What is not finite is compared too.
+    trainer = trainer_for(mesh, load(config, ['train.nonfinite="skip"']))
     _, _, data, train = trainer.sections
     batches = batches_of(trainer, text.load(data) if corpus is None else corpus)
     done = []

@@ -60,6 +60,10 @@ class Step:
     """Since the line before."""
     seconds: float
     """Since the start of the first step."""
+    skipped: int = 0
+    """Steps so far that were left out, as `train.nonfinite = "skip"` says."""
+    fault: str = ""
+    """Of a step that was left out: which rank's gradient of which parameter is not finite."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Summary:
     """What the rank that is told sent in the steps of this attempt; None where it had no step."""
     traffic_steps: int = 0
     """How many steps those are."""
+    skipped: int = 0
+    """Steps that were left out, as their gradients were not finite."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,7 +98,7 @@ class Reporter(Protocol):
         """Before the first step."""
 
     def step(self, step: Step) -> None:
-        """After every `log_every`-th step, the first and the last."""
+        """After every `log_every`-th step, the first, the last, and each that was left out."""
 
     def finish(self, summary: Summary) -> None:
         """After the last step."""

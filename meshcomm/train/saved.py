@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from meshcomm.errors import TrainingError
-
-METADATA: Final = ".metadata"
+from meshcomm.train.complete import METADATA, instead_of
 
 DTYPES: Final = frozenset(
     {
@@ -70,8 +70,7 @@ class Saved:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._reader = _Reader(self.folder)
-        self._metadata = self._reader.read_metadata()
+        self._metadata = _metadata(self.folder)
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -85,16 +84,43 @@ class Saved:
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Write into the tensors of `state`, DTensors or whole ones, only reading what they need.
 
-        Raises TrainingError where a name, shape or dtype differs or parts are missing; OSError or
-        what DCP raises where a file cannot be read.
+        Raises TrainingError where a name, shape or dtype differs, parts are missing, or a file is not there,
+        cut short, or has other bytes than those that were written.
         """
         for name, tensor in state.items():
             self._check(name, tensor)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), self._metadata, True)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        for item in planner.create_local_plan().items:
+            saved = self._read(item.storage_index)
+            part = tuple(
+                slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+            planner.resolve_tensor(item).detach().copy_(saved[part])
+
+    def _read(self, index: MetadataIndex) -> Tensor:
+        """One part of a tensor as it was saved: a zip file of its own, within a file, as torch.save makes it."""
+        place = self._metadata.storage_data[index]
+        try:
+            with (self.folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                record = io.BytesIO(file.read(place.length))
+            if record.getbuffer().nbytes < place.length:
+                raise ValueError(f"ends within the {place.length} bytes from {place.offset} on")
+            # torch.load does not look at them.
+            if (bad := zipfile.ZipFile(record).testzip()) is not None:
+                raise ValueError(f"the CRC-32 of {bad} is another than when it was written")
+            record.seek(0)
+            found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
+        except Exception as error:
+            said = error.strerror if isinstance(error, OSError) else None
+            raise TrainingError(
+                f"the checkpoint is damaged: {index.fqn} in {place.relative_path}",
+                given=f"{self.folder / place.relative_path}: {said or error}",
+                expected="the bytes that were saved, readable on every host",
+                hint=instead_of(self.folder),
+            ) from error
+        return found
 
     def _check(self, name: str, tensor: Tensor) -> None:
         saved = self._metadata.state_dict_metadata.get(name)
@@ -140,20 +166,18 @@ class _Plain(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@final
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, by a reader that runs no code. Raises TrainingError where it is none."""
-        path = Path(self.path) / METADATA
-        try:
-            metadata = unpickle(path.read_bytes())
-        except (pickle.UnpicklingError, OSError, EOFError, AttributeError, ValueError, IndexError) as error:
-            raise TrainingError(
-                "the checkpoint's metadata cannot be read",
-                given=f"{path}: {error}",
-                expected="the metadata of tensors, as torch.distributed.checkpoint writes it",
-                hint="remove the checkpoint, so that the one before it is used",
-            ) from error
-        assert isinstance(metadata, Metadata)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+def _metadata(folder: Path) -> Metadata:
+    """The metadata of `folder`, by a reader that runs no code. Raises TrainingError where it is none."""
+    path = folder / METADATA
+    try:
+        metadata = unpickle(path.read_bytes())
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"a {type(metadata).__name__} in place of metadata")
+    except Exception as error:  # a damaged pickle may raise anything
+        raise TrainingError(
+            "the checkpoint's metadata cannot be read",
+            given=f"{path}: {error if isinstance(error, (OSError, pickle.UnpicklingError)) else repr(error)}",
+            expected="the metadata of tensors, as torch.distributed.checkpoint writes it",
+            hint=instead_of(folder),
+        ) from error
+    return metadata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -69,7 +70,10 @@ class TrainingReporter:
             self._progress.start()
 
     def step(self, step: Step) -> None:
-        """Move the bar, or print a line now and then."""
+        """Move the bar, or print a line now and then, and one for a step that was left out."""
+        if step.fault:
+            first = step.fault.partition("\n")[0]
+            self._console.print(f"step {step.step} is left out: {first}", highlight=False, soft_wrap=True)
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_s:,.0f}"
@@ -137,6 +141,8 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     """Final loss, speed, time and the loss curve of a run that did at least one step."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per byte")
+    if summary.skipped:
+        facts.add_row("left out", f"{summary.skipped} of {summary.steps} steps, not finite")
     facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
     facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
     if summary.late:
@@ -170,6 +176,10 @@ def curve(
     is the mean of the steps that fall into it, or the step it falls into. Braille has 2 x 4 dots
     per character; without it a dot is a "*".
     """
+    # A step that was left out may have no loss: the line goes on as it was.
+    losses, last = list(losses), next(filter(math.isfinite, losses), 0.0)
+    for index, loss in enumerate(losses):
+        losses[index] = last = loss if math.isfinite(loss) else last
     across, down = (2, 4) if braille else (1, 1)
     wide, high = columns * across, rows * down
     means = [_mean(losses, column, wide) for column in range(wide)]

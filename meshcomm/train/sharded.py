@@ -25,9 +25,9 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.division import Division, Heard
 from meshcomm.train.exchange import bytes_of_every_rank, is_first, together
-from meshcomm.train.saved import METADATA, read_alone, unpickle
+from meshcomm.train.saved import read_alone, unpickle
 
-__all__ = ["METADATA", "RETRY", "WRITABLE", "Share", "prepare", "read", "read_alone", "write", "write_alone"]
+__all__ = ["RETRY", "WRITABLE", "Share", "prepare", "read", "read_alone", "write", "write_alone"]
 
 WRITABLE = "a folder that every rank can write to, with space for its part"
 RETRY = "make space or mend the disk, then train.resume = true; the checkpoints before this one are whole"

@@ -667,19 +667,50 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "run-by-pickle").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "gone", "metadata", "lock"])
-def test_a_damaged_checkpoint_ends_every_rank(pool: Pool, at_step_4: Path, damage: str) -> None:
+def refused_each(config: Config, files: list[str]) -> list[tuple[str, str]]:
+    """What a rank hears of each damage in turn: each byte of a file another, half of it, or none of it there."""
+    folder = Path(config.train.out if config.train else "") / "checkpoints" / "step-000004"
+    found = []
+    for name in files:
+        file, _, damage = name.partition(" ")
+        path = folder / file
+        with meshcomm.init(config) as mesh:
+            if mesh.rank == 0:
+                content = path.read_bytes()
+                path.unlink()
+                if damage == "flipped":
+                    path.write_bytes(bytes(byte ^ 1 for byte in content))
+                elif damage == "cut short":
+                    path.write_bytes(content[: len(content) // 2])
+            mesh.barrier()
+            with pytest.raises(TrainingError) as caught:
+                run(mesh, config, Silent())
+            found.append(str(caught.value))
+            mesh.barrier()
+            if mesh.rank == 0:
+                path.write_bytes(content)
+    return found
+
+
+def test_a_damaged_checkpoint_ends_every_rank(pool: Pool, at_step_4: Path) -> None:
     folder = at_step_4 / "checkpoints" / "step-000004"
-    file = {"metadata": folder / ".metadata", "lock": folder / "lock.json"}.get(
-        damage, folder / "__3_0.distcp"
-    )
-    if damage == "gone":
-        file.unlink()
-    else:
-        os.truncate(file, file.stat().st_size // 2)
-    for kind, text in pool.run(refused, tiny(at_step_4, TWO, "train.resume=true"), ranks=2):
-        assert kind == "TrainingError"
-        assert str(folder) in text
+    files = [
+        *("__3_0.distcp flipped", "__3_0.distcp cut short", "__3_0.distcp gone"),
+        *(".metadata flipped", "lock.json cut short"),
+    ]
+    config = tiny(at_step_4, TWO, "train.resume=true")
+    told = pool.run(refused_each, config, files, ranks=2)
+    for name, texts in zip(files, zip(*told, strict=True), strict=True):
+        for text in texts:
+            assert f"{folder}/{name.split()[0]}: " in text
+            assert f"\n  try:      move {folder} away; none is before it, so start afresh" in text
+            if ".distcp" in name:
+                assert re.search(
+                    r"the checkpoint is damaged: (model|optimizer)\.\S+ in __3_0\.distcp\n", text
+                )
+    assert all("the CRC-32 of " in text or "File is not a zip file" in text for text, *_ in told)
+    # And whole again, it is read.
+    assert {resumed.step for _, resumed in pool.run(run_once, config, ranks=2) if resumed} == {4}
 
 
 def test_a_tensor_of_another_shape_is_refused(undisturbed: tuple[Path, Summary]) -> None:

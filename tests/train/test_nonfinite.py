@@ -1,0 +1,176 @@
+"""A loss or a gradient that is not finite is never applied and never saved: the run ends, or leaves the step out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import TrainingError
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.tensor import local
+from meshcomm.testing import Pool
+from meshcomm.train import Silent, Step, Summary, loop, run
+from tests.train.test_checkpoint import TINY, names
+
+Plant = tuple[str, int, str, range]
+
+
+def tiny(out: Path, dims: str, *overrides: str) -> Config:
+    few = [
+        "train.steps=5",
+        "train.microbatch=2",
+        "train.global_batch=8",
+        "train.checkpoint_every=1",
+        "train.keep=9",
+    ]
+    return load(TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.layers=2", *few, *overrides])
+
+
+def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
+    """Train while `rank`'s gradient of `name` is spoilt at `steps`: by backward, or after ranks have summed it.
+
+    Returns the summary or the error, and the faults that the reporter was told.
+    """
+    how, rank, name, steps = plant
+    make = loop.trainer_for
+
+    def trainer_for(mesh: Mesh, config: Config) -> Trainer:
+        trainer: Any = make(mesh, config)
+        step, finish = trainer.step, trainer.gradients.finish
+        now = [0]
+
+        def stepping(*args: Any) -> Any:
+            now[0] = args[-1]
+            return step(*args)
+
+        trainer.step = stepping
+        if mesh.rank == rank:
+            parameter = dict(trainer.named_parameters())[name]
+
+            def finishing() -> None:
+                finish()
+                if now[0] in steps:
+                    local(parameter.grad).view(-1)[-1] = math.inf
+
+            if how == "backward":
+                parameter.register_hook(lambda grad: grad * math.nan if now[0] in steps else grad)
+            else:
+                trainer.gradients.finish = finishing
+        return trainer
+
+    class Told(Silent):  # type: ignore[misc]
+        faults: list[str] = []  # noqa: RUF012
+
+        def step(self, step: Step) -> None:
+            self.faults += [step.fault] * bool(step.fault)
+
+    told = Told()
+    told.faults = []
+    loop.trainer_for = trainer_for
+    try:
+        with meshcomm.init(config) as mesh:
+            return run(mesh, config, told), told.faults
+    except TrainingError as error:
+        return str(error), told.faults
+    finally:
+        loop.trainer_for = make
+
+
+WQ = "layers.0.attn.wq.weight"
+CASES: list[tuple[str, Plant, list[str]]] = [
+    (  # summed along dp, so both ranks of tp=1 have it
+        "{ pp = 1, dp = 2, tp = 2 }",
+        ("backward", 3, WQ, range(3, 4)),
+        [
+            f"rank 1 (pp=0 dp=0 tp=1): nan in the gradient of {WQ}",
+            "only at tp=1 (tensor), on rank 1 3",
+            "alike along dp (data), where gradients are summed",
+        ],
+    ),
+    (  # a fault of one rank's memory, in a weight that all ranks have whole: nobody else's norm has it
+        "{ pp = 1, dp = 2, tp = 2 }",
+        ("memory", 2, "norm.weight", range(3, 4)),
+        [
+            "rank 2 (pp=0 dp=1 tp=0): inf in the gradient of norm.weight",
+            "only at dp=1 (data) tp=0 (tensor), on rank 2",
+        ],
+    ),
+    (
+        "{ pp = 2, dp = 2, tp = 1 }",
+        ("memory", 1, "embed.weight", range(3, 4)),
+        [
+            "rank 1 (pp=0 dp=1 tp=0): inf in the gradient of embed.weight",
+            "only at pp=0 (pipeline) dp=1 (data), on rank 1",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("dims", "plant", "where"), CASES)
+def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_saved(
+    pool: Pool, tmp_path: Path, dims: str, plant: Plant, where: list[str]
+) -> None:
+    config = tiny(tmp_path, dims)
+    ((text, _), *others) = pool.run(spoilt, config, plant, ranks=4)
+    assert isinstance(text, str) and {other for other, _ in others} == {text}
+    lines = text.splitlines()
+    assert lines[0] == f"the gradient norm of step 3 is {'nan' if plant[0] == 'backward' else 'inf'}"
+    assert [line.removeprefix("  given:").strip() for line in lines[1 : 1 + len(where)]] == where
+    assert lines[-2:] == [
+        "  expected: finite numbers on every rank; this step is not applied, and nothing is saved after it",
+        "  try:      go on from the last checkpoint (train.resume = true) with a smaller train.lr than 0.003, "
+        'or with train.nonfinite = "skip"',
+    ]
+    assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002"]
+    # And from there it goes on to the end, as if nothing had been.
+    good = load(config, ["train.resume=true"])
+    for summary, _ in pool.run(spoilt, good, (*plant[:3], range(0)), ranks=4):
+        assert isinstance(summary, Summary) and summary.steps == 5
+        assert all(map(math.isfinite, summary.losses))
+
+
+def test_such_a_step_can_be_left_out_on_all_ranks_alike(pool: Pool, tmp_path: Path) -> None:
+    dims, plant, where = CASES[1]
+    config = tiny(tmp_path, dims, 'train.nonfinite="skip"', "train.log_every=5")
+    found = pool.run(spoilt, config, plant, ranks=4)
+    summary, faults = found[0]
+    assert isinstance(summary, Summary)
+    for other, told in found:
+        assert isinstance(other, Summary) and (other.steps, other.skipped, told) == (5, 1, faults)
+        assert other.losses == summary.losses
+    assert faults == ["\n".join(where)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped"], line["gradient_norm"] is None) for line in lines] == [
+        (1, 0, False),
+        (3, 1, True),
+        (5, 1, False),
+    ]
+    assert lines[1]["fault"] == faults[0] and "fault" not in lines[2]
+    locks = [json.loads((tmp_path / f"checkpoints/step-{n:06d}/lock.json").read_text()) for n in (2, 3, 5)]
+    assert [lock["skipped"] for lock in locks] == [0, 1, 1]
+    # Nothing of it is in the weights: all ranks go on from the same ones, which are finite.
+    assert all(map(math.isfinite, summary.losses)) and summary.losses[3] < summary.losses[0]
+
+
+def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> None:
+    config = tiny(
+        tmp_path,
+        "{ pp = 1, dp = 1, tp = 1 }",
+        'train.nonfinite="skip"',
+        "train.steps=20",
+        "train.checkpoint_every=50",
+        "train.global_batch=2",
+    )
+    ((text, faults),) = pool.run(spoilt, config, ("backward", 0, WQ, range(2, 21)), ranks=1)
+    assert isinstance(text, str)
+    assert text.startswith(
+        "steps 2 to 12 give nothing finite, so leaving them out does not help\n  given:    rank 0"
+    )
+    assert len(faults) == 10
