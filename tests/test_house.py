@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,30 +68,21 @@ def imports(path: Path, everywhere: bool = True) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_upwards(path: Path) -> None:
+def misplaced(path: Path) -> Iterator[str]:
     own = room(path)
-    assert own in ORDER, f"{own} has no place in the order"
     for name in imports(path):
-        parts = name.split(".")
-        if (
-            parts[0] != "meshcomm"
-            or len(parts) < 2
-            or not ((ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").is_file())
-        ):
-            continue
-        assert ORDER.index(parts[1]) <= ORDER.index(own), f"{own} must not import {name}"
+        first, *rest = name.split(".")
+        if first == "meshcomm" and rest and rest[0] in ORDER and ORDER.index(rest[0]) > ORDER.index(own):
+            yield f"{own} must not import {name}"
+        if first == "torch" and own in WITHOUT_TORCH:
+            yield f"{own} must not import torch"
+        if first == "torch" and path != PRIVATE_FILE and any(part.startswith("_") for part in rest):
+            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_torch_stays_where_it_belongs(path: Path) -> None:
-    if room(path) in WITHOUT_TORCH:
-        assert not [name for name in imports(path) if name.split(".")[0] == "torch"]
-    if path != PRIVATE_FILE:
-        for name in imports(path):
-            if name.split(".")[0] == "torch":
-                private = [part for part in name.split(".") if part.startswith("_")]
-                assert not private, f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
+def test_imports_point_upwards_and_torch_stays_where_it_belongs() -> None:
+    assert {room(path) for path in FILES} <= {*ORDER}
+    assert [f"{path.relative_to(ROOT)}: {wrong}" for path in FILES for wrong in misplaced(path)] == []
 
 
 def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:
@@ -110,23 +102,11 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_mesh_sets_no_logging_up_and_loads_no_tensors_of_torchs_own() -> None:
+def test_a_mesh_is_made_and_used_without_what_only_commands_need() -> None:
     # With torch.distributed.tensor comes a library of symbols: half a second for each rank of every job.
     program = """
-import logging, sys
-before = logging.getLogger().handlers[:]
-import meshcomm.mesh.logs, meshcomm.comm.functional, meshcomm.simulator
-assert logging.getLogger().handlers == before == [] and logging.getLogger().level == logging.WARNING
-assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_mesh_is_made_and_used_without_what_only_commands_need() -> None:
-    program = """
-import sys, torch.distributed
-before = set(sys.modules)
+import logging, sys, torch.distributed
+before, handlers = set(sys.modules), logging.getLogger().handlers[:]
 import meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu")
 mesh.all_reduce("dp", torch.ones(1))
@@ -140,6 +120,9 @@ unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "
 loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]
 assert not loaded, loaded
 assert str(mesh) and "rich" in sys.modules  # what prints loads it
+import meshcomm.mesh.logs, meshcomm.comm.functional, meshcomm.simulator
+assert logging.getLogger().handlers == handlers == [] and logging.getLogger().level == logging.WARNING
+assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

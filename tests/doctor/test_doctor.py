@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import warnings
 from datetime import timedelta
@@ -30,6 +29,7 @@ from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.exposure import ExposedRendezvous
 from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
+from tests.forked_jobs import Job
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -404,14 +404,11 @@ def as_two_hosts() -> tuple[dict[str, Any] | None, int]:
         socket.gethostname, network.resolve = usual
 
 
-def test_torchrun_prints_one_table() -> None:
+def test_torchrun_prints_one_table(pool: Pool, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshcomm", "doctor", "--json"]  # fmt: skip
-    env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=200, env=env, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
+    assert code == 0, err
+    facts = json.loads(out)
     assert [each["rank"] for each in facts["ranks"]] == [0, 1]
     assert facts["launch"]["kind"] == "torchrun"
     # The store of torchrun's agent listens on every address, whatever it was told.

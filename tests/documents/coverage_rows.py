@@ -105,7 +105,7 @@ ROWS: Final[dict[int, Row]] = {
         "closing, and opening again in one process",
         (
             "mesh/test_mesh.py::test_closing_and_opening_again_in_one_process",
-            "mesh/test_teardown.py::test_fifty_cycles_return_files_and_threads",
+            "mesh/test_teardown.py::test_twenty_cycles_return_files_and_threads",
             "mesh/test_teardown.py::test_after_an_exception_the_next_mesh_works",
         ),
         (f"{PAGE}#8-closing", "docs/guide/groups.md#opening-and-closing"),
@@ -146,7 +146,7 @@ ROWS: Final[dict[int, Row]] = {
         (
             "comm/test_collectives.py::test_handles",
             "comm/test_all_collectives.py::test_handles_say_what_became_of_the_call",
-            "mesh/test_verdicts.py::test_an_asynchronous_call_fails_by_name_too",
+            "mesh/test_verdicts.py::test_calls_that_were_never_compared_name_who_has_not_come_too",
         ),
         (f"{PAGE}#13-asynchronous-calls", "docs/guide/collectives.md#asynchronous-calls"),
     ),
@@ -197,7 +197,7 @@ ROWS: Final[dict[int, Row]] = {
     19: Row(
         "launchers",
         (
-            "mesh/test_torch_facts.py::test_torchs_own_launchers",
+            "mesh/test_torch_facts.py::test_torchs_spawn",
             "jobs/test_jobs.py::test_run_gives_a_script_its_mesh_and_its_arguments",
             "launch/test_orphans.py::test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once",
             "mesh/test_launcher.py::test_each_launcher",

@@ -109,7 +109,7 @@ _CUBE: Final = {"pp": 2, "dp": 2, "tp": 2}
 
 ROWS = [
     *(
-        _row(call, {_LINES[i % 3]: 4}, _LINES[i % 3], 2, "SIGKILL", quick=call in ("all_reduce", "scatter"))
+        _row(call, {_LINES[i % 3]: 4}, _LINES[i % 3], 2, "SIGKILL", quick=call == "all_reduce")
         for i, call in enumerate(CALLS)
     ),
     *(

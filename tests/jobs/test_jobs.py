@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
 
 CONFIG = """
 [mesh]
@@ -23,32 +25,15 @@ timeout_s = 30
 """
 
 
-def start(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
-    (folder / "mesh.toml").write_text(CONFIG)
+def start(pool: Pool, folder: Path, script: str, *arguments: str) -> Job:
+    """`meshcomm run` of a script, on warm ranks."""
+    return Job(pool, folder, *written(folder, script, CONFIG), *arguments)
+
+
+def written(folder: Path, script: str, config: str) -> list[str]:
+    (folder / "mesh.toml").write_text(config)
     (folder / "script.py").write_text("import os, signal, sys, time, torch, meshcomm\n" + script)
-    command = [sys.executable, "-m", "meshcomm", "run", "mesh.toml", "script.py", *arguments]
-    env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(job: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = job.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        raise
-    assert job.returncode is not None
-    # torch's store and Gloo write their own notes about peers that vanish; they are not ours.
-    err = "".join(line for line in err.splitlines(True) if not line.startswith(("[W", "[/", "[E")))
-    return job.returncode, out, err
+    return ["-m", "meshcomm", "run", "mesh.toml", "script.py"]
 
 
 def alive(folder: Path) -> list[int]:
@@ -86,21 +71,27 @@ def listening(pid):
 """
 
 
-# A job that ends well, looked at from several sides. Rank 0 leaves a process behind, in a session of its own.
+# A job of fresh processes that ends well, looked at from several sides. Rank 0 leaves a process behind, in a
+# session of its own, and no rank closes its second mesh.
 WELL = """
 import subprocess
 import beside
 with meshcomm.init() as mesh:
-    total = mesh.all_reduce("tp", torch.tensor([mesh.rank]))
+    total = mesh.all_reduce("tp", torch.tensor([mesh.rank + 1]))
     mesh.all_reduce("dp", torch.ones(1))
     sys.stdout.write(f"{mesh.rank} {mesh.coords} {total.item()} {sys.argv[1:]} {beside.answer}\\n")
+    elastic = [name for name in sys.modules if name.startswith("torch.distributed.elastic")]
+    sys.stdout.write(f"rank {mesh.rank} loaded {elastic}\\n")
     if sys.platform.startswith("linux"):
         sys.stdout.write(f"rank {mesh.rank} listens: {listening(os.getpid())}\\n")
         if mesh.rank == 0:
             sys.stdout.write(f"launcher listens: {listening(os.getppid())}\\n")
             subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    mesh.barrier("dp")
     mesh.barrier("tp")
+mesh = meshcomm.init()
+mesh.all_reduce("tp", torch.ones(3))
+handle = mesh.all_reduce("tp", torch.ones(3), async_op=True)
+handle.wait()
 """
 
 
@@ -117,24 +108,27 @@ class Ended(NamedTuple):
 def well(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("well")
     (folder / "beside.py").write_text("answer = 42\n")
-    code, out, err = finish(start(folder, LISTENERS + WELL, "--steps", "3"))
-    return Ended(code, sorted(out.splitlines()), err, alive(folder))
+    command = written(folder, LISTENERS + WELL, CONFIG.replace("dp = 2", "dp = 1"))
+    done = subprocess.run(
+        [sys.executable, *command, "--steps", "3"], cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    return Ended(done.returncode, sorted(done.stdout.splitlines()), done.stderr, alive(folder))
 
 
 def test_run_gives_a_script_its_mesh_and_its_arguments(well: Ended) -> None:
     assert (well.code, well.err) == (0, "")
-    assert [line for line in well.lines if "listens" not in line] == [
-        f"{rank} {{'dp': {rank // 2}, 'tp': {rank % 2}}} {1 if rank < 2 else 5} ['--steps', '3'] 42"
-        for rank in range(4)
-    ]
+    assert well.lines[:2] == [f"{rank} {{'dp': 0, 'tp': {rank}}} 3 ['--steps', '3'] 42" for rank in range(2)]
+
+
+def test_a_launcher_and_its_ranks_load_no_elastic_agent(well: Ended) -> None:
+    assert [line for line in well.lines if "loaded" in line] == [f"rank {rank} loaded []" for rank in (0, 1)]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_job_of_one_host_listens_on_the_loopback_alone(well: Ended) -> None:
     # 127.0.0.1, as the kernel writes it.
     assert [line for line in well.lines if "listens" in line] == [
-        "launcher listens: ['0100007F']",
-        *(f"rank {rank} listens: ['0100007F']" for rank in range(4)),
+        f"{who} listens: ['0100007F']" for who in ("launcher", "rank 0", "rank 1")
     ]
 
 
@@ -143,7 +137,7 @@ def test_what_a_rank_has_left_running_does_not_outlive_a_job_that_ended_well(wel
     assert well.code == 0 and well.left == []
 
 
-def test_an_error_is_told_once_with_its_coords_and_the_users_frame(tmp_path: Path) -> None:
+def test_an_error_is_told_once_with_its_coords_and_the_users_frame(pool: Pool, tmp_path: Path) -> None:
     script = """
 mesh = meshcomm.init()
 mesh.all_reduce("dp", torch.ones(1))
@@ -153,7 +147,7 @@ for _ in range(1000):
     mesh.all_reduce("dp", torch.ones(1))
     mesh.all_reduce("tp", torch.ones(1))
 """
-    code, out, err = finish(start(tmp_path, script))
+    code, out, err = start(pool, tmp_path, script).finish()
     assert (code, out) == (1, "")
     assert err.splitlines() == [
         "rank 3 (dp=1 tp=1):",
@@ -167,13 +161,13 @@ for _ in range(1000):
     assert alive(tmp_path) == []
 
 
-def test_a_mesh_that_differs_is_told_once_without_a_traceback(tmp_path: Path) -> None:
+def test_a_mesh_that_differs_is_told_once_without_a_traceback(pool: Pool, tmp_path: Path) -> None:
     script = """
 if os.environ["RANK"] == "2":
     os.environ["MESHCOMM_SET"] = "mesh.dims={ dp = 4 }"
 meshcomm.init()
 """
-    code, out, err = finish(start(tmp_path, script))
+    code, out, err = start(pool, tmp_path, script).finish()
     assert (code, out) == (2, "")
     lines = err.splitlines()
     assert "MeshMismatchError: the mesh differs between ranks: rank 2 of 4 is mismatched" in lines[0]
@@ -188,7 +182,7 @@ meshcomm.init()
     assert "Traceback" not in err
 
 
-def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_nothing_stays(pool: Pool, tmp_path: Path) -> None:
     script = """
 mesh = meshcomm.init()
 mesh.all_reduce("dp", torch.ones(1))
@@ -199,7 +193,7 @@ while True:
     mesh.all_reduce("dp", torch.ones(1))
     mesh.all_reduce("tp", torch.ones(1))
 """
-    code, out, err = finish(start(tmp_path, script))
+    code, out, err = start(pool, tmp_path, script).finish()
     assert (code, out) == (137, "")
     assert err.splitlines() == [
         "meshcomm: rank 1 (dp=0 tp=1) was ended by SIGKILL",
@@ -208,7 +202,7 @@ while True:
     assert alive(tmp_path) == []
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks(pool: Pool, tmp_path: Path) -> None:
     script = """
 mesh = meshcomm.init()
 mesh.barrier("dp")
@@ -219,13 +213,11 @@ while True:
     mesh.all_reduce("dp", torch.ones(1))
     time.sleep(0.01)
 """
-    job = start(tmp_path, script)
-    assert job.stdout is not None
-    assert job.stdout.readline() == "up\n"
+    job = start(pool, tmp_path, script)
+    job.until_printed("up")
     os.kill(job.pid, signal.SIGINT)
     began = time.monotonic()
-    code, out, err = finish(job)
-    assert (code, out, err) == (130, "", "")
+    assert job.finish() == (130, "up\n", "")
     assert time.monotonic() - began < 20
     assert alive(tmp_path) == []
 
@@ -274,6 +266,8 @@ def test_a_wrong_config_is_refused_before_torch_is_loaded(tmp_path: Path) -> Non
     program = """
 import sys
 from meshcomm.cli import app
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
 from typer.testing import CliRunner
 for words in (["train", "mesh.toml"], ["parity", "mesh.toml"], ["run", "mesh.toml", "script.py"]):
     command, *rest = words
@@ -292,7 +286,7 @@ print("torch" in sys.modules)
 
 
 def test_a_script_that_says_its_own_mesh_needs_no_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.py").write_text(
         "import sys, torch, meshcomm\n"
@@ -302,10 +296,9 @@ def test_a_script_that_says_its_own_mesh_needs_no_config(
     )
     monkeypatch.chdir(tmp_path)
     words = ["--world", "2", "own.py", "./a//b", "--lr", "3"]
-    command = [sys.executable, "-m", "meshcomm", "run", *words]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    ran = Job(pool, tmp_path, "-m", "meshcomm", "run", *words).finish()[1:]
     simulated = CliRunner().invoke(app, ["simulate", *words])
-    for printed, err in ((ran.stdout, ran.stderr), (simulated.stdout, simulated.stderr)):
+    for printed, err in (ran, (simulated.stdout, simulated.stderr)):
         lines = sorted(line for line in printed.splitlines() if line.startswith("rank"))
         arguments = ["./a//b", "--lr", "3"]
         assert lines == [f"rank {rank} (dp={rank}) 3 {arguments}" for rank in (0, 1)], err

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshcomm.launch.spawn import launch
-from tests.jobs.test_jobs import finish, start
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
+from tests.jobs.test_jobs import CONFIG, start, written
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
     return launch(["-c", head + script], world_size, max_restarts, lambda rank: f"rank {rank} (dp={rank})")
 
 
-def test_ranks_get_what_torchrun_would_set(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ranks_get_what_torchrun_would_set(pool: Pool, tmp_path: Path) -> None:
     script = """
 import torch.distributed as dist
 names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_RANK",
@@ -40,21 +40,23 @@ said = [os.environ[name] for name in names]
 dist.init_process_group("gloo")
 everyone = [None] * 2
 dist.all_gather_object(everyone, said)
-if rank == 0:
+if dist.get_rank() == 0:
     print(dist.is_torchelastic_launched(), *everyone, sep="\\n")
 dist.destroy_process_group()
 """
-    assert run(script, 2, max_restarts=1) == 0
-    out = capfd.readouterr().out.splitlines()
-    assert out == [
+    command = written(tmp_path, script, CONFIG.replace("dp = 2", "dp = 1"))
+    code, out, err = Job(pool, tmp_path, *command).finish()
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
         "True",
-        *(str([*[str(rank)] * 3, *["2"] * 3, "0", "1", "127.0.0.1", "0", "1"]) for rank in range(2)),
+        *(str([*[str(rank)] * 3, *["2"] * 3, "0", "1", "127.0.0.1", "0", "0"]) for rank in range(2)),
     ]
 
 
 def test_each_restart_is_told_and_has_a_store_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     script = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "2"
 print(os.environ["MASTER_PORT"] if rank == 0 else "", end="", flush=True)
 if attempt < 2:
     if rank == 1:
@@ -111,7 +113,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_interrupt_of_one_rank_names_the_rank(tmp_path: Path) -> None:
+def test_an_interrupt_of_one_rank_names_the_rank(pool: Pool, tmp_path: Path) -> None:
     # Nobody has pressed Ctrl-C: that one rank has ended needs an explanation.
     script = """
 mesh = meshcomm.init()
@@ -120,7 +122,7 @@ if mesh.rank == 2:
     raise KeyboardInterrupt
 time.sleep(1000)
 """
-    code, out, err = finish(start(tmp_path, script))
+    code, out, err = start(pool, tmp_path, script).finish()
     assert (code, out) == (130, "")
     assert err.splitlines()[-3:] == [
         "KeyboardInterrupt",
@@ -129,7 +131,7 @@ time.sleep(1000)
     ]
 
 
-def test_a_rank_that_left_out_a_call_is_named_with_both_operations(tmp_path: Path) -> None:
+def test_a_rank_that_left_out_a_call_is_named_with_both_operations(pool: Pool, tmp_path: Path) -> None:
     script = """
 import torch, meshcomm
 facts = {"dims": {"dp": 4}, "device": "cpu", "validate_calls": 0, "reports": ""}
@@ -140,26 +142,10 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
     mesh.barrier("dp")
 """
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "meshcomm", "run", "--world", "4", "script.py"]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    code, out, err = finish(
-        subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, **output)
-    )
+    words = ("-m", "meshcomm", "run", "--world", "4", "script.py")
+    code, out, err = Job(pool, tmp_path, *words).finish()
     last = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     assert (code != 0, out) == (True, "")
     assert last[0].startswith("meshcomm: rank 2 failed: ")
     assert "rank 2 (dp=2) made barrier, at script.py:8, as call 10" in err
     assert "ranks 0 1 3 made all_reduce, at script.py:7, as call 10" in err
-
-
-def test_the_launcher_loads_no_elastic_agent_and_a_mesh_no_launcher() -> None:
-    program = """
-import sys
-import meshcomm
-meshcomm.init
-assert not [name for name in sys.modules if name.startswith("meshcomm.launch")]
-import meshcomm.launch.rank, meshcomm.launch.spawn
-assert not [name for name in sys.modules if name.startswith("torch.distributed.elastic")]
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr

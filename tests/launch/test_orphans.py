@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -11,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from meshcomm.launch import reaper
-from tests.jobs.test_jobs import CONFIG, alive, finish, start
+from meshcomm.launch.spawn import launch
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
+from tests.jobs.test_jobs import CONFIG, alive
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -24,68 +26,59 @@ def gone(folder: Path, within_s: float) -> bool:
     return alive(folder) == []
 
 
-# A rank that is stopped, one that ignores SIGTERM, and what ranks start: in their own session too.
+# A rank that is stopped, one that ignores SIGTERM, and what ranks start: in their own session too. No torch.
 STUBBORN = """
-import subprocess
-mesh = meshcomm.init()
-mesh.all_reduce("dp", torch.ones(1))
-mesh.all_reduce("tp", torch.ones(1))
-subprocess.Popen(["sleep", "1000"], start_new_session=mesh.rank == 1)
-if mesh.rank == 2:
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+if rank == 2:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-mesh.barrier("dp")
-mesh.barrier("tp")
+subprocess.Popen(["sleep", "1000"], start_new_session=rank == 1)
+Path(f"{rank} is up").touch()
+while len(list(Path(".").glob("* is up"))) < 4:
+    time.sleep(0.02)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    script = (
-        STUBBORN
-        + """
-if mesh.rank == 0:
-    print("up", flush=True)
-if mesh.rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(1000)
-"""
+    (tmp_path / "rank.py").write_text(STUBBORN + "print('up', flush=True)\ntime.sleep(1000)\n")
+    program = "from meshcomm.launch.spawn import launch; launch(['rank.py'], 4)"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    job = start(tmp_path, script)
-    assert job.stdout is not None
-    assert job.stdout.readline() == "up\n"
+    assert launcher.stdout is not None
+    assert [launcher.stdout.readline() for _ in range(3)] == ["up\n"] * 3
     # The launcher, four ranks, and what each has started.
     assert len(alive(tmp_path)) >= 9
-    job.kill()
+    launcher.kill()
     assert gone(tmp_path, 30)
-    job.communicate(timeout=100)
+    launcher.communicate(timeout=100)
 
 
-def test_nothing_outlives_a_job_that_fails(tmp_path: Path) -> None:
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
-    script = (
-        STUBBORN
-        + """
-if mesh.rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-if mesh.rank == 3:
-    open("failed", "w").close()
-    raise KeyError("planted")
-time.sleep(1000)
-"""
-    )
-    try:
-        code, out, err = finish(start(tmp_path, script))
-    finally:
-        del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-    assert time.time() - (tmp_path / "failed").stat().st_mtime < 25
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-2:] == [
-        "meshcomm: rank 3 (dp=1 tp=1) failed: KeyError: 'planted', at script.py:17 in <module>",
+def test_nothing_outlives_a_job_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rank.py").write_text(STUBBORN + "if rank == 3:\n    sys.exit(5)\ntime.sleep(1000)\n")
+    began = time.monotonic()
+    assert launch(["rank.py"], 4) == 5
+    assert time.monotonic() - began < 25
+    assert capfd.readouterr().err.splitlines() == [
+        "meshcomm: rank 3 ended with exit code 5",
         "meshcomm: ranks 0-2 followed: lost a peer, or were ended by the launcher",
     ]
+    monkeypatch.undo()
     assert alive(tmp_path) == []
 
 
-def test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once(tmp_path: Path) -> None:
+def test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once(pool: Pool, tmp_path: Path) -> None:
     # torchrun's default keeps its store over restarts: of the ranks of the first attempt one has
     # opened a mesh, and one has told an error.
     script = f"""
@@ -110,16 +103,13 @@ with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process"
     (tmp_path / "script.py").write_text(script)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--master-port", str(free_port()), "-m", "meshcomm", "run", "mesh.toml", "script.py"]
-    env = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 1
-    assert done.stdout == "3\n", done.stderr
-    assert done.stderr.count("ValueError: first\n") == done.stderr.count("ValueError: second\n") == 1
-    assert "PeerLost" not in done.stderr and "meshcomm: rank" not in done.stderr
+    code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
+    assert code == 1
+    assert out == "3\n", err
+    assert err.count("ValueError: first\n") == err.count("ValueError: second\n") == 1
+    assert "PeerLost" not in err and "meshcomm: rank" not in err
     # That the store of its agent listens on every address is for the doctor to say.
-    assert "ExposedRendezvous" not in done.stderr
+    assert "ExposedRendezvous" not in err
     assert alive(tmp_path) == []
 
 

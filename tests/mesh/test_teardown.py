@@ -1,11 +1,9 @@
-"""What a mesh took, it gives back: on success, after an exception, and where close was forgotten."""
+"""What a mesh took, it gives back: on success and after an exception."""
 
 from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import meshcomm
 from meshcomm.testing import Pool
 
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
+PLANE = {"dp": 2, "tp": 2}
 
 
 def held() -> tuple[int, int]:
@@ -25,8 +24,8 @@ def held() -> tuple[int, int]:
 
 
 def cycle() -> None:
-    with meshcomm.init(dims=DIMS, merge={"grad": ["pp", "dp"]}, device="cpu", timeout_s=30) as mesh:
-        for dim in DIMS:
+    with meshcomm.init(dims=PLANE, merge={"grad": ["dp", "tp"]}, device="cpu", timeout_s=30) as mesh:
+        for dim in PLANE:
             mesh.all_reduce(dim, torch.ones(4))
         mesh.all_reduce("grad", torch.ones(4))
         mesh.functional.all_gather("tp", torch.ones(2, requires_grad=True), grad="slice").sum().backward()
@@ -45,8 +44,8 @@ def cycles(count: int) -> list[tuple[int, int]]:
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
 )
-def test_fifty_cycles_return_files_and_threads(pool: Pool) -> None:
-    for counts in pool.run(cycles, 50):
+def test_twenty_cycles_return_files_and_threads(pool: Pool) -> None:
+    for counts in pool.run(cycles, 20, ranks=4):
         (files, threads), (files_after, threads_after) = counts[0], counts[-1]
         assert abs(files_after - files) <= 2, counts
         assert abs(threads_after - threads) <= 2, counts
@@ -111,27 +110,3 @@ def test_an_error_that_is_kept_keeps_no_group(pool: Pool, call: str) -> None:
     assert [name for name, _, _ in found] == ["ValueError", "PeerLost"]
     for _, before, after in found:
         assert after == before
-
-
-FORGOTTEN = """
-import torch, meshcomm
-mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30)
-mesh.all_reduce("dp", torch.ones(3))
-handle = mesh.all_reduce("dp", torch.ones(3), async_op=True)
-handle.wait()
-"""
-
-
-def test_a_forgotten_close_is_clean_and_silent(tmp_path: Path) -> None:
-    script = tmp_path / "forgotten.py"
-    script.write_text(FORGOTTEN)
-    config = tmp_path / "mesh.toml"
-    config.write_text("[mesh]\ndims = { dp = 2 }\n")
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-m", "meshcomm", "run", str(config), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
 from meshcomm.transport.torch_private import HOOK_NAMES
+from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 
 TIMEOUT = 2.0
@@ -100,30 +100,61 @@ def skipped(mesh: Any) -> None:
     mesh.all_reduce("tp", torch.ones(4))
 
 
-def run_skipped(folder: str, validate: int) -> Outcome:
-    return outcome(skipped, folder, validate_calls=validate)
+def run_skipped(folder: str) -> Outcome:
+    return outcome(skipped, folder, validate_calls=64)
 
 
-@pytest.mark.parametrize("validate", [0, 64])
-def test_a_skipped_call_names_who_has_not_come(pool: Pool, tmp_path: Path, validate: int) -> None:
-    found = pool.run(run_skipped, str(tmp_path), validate)
-    for rank in range(8):
-        kind, text, missing, took = found[rank]
-        if rank != 7:
-            assert kind == "none"
-            continue
-        assert kind == "CollectiveTimeout"
-        assert missing == (6,)
-        lines = text.splitlines()
-        assert lines[0] == 'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time'
-        assert lines[1].startswith("  given:    call 2 on tp[pp=1 dp=1], ranks [6, 7], at ")
-        assert f"{__file__}:" in lines[1]
-        assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in lines[2]
-        assert " in skipped, after barrier, call 1" in lines[2]
-        assert took < TIMEOUT + 10  # on a busy machine; the asking itself ends in time
+def skipped_by(text: str, missing: tuple[int, ...]) -> None:
+    assert missing == (6,)
+    lines = text.splitlines()
+    assert lines[0] == 'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time'
+    assert lines[1].startswith("  given:    call 2 on tp[pp=1 dp=1], ranks [6, 7], at ")
+    assert f"{__file__}:" in lines[1]
+    assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in lines[2]
+    assert " in skipped, after barrier, call 1" in lines[2]
+
+
+def test_a_skipped_call_names_who_has_not_come(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_skipped, str(tmp_path))
+    assert [kind for kind, *_ in found] == ["none"] * 7 + ["CollectiveTimeout"]
+    _, text, missing, took = found[7]
+    skipped_by(text, missing)
+    assert took < TIMEOUT + 10  # on a busy machine; the asking itself ends in time
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["rank6.json", "rank7.json"]
     assert "rank 6 (pp=1 dp=1 tp=0) is at " in report(tmp_path).splitlines()[1]
     assert 'rank 7 waits for it in all_reduce along "tp", call 2' in report(tmp_path).splitlines()[1]
+
+
+def several(mesh: Any) -> None:
+    x = torch.ones(2)
+    if mesh.coord("pp") == 1:
+        if mesh.coord("dp") == 1:
+            skipped(mesh)
+    elif mesh.rank == 1:  # refuses its call along tp, and leaves out one along dp
+        with pytest.raises(meshcomm.MeshcommError, match="out does not fit the result"):
+            mesh.all_gather("tp", x, out=torch.ones(3))
+        until(mesh, 0, 3)
+    elif mesh.rank == 0:
+        mesh.all_gather("tp", x, out=torch.ones(4))
+    elif mesh.rank == 3:
+        mesh.all_reduce("dp", x, async_op=True).wait()
+
+
+def run_several(folder: str) -> Outcome:
+    return outcome(several, folder, validate_calls=0)
+
+
+def test_calls_that_were_never_compared_name_who_has_not_come_too(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_several, str(tmp_path))
+    assert [rank for rank in range(8) if found[rank][0] == "CollectiveTimeout"] == [0, 3, 7]
+    skipped_by(*found[7][1:3])
+    # A call that a rank refused has not come.
+    _, text, missing, _ = found[0]
+    assert missing == (1,) and "rank 1 (pp=0 dp=0 tp=1) has not come: it is at " in text
+    # An asynchronous one fails by name.
+    _, text, missing, _ = found[3]
+    assert missing == (1,)
+    assert 'all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time' in text
 
 
 def crossed(mesh: Any) -> None:
@@ -293,25 +324,6 @@ def test_a_dead_peer_is_named(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-def late(mesh: Any) -> None:
-    handle = mesh.all_reduce("dp", torch.ones(1), async_op=True) if mesh.rank != 1 else None
-    if handle is not None:
-        handle.wait()
-    else:
-        until(mesh, 3)
-
-
-def run_late(folder: str) -> Outcome:
-    return outcome(late, folder, validate_calls=0)
-
-
-def test_an_asynchronous_call_fails_by_name_too(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_late, str(tmp_path))
-    kind, text, missing, _ = found[3]
-    assert (kind, missing) == ("CollectiveTimeout", (1,))
-    assert 'all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time' in text
-
-
 def functional(mesh: Any) -> list[str]:
     x = torch.ones(2, requires_grad=True)
     sites = []
@@ -327,23 +339,25 @@ def functional(mesh: Any) -> list[str]:
     return sites
 
 
-def run_functional(validate: int) -> list[str]:
-    with meshcomm.init(
-        dims={"pp": 1, "dp": 2, "tp": 2}, device="cpu", timeout_s=20, validate_calls=validate
-    ) as mesh:
-        return functional(mesh)
+def run_functional() -> list[list[str]]:
+    found = []
+    for validate in (0, 64):
+        with meshcomm.init(
+            dims={"pp": 1, "dp": 2, "tp": 2}, device="cpu", timeout_s=20, validate_calls=validate
+        ) as mesh:
+            found.append(functional(mesh))
+    return found
 
 
-@pytest.mark.parametrize("validate", [0, 64])
-def test_the_recorded_line_is_the_users(pool: Pool, validate: int) -> None:
+def test_the_recorded_line_is_the_users(pool: Pool) -> None:
     lines = Path(__file__).read_text().splitlines()
     wanted = ["functional.all_reduce", "backward()", 'mesh.all_reduce("dp"', "hierarchical"] * 3
-    sites = pool.run(run_functional, validate, ranks=4)[0]
-    assert len(sites) == len(wanted)
-    for site, text in zip(sites, wanted, strict=True):
-        file, line = site.rsplit(":", 1)
-        assert file == __file__
-        assert text in lines[int(line) - 1]
+    for sites in pool.run(run_functional, ranks=4)[0]:
+        assert len(sites) == len(wanted)
+        for site, text in zip(sites, wanted, strict=True):
+            file, line = site.rsplit(":", 1)
+            assert file == __file__
+            assert text in lines[int(line) - 1]
 
 
 def test_a_folder_without_reports(tmp_path: Path) -> None:
@@ -421,57 +435,29 @@ def test_ranks_that_wait_for_each_others_messages(pool: Pool, tmp_path: Path) ->
     assert lines[2].endswith(" waits for rank 1")
 
 
-def refused(mesh: Any) -> None:
-    if mesh.rank == 1:
-        with pytest.raises(meshcomm.MeshcommError, match="out does not fit the result"):
-            mesh.all_gather("tp", torch.ones(2), out=torch.ones(3))
-        until(mesh, 0)
-    elif mesh.rank == 0:
-        mesh.all_gather("tp", torch.ones(2), out=torch.ones(4))
-
-
-def test_a_call_that_a_rank_refused_has_not_come(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(message_outcome, refused, str(tmp_path))
-    kind, text, missing, _ = found[0]
-    assert (kind, missing) == ("CollectiveTimeout", (1,))
-    assert "rank 1 (pp=0 dp=0 tp=1) has not come: it is at " in text
-
-
-def gone(mesh: Any) -> None:
+def left(mesh: Any) -> None:
     mesh.all_reduce("tp", torch.ones(1))
-    if mesh.rank != 3:
-        mesh.all_reduce("tp", torch.ones(1))
-
-
-def run_gone(folder: str) -> Outcome:
-    return outcome(gone, folder, timeout_s=40.0, stay=False, validate_calls=0)
-
-
-def test_a_rank_that_closed_its_mesh_is_said_to(pool: Pool, tmp_path: Path) -> None:
-    kind, text, missing, took = pool.run(run_gone, str(tmp_path))[2]
-    assert (kind, missing) == ("PeerLost", (3,))
-    assert "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
-    assert took < 30  # the group's own timeout is longer
-
-
-def left_by_an_error(mesh: Any) -> None:
-    mesh.all_reduce("tp", torch.ones(1))
-    if mesh.rank == 3:
+    if mesh.rank == 7:
         raise ValueError("no batch\nin the file")
-    if mesh.rank == 2:
+    if mesh.rank != 3:
         mesh.all_reduce("tp", torch.ones(1))
 
 
 def run_left(folder: str) -> Outcome:
     try:
-        return outcome(left_by_an_error, folder, timeout_s=40.0, stay=False, validate_calls=0)
+        return outcome(left, folder, timeout_s=40.0, stay=False, validate_calls=0)
     except ValueError:
         return "left", "", (), 0.0
 
 
-def test_a_rank_that_left_by_an_error_is_said_to(pool: Pool, tmp_path: Path) -> None:
-    kind, text, missing, _ = pool.run(run_left, str(tmp_path))[2]
+def test_a_rank_that_closed_its_mesh_or_left_it_by_an_error_is_said_to(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(run_left, str(tmp_path))
+    kind, text, missing, took = found[2]
     assert (kind, missing) == ("PeerLost", (3,))
+    assert "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
+    assert took < 30  # the group's own timeout is longer
+    kind, text, missing, _ = found[6]
+    assert (kind, missing) == ("PeerLost", (7,))
     assert "after all_reduce, call 2, when it raised ValueError: no batch\n" in text
 
 
@@ -543,7 +529,7 @@ mesh.close()
 """
 
 
-def test_a_rank_that_the_backend_holds_reports_and_ends(tmp_path: Path) -> None:
+def test_a_rank_that_the_backend_holds_reports_and_ends(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     config = tmp_path / "mesh.toml"
@@ -552,16 +538,10 @@ def test_a_rank_that_the_backend_holds_reports_and_ends(tmp_path: Path) -> None:
         f"[mesh]\ndims = {{ dp = 2 }}\ntimeout_s = 60\nvalidate_calls = 0\n"
         f'reports = "{reports}"\n[mesh.options.dp]\ntimeout_s = 1\n'
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "meshcomm", "run", str(config), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
-    )
-    assert done.returncode == 1
-    assert "the backend is past its timeout and does not return" in done.stderr
-    assert f"{script}:10" in done.stderr
+    code, _, err = Job(pool, tmp_path, "-m", "meshcomm", "run", str(config), str(script)).finish()
+    assert code == 1
+    assert "the backend is past its timeout and does not return" in err
+    assert f"{script}:10" in err
     assert (
         json.loads((reports / "rank1.json").read_text())["failed"]["call"] == 'broadcast along "dp", call 1'
     )
@@ -832,30 +812,30 @@ def test_the_threads_of_a_mesh_that_is_dropped_end() -> None:
     assert str(kept.inquire(kept, "all_reduce", RuntimeError("timed out"))).startswith("all_reduce failed")
 
 
-def past(mesh: Any, what: str) -> None:
-    """Rank 3 leaves out what the others do past the mesh, along dp."""
+def past(mesh: Any) -> None:
+    """Ranks 3, 6 and 7 leave out what their neighbours along dp do past the mesh."""
     group, x = mesh.group("dp"), torch.ones(4)
     dist.all_reduce(x, group=group)
-    if mesh.rank == 3:
-        until(mesh, 1)
-    elif what == "all_reduce":
-        dist.all_reduce(x, group=group)
-    elif what == "recv" and mesh.rank == 1:
-        dist.recv(x, 3, group=group)
-    elif what == "Work" and mesh.rank == 1:
+    if mesh.rank in (3, 6, 7):
+        until(mesh, mesh.rank - 2)
+    elif mesh.rank == 4:
+        dist.recv(x, 6, group=group)
+    elif mesh.rank == 5:
         work = dist.all_reduce(x, group=group, async_op=True)
         time.sleep(TIMEOUT + 2)  # elsewhere, while the backend gives up
         work.wait()
+    else:
+        dist.all_reduce(x, group=group)
 
 
-def run_past(folder: str, what: str) -> Outcome:
+def run_past(folder: str) -> Outcome:
     """As `outcome`, of errors that are raised when the mesh is left."""
     kept: list[Any] = []
 
     def program(mesh: Any) -> None:
         kept.append(mesh)
         try:
-            past(mesh, what)
+            past(mesh)
         except RuntimeError as error:
             kept.append(error)
 
@@ -868,20 +848,20 @@ def run_past(folder: str, what: str) -> Outcome:
 
 
 @needs_group_hooks
-@pytest.mark.parametrize("what", ["all_reduce", "recv", "Work"])
 def test_a_call_past_the_mesh_that_fails_is_explained_when_the_mesh_is_left(
-    pool: Pool, tmp_path: Path, what: str
+    pool: Pool, tmp_path: Path
 ) -> None:
-    found = pool.run(run_past, str(tmp_path), what)
-    kind, text, missing, _ = found[1]
-    assert (kind, missing) == ("CollectiveTimeout", (3,)), text
-    call = "recv" if what == "recv" else "all_reduce"
-    assert text.startswith(
-        f'{call} made past the mesh along "dp" on rank 1 (pp=0 dp=0 tp=1) did not end in time'
-    )
-    short = "has sent 0 of 1 with tag 0" if what == "recv" else "has not come: it "
-    assert f"rank 3 (pp=0 dp=1 tp=1) {short}" in text
-    assert [kind for rank, (kind, *_) in enumerate(found) if rank != 1] == ["none"] * 7
+    found = pool.run(run_past, str(tmp_path))
+    assert [rank for rank in range(8) if found[rank][0] != "none"] == [1, 4, 5]
+    for rank, call, dp, tp in ((1, "all_reduce", 0, 1), (4, "recv", 0, 0), (5, "all_reduce", 0, 1)):
+        kind, text, missing, _ = found[rank]
+        assert (kind, missing) == ("CollectiveTimeout", (rank + 2,)), text
+        pp = rank // 4
+        assert text.startswith(
+            f'{call} made past the mesh along "dp" on rank {rank} (pp={pp} dp={dp} tp={tp}) did not end in time'
+        )
+        short = "has sent 0 of 1 with tag 0" if call == "recv" else "has not come: it "
+        assert f"rank {rank + 2} (pp={pp} dp=1 tp={tp}) {short}" in text
 
 
 def by_hand(mesh: Any) -> None:

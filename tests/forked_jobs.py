@@ -1,0 +1,132 @@
+"""`python ARGUMENTS` and the ranks it starts, forked where torch is loaded: that saves each two seconds of CPU.
+
+All but the exec is as in a real job: the launcher, its ranks, their signals, streams and exit codes. What belongs to a
+fresh process (its environment in /proc, by which orphans are found, and Python's own end) needs a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from meshcomm.testing import Pool
+
+_WITHIN_S: Final = 100.0
+
+
+class Job:
+    """`python ARGUMENTS` in `folder`, which takes its output. The pool has told the fork server what to load."""
+
+    def __init__(
+        self, _: Pool, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, name: str = ""
+    ) -> None:
+        self._out, self._err = folder / f"{name}out", folder / f"{name}err"
+        given = (str(folder), arguments, str(self._out), str(self._err), dict(env or {}))
+        self._process = get_context("forkserver").Process(target=_start, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def until_printed(self, line: str) -> None:
+        """Return when some rank has printed this line."""
+        deadline = time.monotonic() + _WITHIN_S
+        while not self._out.exists() or f"{line}\n" not in self._out.read_text():
+            assert self._process.is_alive() and time.monotonic() < deadline, self._err.read_text()
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        self._process.join(_WITHIN_S)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+            raise TimeoutError(self._err.read_text())
+        # torch's store and Gloo write their own notes about peers that vanish; they are not ours.
+        notes = ("[W", "[/", "[E")
+        err = [line for line in self._err.read_text().splitlines(True) if not line.startswith(notes)]
+        return code, self._out.read_text(), "".join(err)
+
+
+def _start(folder: str, arguments: Sequence[str], out: str, err: str, env: Mapping[str, str]) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from meshcomm.launch import reaper, spawn
+
+    reaper.end_with_parent()
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
+    os.chdir(folder)
+    # Started by this process's launcher, or by torch's.
+    spawn.Popen = subprocess_handler.Popen = _Forked  # type: ignore[attr-defined,misc]
+    _become(arguments, os.environ | env)
+
+
+class _Forked(subprocess.Popen[bytes]):
+    def _execute_child(self, args: Sequence[str], *more: Any) -> None:
+        environment, new_session = more[5], more[-2]
+        assert args[0] == sys.executable and new_session
+        with warnings.catch_warnings():
+            # A launcher's store has a thread, of which the child wants nothing.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            _become(args[1:], environment)
+
+
+def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """What exec and a fresh Python would do, in this process."""
+    try:
+        os.setsid()
+        os.closerange(3, 4096)
+        os.environ.clear()
+        os.environ.update(env)
+        for each in signal.valid_signals():
+            if callable(signal.getsignal(each)):
+                signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+        try:
+            code: Any = _run(arguments)
+        except SystemExit as left:
+            code = left.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    finally:
+        os._exit(70)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    kind, *words = arguments
+    if kind == "-u":
+        return _run(words)
+    sys.argv = words
+    sys.path[0] = os.getcwd()
+    if kind == "-m":
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.argv[0] = "-c"
+        exec(compile(words[0], "<string>", "exec"), vars(main))
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(kind, run_name="__main__")
+    return None
