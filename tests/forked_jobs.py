@@ -124,7 +124,7 @@ def _run(arguments: Sequence[str]) -> None:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         main = sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.argv[0] = "-c"
+        sys.argv = ["-c", *words[1:]]
         exec(compile(words[0], "<string>", "exec"), vars(main))
     else:
         sys.argv = list(arguments)
