@@ -14,15 +14,15 @@ from meshcomm.jobs.startup import PROGRAMS, from_python, startup
 def test_both_programs_start_cold_and_forked(
     capsys: pytest.CaptureFixture[str], figures: Callable[[str], None]
 ) -> None:
-    assert startup(2, 1, True) == 0
+    assert startup(4, 1, True) == 0
     starts = json.loads(capsys.readouterr().out)["starts"]
     assert [(row["forked"], row["program"], row["processes"]) for row in starts] == [
-        (fork, name, 2) for fork in (False, True) for name in PROGRAMS
+        (fork, name, 4) for fork in (False, True) for name in PROGRAMS
     ]
     for row in starts:
         assert 0 < row["created_s"] < row["used_s"] and row["cpu_s"] > 0
         figures(
-            f"2 processes, {'forked' if row['forked'] else 'from python on'}: {row['program']:<17}"
+            f"4 processes, {'forked' if row['forked'] else 'from python on'}: {row['program']:<17}"
             f"created {row['created_s']:.2f} s, used {row['used_s']:.2f} s, CPU of a rank {row['cpu_s']:.2f} s"
         )
 
