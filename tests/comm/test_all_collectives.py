@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
+from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
-from tests.comm.test_collectives import NAMES, each_mesh, inputs, layouts, same, value
+from tests.comm.test_collectives import cover, everywhere, inputs, layouts, names, on_processes, same, value
 
 ALL_DTYPES = (
     torch.float64,
@@ -62,72 +65,71 @@ def numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def every_op_and_dtype(mesh: Mesh) -> None:
-    for dims in NAMES if mesh.plan.layout.rank_order is None else ("dp",):
-        size, coord = mesh.size(dims), mesh.coord(dims)
-        for dtype in ALL_DTYPES:
-            for op in REDUCE_OPS:
-                x = small(mesh.rank, (size * 2, 3), dtype)
-                factor = 0.5 if op == "premul_sum" else None
-                if reduce_refusal("gloo", op, dtype) is not None:
-                    for call in (
-                        lambda: mesh.all_reduce(dims, x, op, factor=factor),
-                        lambda: mesh.reduce(dims, x, 0, op, factor=factor),
-                        lambda: mesh.reduce_scatter(dims, x, 0, op, factor=factor),
-                    ):
-                        with pytest.raises(
-                            meshcomm.MeshcommError, match=f"{op} of .* is not possible on gloo"
-                        ):
-                            call()
-                    continue
-                data = np.stack([numbers(small(rank, (size * 2, 3), dtype)) for rank in mesh.ranks(dims)])
-                want = ORACLE[op](data)
-                kept = x.clone()
-                for dst in range(size):
-                    got = mesh.reduce(dims, x, dst, op, factor=factor)
-                    assert (got is not None) == (coord == dst)
-                    if got is not None:
-                        assert got.dtype == dtype
-                        assert (numbers(got) == want).all(), ("reduce", dims, dtype, op)
-                    assert torch.equal(numbers_equal(x), numbers_equal(kept)), "reduce changed its input"
-                part = mesh.reduce_scatter(dims, x, 0, op, factor=factor)
-                assert part.dtype == dtype
-                assert (numbers(part) == np.split(want, size)[coord]).all(), ("scatter", dims, dtype, op)
-                assert torch.equal(numbers_equal(x), numbers_equal(kept)), "reduce_scatter changed its input"
-                assert mesh.all_reduce(dims, x, op, factor=factor) is x
-                assert (numbers(x) == want).all(), ("all_reduce", dims, dtype, op)
+    size, coord = mesh.size("dp"), mesh.coord("dp")
+    for dtype, op in product(ALL_DTYPES, REDUCE_OPS):
+        x = small(mesh.rank, (size * 2, 3), dtype)
+        factor = 0.5 if op == "premul_sum" else None
+        calls: list[Callable[[], Any]] = [
+            lambda: mesh.all_reduce("dp", x, op, factor=factor),
+            lambda: mesh.reduce("dp", x, 0, op, factor=factor),
+            lambda: mesh.reduce_scatter("dp", x, 0, op, factor=factor),
+        ]
+        if reduce_refusal("gloo", op, dtype) is not None:
+            for call in calls:
+                with pytest.raises(meshcomm.MeshcommError, match=f"{op} of .* is not possible on gloo"):
+                    call()
+            continue
+        data = np.stack([numbers(small(rank, (size * 2, 3), dtype)) for rank in mesh.ranks("dp")])
+        want = ORACLE[op](data)
+        kept = x.clone()
+        got = mesh.reduce("dp", x, size - 1, op, factor=factor)
+        assert (got is not None) == (coord == size - 1)
+        if got is not None:
+            assert got.dtype == dtype
+            assert (numbers(got) == want).all(), ("reduce", dtype, op)
+        part = calls[2]()
+        assert part.dtype == dtype
+        assert (numbers(part) == np.split(want, size)[coord]).all(), ("scatter", dtype, op)
+        assert torch.equal(numbers_equal(x), numbers_equal(kept)), "the input changed"
+        assert calls[0]() is x
+        assert (numbers(x) == want).all(), ("all_reduce", dtype, op)
+
+
+def on_two() -> None:
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        every_op_and_dtype(mesh)
+
+
+def test_every_reduce_op_and_dtype(pool: Pool) -> None:
+    pool.run(on_two, ranks=2)
+    meshcomm.simulate(every_op_and_dtype, dims={"dp": 4})
 
 
 def numbers_equal(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def test_every_reduce_op_and_dtype(pool: Pool) -> None:
-    pool.run(each_mesh, every_op_and_dtype, timeout_s=100)
-
-
 def rooted(mesh: Mesh) -> None:
-    for dims in NAMES:
+    dtypes = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)
+    for dims in names(mesh):
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
-        for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16):
+        for src, (dtype, axis) in product(range(size), cover(dtypes, (0, 1, -1, 0))):
             x = value(mesh.rank, (size, 3, size), dtype)
             raw = [value(rank, (size, 3, size), dtype) for rank in ranks]
-            for axis in (0, 1, -1):
-                for src in range(size):
-                    got = mesh.gather(dims, x, src, axis)
-                    assert (got is not None) == (coord == src)
-                    if got is not None:
-                        assert equal(got, cat(raw, axis))
-                    if axis == 1:
-                        continue
-                    given = raw[src] if coord == src else None
-                    want = raw[src].view(torch.uint8) if dtype == torch.float8_e4m3fn else raw[src]
-                    part = mesh.scatter(dims, given, src, axis)
-                    assert part.dtype == dtype
-                    if dtype != torch.float8_e4m3fn or axis == 0:
-                        assert equal(part, torch.chunk(want, size, axis)[coord].view(dtype).contiguous())
-                    out = torch.empty_like(part).transpose(0, 1).contiguous().transpose(0, 1)
-                    assert mesh.scatter(dims, given, src, axis, out=out) is out
-                    assert equal(out, part)
+            got = mesh.gather(dims, x, src, axis)
+            assert (got is not None) == (coord == src)
+            if got is not None:
+                assert equal(got, cat(raw, axis))
+            if axis == 1:
+                continue
+            given = raw[src] if coord == src else None
+            part = mesh.scatter(dims, given, src, axis)
+            assert part.dtype == dtype
+            want = raw[src].view(torch.uint8) if dtype == torch.float8_e4m3fn else raw[src]
+            assert equal(part, torch.chunk(want, size, axis)[coord].view(dtype).contiguous())
+            out = torch.empty_like(part).transpose(0, 1).contiguous().transpose(0, 1)
+            assert mesh.scatter(dims, given, src, axis, out=out) is out
+            assert equal(out, part)
 
 
 def cat(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
@@ -144,31 +146,28 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def test_gather_and_scatter(pool: Pool) -> None:
-    pool.run(each_mesh, rooted)
-
-
 def uneven(mesh: Mesh) -> None:
-    for dims in NAMES:
+    turns = count()
+    for dims in names(mesh):
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
-        for dtype in (torch.float32, torch.complex64, torch.bool):
-            for lengths in ([c % 3 for c in range(size)], [0] * size, [4] + [0] * (size - 1)):
-                for axis in (0, 1, -1):
-                    shapes = [[2, 3, 2] for _ in ranks]
-                    for shape, length in zip(shapes, lengths, strict=True):
-                        shape[axis] = length
-                    parts = [
-                        value(rank, tuple(shape), dtype) for rank, shape in zip(ranks, shapes, strict=True)
-                    ]
-                    want = torch.cat(parts, axis)
-                    for x in layouts(parts[coord]):
-                        assert torch.equal(mesh.all_gather(dims, x, axis, uneven=True), want)
-                        out = torch.empty_like(want)
-                        assert mesh.all_gather(dims, x, axis, uneven=True, out=out) is out
-                        assert torch.equal(out, want)
-                        got = mesh.gather(dims, x, size - 1, axis, uneven=True)
-                        assert (got is not None) == (coord == size - 1)
-                        assert got is None or torch.equal(got, want)
+        for lengths, axis in product(
+            ([c % 3 for c in range(size)], [0] * size, [4] + [0] * (size - 1)), (0, 1, -1)
+        ):
+            turn = next(turns)
+            dtype = (torch.float32, torch.complex64, torch.bool)[turn % 3]
+            shapes = [[2, 3, 2] for _ in ranks]
+            for shape, length in zip(shapes, lengths, strict=True):
+                shape[axis] = length
+            parts = [value(rank, tuple(shape), dtype) for rank, shape in zip(ranks, shapes, strict=True)]
+            want = torch.cat(parts, axis)
+            x = layouts(parts[coord])[turn // 3 % 3]
+            assert torch.equal(mesh.all_gather(dims, x, axis, uneven=True), want)
+            out = torch.empty_like(want)
+            assert mesh.all_gather(dims, x, axis, uneven=True, out=out) is out
+            assert torch.equal(out, want)
+            got = mesh.gather(dims, x, size - 1, axis, uneven=True)
+            assert (got is not None) == (coord == size - 1)
+            assert got is None or torch.equal(got, want)
         # Row c of the table: what coord c sends to each. Sent and received sizes differ.
         table = [[(a * 2 + b) % 4 for b in range(size)] for a in range(size)]
         rows = [value(rank, (sum(table[c]), 2), torch.float32) for c, rank in enumerate(ranks)]
@@ -180,12 +179,8 @@ def uneven(mesh: Mesh) -> None:
         assert torch.equal(got, want.T)
 
 
-def test_uneven_sizes(pool: Pool) -> None:
-    pool.run(each_mesh, uneven)
-
-
 def outs(mesh: Mesh) -> None:
-    for dims in NAMES:
+    for dims in names(mesh):
         size = mesh.size(dims)
         x = value(mesh.rank, (size, 4), torch.float32)
         data = inputs(mesh, dims, (size, 4), torch.float32)
@@ -211,12 +206,8 @@ def outs(mesh: Mesh) -> None:
             mesh.all_gather(dims, x, out=torch.empty(3))
 
 
-def test_preallocated_results(pool: Pool) -> None:
-    pool.run(each_mesh, outs)
-
-
 def together(mesh: Mesh) -> None:
-    for dims in NAMES:
+    for dims in names(mesh):
         size, coord = mesh.size(dims), mesh.coord(dims)
         shapes = [(size, 3), (), (size * 2,), (0, 4), (size, 1, 2)]
         kinds = (torch.float32, torch.int64, torch.bfloat16, torch.float32, torch.float32)
@@ -249,33 +240,27 @@ def together(mesh: Mesh) -> None:
         assert coord == mesh.coord(dims)
 
 
-def test_lists_travel_together(pool: Pool) -> None:
-    pool.run(each_mesh, together)
-
-
 def layered(mesh: Mesh) -> None:
-    for dims in (("pp", "dp", "tp"), ("dp", "tp"), ("tp", "pp"), ("pp", "dp"), "model"):
+    # The three dims at once on simulated ranks; pairs, in either order, everywhere.
+    found: list[Dims] = [("dp", "tp"), ("tp", "dp")]
+    if mesh.world_size == 8:
+        found += [("pp", "dp", "tp"), ("tp", "pp"), "model"]
+    for dims, shape in product(found, ((5,), (2, 3), (), (0,), (16, 3))):
         ranks = mesh.layout.group_of(mesh.rank, dims).tolist()
-        for op in ("sum", "avg", "min", "max", "premul_sum"):
-            for shape in ((5,), (2, 3), (), (0,), (16, 3)):
-                factor = 0.5 if op == "premul_sum" else None
-                data = np.stack([value(rank, shape, torch.float64).numpy() for rank in ranks])
-                for x in layouts(value(mesh.rank, shape, torch.float64)):
-                    got = mesh.all_reduce(dims, x, op, algorithm="hierarchical", factor=factor)
-                    assert got is x
-                    same(got, ORACLE[op](data), (dims, op, shape))
+        for number, op in enumerate(("sum", "avg", "min", "max", "premul_sum")):
+            data = np.stack([value(rank, shape, torch.float64).numpy() for rank in ranks])
+            kinds = layouts(value(mesh.rank, shape, torch.float64))
+            x, factor = kinds[number % len(kinds)], 0.5 if op == "premul_sum" else None
+            assert mesh.all_reduce(dims, x, op, algorithm="hierarchical", factor=factor) is x
+            same(x, ORACLE[op](data), (dims, op, shape))
     with pytest.raises(meshcomm.MeshcommError, match="no algorithm 'star'"):
         mesh.all_reduce("dp", torch.ones(1), algorithm="star")  # type: ignore[call-overload]
     with pytest.raises(meshcomm.MeshcommError, match="no algorithm 'hierarchical'"):
         mesh.all_reduce("dp", torch.ones(1), algorithm="hierarchical")
 
 
-def test_hierarchical_equals_flat(pool: Pool) -> None:
-    pool.run(each_mesh, layered)
-
-
 def post(mesh: Mesh) -> None:
-    for dims in NAMES:
+    for dims in names(mesh):
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
         for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128):
             # Shapes that only the sender knows; 0-dim and empty ones among them.
@@ -311,10 +296,6 @@ def post(mesh: Mesh) -> None:
             [(torch.zeros(1), peer, 2), (torch.zeros(1), peer, 1)],
         )
         assert (a.item(), b.item()) == (100 + ranks[peer], 1 + ranks[peer])
-
-
-def test_messages_of_unknown_shape_and_source(pool: Pool) -> None:
-    pool.run(each_mesh, post)
 
 
 def next_to_nothing(mesh: Mesh) -> None:
@@ -387,8 +368,15 @@ def handles(mesh: Mesh) -> None:
     assert late.wait() is None
 
 
+@pytest.mark.parametrize(
+    "check", [rooted, uneven, outs, together, layered, post], ids=lambda check: check.__name__
+)
+def test_against_numpy(pool: Pool, check: Callable[[Mesh], None]) -> None:
+    everywhere(pool, check)
+
+
 def test_handles_say_what_became_of_the_call(pool: Pool) -> None:
-    pool.run(each_mesh, handles)
+    pool.run(on_processes, handles, ranks=4)
 
 
 def profiled() -> tuple[list[str], str]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshcomm
 from meshcomm.testing import Pool
 
-ORDERS = (None, [3, 6, 1, 4, 7, 0, 5, 2])
+ORDER = [2, 0, 3, 1]
 
 
 class Mlp(nn.Module):
@@ -35,9 +35,9 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(net: nn.Module, rows: slice, share: int) -> list[torch.Tensor]:
-    """Five AdamW steps on `rows` of each batch; the loss is the mean over the whole batch."""
+    """Three AdamW steps on `rows` of each batch; the loss is the mean over the whole batch."""
     optimiser = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for step in range(5):
+    for step in range(3):
         out = net(batch(step)[rows])
         (out.square().sum() * share / 64).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -66,19 +66,15 @@ def sharded(order: list[int] | None, dims: dict[str, int], data: tuple[str, ...]
 
 def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
     expected = train(model(), slice(None), 1)
-    for dims, data in (
-        ({"dp": 4, "tp": 2}, ("dp",)),
-        ({"dp": 2, "tp": 4}, ("dp",)),
-        ({"pod": 2, "dp": 2, "tp": 2}, ("pod", "dp")),
-        ({"dp": 8, "tp": 1}, ("dp",)),
-    ):
-        for order in ORDERS:
-            for rank, weights in enumerate(pool.run(sharded, order, dims, data)):
-                for got, want in zip(weights, expected, strict=True):
-                    # float64, five steps: only the order of sums differs.
-                    torch.testing.assert_close(
-                        got, want, rtol=1e-10, atol=1e-12, msg=f"rank {rank}, {dims}, {order}"
-                    )
+    runs: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
+        ({"dp": 2, "tp": 2}, ("dp",)),
+        ({"pod": 2, "dp": 2}, ("pod", "dp")),
+    )
+    for dims, data in runs:
+        for rank, weights in enumerate(pool.run(sharded, ORDER, dims, data, ranks=4)):
+            for got, want in zip(weights, expected, strict=True):
+                # float64, three steps: only the order of sums differs.
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=f"rank {rank}, {dims}")
 
 
 def opened_again() -> list[list[float]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import meshcomm
@@ -109,44 +110,37 @@ def start(rank: int) -> torch.Tensor:
     return (torch.arange(8 * 8 * 2).view(8, 8, 2) * (rank + 3)) % 97
 
 
-calls = st.tuples(
-    st.sampled_from(
-        [
-            "all_reduce",
-            "broadcast",
-            "reduce",
-            "gather_slice",
-            "scatter",
-            "reduce_scatter",
-            "all_to_all",
-            "shift",
-            "open_shift",
-            "exchange",
-            "list",
-        ]
-    ),
-    st.sampled_from(NAMES),
-    st.integers(0, 2),
-    st.integers(0, 1),
+OPS = (
+    *("all_reduce", "broadcast", "reduce", "gather_slice", "scatter", "reduce_scatter", "all_to_all"),
+    *("shift", "open_shift", "exchange", "list"),
 )
+calls = st.tuples(st.sampled_from(OPS), st.sampled_from(NAMES), st.integers(0, 2), st.integers(0, 1))
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    program=st.lists(calls, min_size=CALLS, max_size=CALLS),
-    order=st.permutations(list(range(8))),
-)
-def test_random_programs(pool: Pool, program: list[Call], order: list[int]) -> None:
+def check_program(program: list[Call], order: list[int], seen: list[list[Any]]) -> None:
     layout = Layout(DIMS, order, merge=MERGE)
     state = [start(rank).numpy() for rank in range(8)]
-    seen = pool.run(run_program, program, order)
     for number, call in enumerate(program):
         state = step(call, state, layout)
         for rank in range(8):
             assert (np.array(seen[rank][number]) == state[rank]).all(), (number, call, rank)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    program=st.lists(calls, min_size=CALLS, max_size=CALLS),
+    order=st.permutations(list(range(8))),
+)
+def test_random_programs(program: list[Call], order: list[int]) -> None:
+    seen = meshcomm.simulate(lambda world: run_program(program, order), dims={"world": 8})
+    check_program(program, order, seen)
+
+
+def test_a_random_program_on_processes(pool: Pool) -> None:
+    chance = random.Random(0)
+    program = [
+        (chance.choice(OPS), chance.choice(NAMES), chance.randrange(3), chance.randrange(2))
+        for _ in range(30)
+    ]
+    order = chance.sample(range(8), 8)
+    check_program(program, order, pool.run(run_program, program, order))

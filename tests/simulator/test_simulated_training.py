@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
     "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
     "data": {"sequence": 32, "max_bytes": 100_000},
     "train": {
-        "steps": STEPS, "global_batch": 8, "microbatch": 2, "warmup_steps": 2, "clip_norm": 0.5,
+        "steps": STEPS, "global_batch": 4, "microbatch": 1, "warmup_steps": 2, "clip_norm": 0.5,
         "dtype": "float64", "seed": 3,
     },
 }  # fmt: skip
@@ -37,18 +37,9 @@ def train(config: Config, world: int) -> list[Summary]:
     return meshcomm.simulate(body, config, world_size=world)
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        (4, ["mesh.dims={ pp = 1, dp = 2, tp = 2 }"]),
-        (4, ["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "parallel.sequence_parallel=true"]),
-        (4, ["mesh.dims={ pp = 1, cp = 2, dp = 2, tp = 1 }", 'parallel.context="cp"']),
-    ],
-    ids=["dp2 tp2", "dp2 tp2 sequence parallel", "cp2 dp2"],
-)
-def test_the_losses_of_one_process(world: int, overrides: list[str], tmp_path: Path) -> None:
+def test_the_losses_of_one_process(tmp_path: Path) -> None:
     (alone,) = train(settings(tmp_path / "alone"), 1)
-    split = train(settings(tmp_path / "split", *overrides), world)
+    split = train(settings(tmp_path / "split", "mesh.dims={ pp = 1, dp = 2, tp = 2 }"), 4)
     assert alone.losses[-1] < alone.losses[0]
     for summary in split:
         assert summary.losses == pytest.approx(alone.losses, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Meshes of 8 ranks whose training must be that of one process, and the base that they change."""
+"""Meshes whose training must be that of one process, and the bases that they change."""
 
 from __future__ import annotations
 
@@ -106,4 +106,57 @@ CASES: dict[str, dict[str, Any]] = {
         **_EXPERTS,
     ),
     "dp4 tp2 experts everywhere": _case({"dp": 4, "tp": 2}, {"data": "dp", "tensor": "tp"}, **_EXPERTS),
+}
+
+# What every run trains, on 4 processes: each part that needs torch's groups, a pipeline and shards, with each other
+# part. The simulator has the other pairs, tests/train/test_random_configs.py.
+SMALL: dict[str, Any] = {
+    **BASE,
+    "model": {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "ff": 24, "dropout": 0.1},
+    "data": {"sequence": 16, "max_bytes": 50_000},
+    "train": {**BASE["train"], "steps": 3, "global_batch": 4, "warmup_steps": 1},
+}
+
+
+def small(
+    dims: dict[str, int], views: Any = None, *, experts: bool = False, **parallel: Any
+) -> dict[str, Any]:
+    """SMALL with other dims and parts; keyword arguments are [parallel], or [train] and [model] where these have them."""
+    mesh = {**BASE["mesh"], "dims": dims, **({} if views is None else {"views": views})}
+    train = {key: parallel.pop(key) for key in ("recompute",) if key in parallel}
+    model = {key: parallel.pop(key) for key in ("layers", "tied_embeddings") if key in parallel}
+    return {
+        **SMALL,
+        "mesh": mesh,
+        "parallel": parallel,
+        "model": {**SMALL["model"], **model, **({**_EXPERTS, "experts": 4} if experts else {})},
+        "train": {**SMALL["train"], **train},
+    }
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "pp2 dp2 interleaved tied": small(
+        {"pp": 2, "dp": 2},
+        data="dp",
+        pipeline="pp",
+        schedule="interleaved_1f1b",
+        stages_per_rank=2,
+        layers=4,
+        tied_embeddings=True,
+    ),
+    "pp2 tp2 sequence recompute": small(
+        {"pp": 2, "tp": 2}, pipeline="pp", tensor="tp", sequence_parallel=True, recompute=True
+    ),
+    "pp2 cp2": small({"pp": 2, "cp": 2}, pipeline="pp", context="cp"),
+    "pp2 ep2": small(
+        {"pp": 2, "dp": 2},
+        {"expert": {"pp": 2, "edp": 1, "ep": 2}},
+        experts=True,
+        data="dp",
+        pipeline="pp",
+        expert="ep",
+    ),
+    "dp2 shard2": small({"dp": 2, "fsdp": 2}, data="dp", shard="fsdp"),
+    "shard2 tp2": small({"fsdp": 2, "tp": 2}, shard="fsdp", tensor="tp"),
+    "shard2 cp2 ulysses": small({"fsdp": 2, "cp": 2}, shard="fsdp", context="cp", attention="ulysses"),
 }

@@ -25,7 +25,7 @@ from meshcomm.train.parity import Record, in_float64, record, reference
 from meshcomm.train.parity_job import Parity
 from meshcomm.train.parity_rank import differences
 from tests.train.parity_bugs import BUGS, planted
-from tests.train.parity_cases import CASES
+from tests.train.parity_cases import CASES, PAIRS, small
 from tests.train.parity_page import PAGE, settings
 
 TOLERANCE = 1e-9
@@ -70,20 +70,10 @@ def mesh(pool: Pool) -> Mesh:
 
 # -- the meshes -----------------------------------------------------------------------------------
 
-IN_EVERY_RUN = [
-    "tp8",
-    "pp2 dp2 tp2 sequence recompute",
-    "pp4 dp2 interleaved",
-    "cp2 dp2 tp2",
-    "shard4 tp2",
-    "hsdp 2x2 tp2",
-    "pp2 ep2 tp2",
-]
 
-
-@pytest.mark.parametrize("case", IN_EVERY_RUN)
+@pytest.mark.parametrize("case", PAIRS)
 def test_three_steps_are_those_of_one_process(mesh: Mesh, case: str) -> None:
-    found = mesh(load(CASES[case]), 3)
+    found = mesh(load(PAIRS[case]), 3)
     assert {one.kind for one in found} == {"loss", "gradient norm", "weight", "gradient"}
     assert max(found, key=lambda one: one.relative).relative < TOLERANCE
 
@@ -148,16 +138,15 @@ def test_a_mistake_is_caught_and_its_dim_named(mesh: Mesh, bug: str, figures: Ca
 
 
 @pytest.mark.parametrize(
-    ("bug", "dim"),
+    ("bug", "part", "dim"),
     [
-        ("sum_after_split_inputs_missing", "tp"),
-        ("replicated_parameters_counted_twice_along_tp", "tp"),
-        ("last_stage_begins_one_layer_late", "pp"),
+        ("sum_after_split_inputs_missing", "tensor", "tp"),
+        ("replicated_parameters_counted_twice_along_tp", "tensor", "tp"),
+        ("last_stage_begins_one_layer_late", "pipeline", "pp"),
     ],
 )
-def test_a_mistake_is_caught_on_two_ranks(mesh: Mesh, bug: str, dim: str) -> None:
-    config = only(load(CASES["pp2 dp2 tp2"]), [dim])
-    ahead = first(mesh(config, 3, bug), TOLERANCE)
+def test_a_mistake_is_caught_on_two_ranks(mesh: Mesh, bug: str, part: str, dim: str) -> None:
+    ahead = first(mesh(load(small({dim: 2}, **{part: dim})), 3, bug), TOLERANCE)
     assert ahead is not None and ahead.words == CAUGHT[bug][1]
 
 

@@ -26,6 +26,7 @@ from meshcomm.testing import Pool
 from meshcomm.train.differences import Difference, compare, worst
 from meshcomm.train.parity import Record, record, reference
 from meshcomm.train.parity_rank import differences
+from tests.train.parity_cases import small
 from tests.train.random_configs import PARTS, SIMULATED, changed, right
 
 TOLERANCE = 1e-9
@@ -73,9 +74,30 @@ def _steps(config: Config) -> int:
 # -- what trains ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [2, 3, 18, 33, 35])
+# Experts along context; context and data in an order of the ranks; tensor, data and sequence_parallel with experts.
+@pytest.mark.parametrize("seed", [2, 3, 35])
 def test_simulated_ranks_train_what_one_process_trains(seed: int) -> None:
     one = simulated(right(seed, SIMULATED, most=4))
+    assert one.relative < TOLERANCE, one
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        small({"cp": 2, "tp": 2}, context="cp", tensor="tp", sequence_parallel=True),
+        small(
+            {"dp": 2, "tp": 2},
+            {"expert": {"edp": 1, "ep": 2, "tp": 2}},
+            experts=True,
+            data="dp",
+            tensor="tp",
+            expert="ep",
+        ),
+    ],
+    ids=["cp2 tp2 sequence", "ep2 tp2"],
+)
+def test_pairs_of_parts(raw: dict[str, Any]) -> None:
+    one = simulated(raw)
     assert one.relative < TOLERANCE, one
 
 
@@ -98,7 +120,7 @@ def test_many_configurations_on_processes(pool: Pool, must: list[str], figures: 
     assert largest.relative < TOLERANCE, seed
 
 
-def small(dims: str, **parallel: Any) -> dict[str, Any]:
+def smaller(dims: str, **parallel: Any) -> dict[str, Any]:
     return {
         "mesh": {"dims": parse_toml(f"dims = {{ {dims} }}", "")["dims"], "device": "cpu", "reports": ""},
         "parallel": parallel,
@@ -109,13 +131,13 @@ def small(dims: str, **parallel: Any) -> dict[str, Any]:
 
 
 def test_shards_where_a_backward_pass_runs_in_halves(pool: Pool) -> None:
-    raw = small("pp = 2, fsdp = 2", pipeline="pp", shard="fsdp", schedule="zero_bubble", stages_per_rank=2)
+    raw = smaller("pp = 2, fsdp = 2", pipeline="pp", shard="fsdp", schedule="zero_bubble", stages_per_rank=2)
     one = on_processes(pool, raw)
     assert one.relative < TOLERANCE, one
 
 
 def test_heads_of_two_elements_around_a_ring() -> None:
-    raw = small("cp = 2", context="cp")
+    raw = smaller("cp = 2", context="cp")
     raw["model"] |= {"width": 4}
     one = simulated(raw)
     assert one.relative < TOLERANCE, one
@@ -132,7 +154,7 @@ def test_heads_of_two_elements_around_a_ring() -> None:
     ids=["merged already", "name taken", "letters"],
 )
 def test_gradients_are_summed_along_two_dims(dims: str, data: str, merge: dict[str, list[str]]) -> None:
-    raw = small(dims, data=data, context="cp")
+    raw = smaller(dims, data=data, context="cp")
     raw["mesh"]["merge"] = merge
     one = simulated(raw)
     assert one.relative < TOLERANCE, one
@@ -254,7 +276,7 @@ def test_a_number_or_a_word(value: str, what: str, way: str) -> None:
 
 
 def test_names_beyond_ascii_are_written_as_toml_reads_them() -> None:
-    raw = small('"größe" = 2, pp = 2, data = 1, model = 1, one_two = 1, abcdefgh = 1', tensor="größe")
+    raw = smaller('"größe" = 2, pp = 2, data = 1, model = 1, one_two = 1, abcdefgh = 1', tensor="größe")
     with pytest.raises(ConfigError) as caught:
         load(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"'])
     (way, _) = re.findall(r"(?:try: +| {14})(.+?)(?:, or)?$", str(caught.value), re.MULTILINE)
