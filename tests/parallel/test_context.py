@@ -92,7 +92,7 @@ def every_case(mesh: Mesh) -> list[tuple[Any, float]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, 4])
 def test_split_attention_is_that_of_one_process(n: int) -> None:
     # Values are about 1; sums of 24 terms in another order differ by some 1e-15.
     for found in meshcomm.simulate(every_case, dims={"cp": n}):

@@ -234,9 +234,8 @@ def compare(module: nn.Module, split: TensorSplit, kind: str) -> None:
         close(weights[name], weight, name)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, True)], ids=["tp2", "tp4 sequence"])
 @pytest.mark.parametrize("kind", list(ATTENTION))
-@pytest.mark.parametrize("size", [2, 4])
 def test_a_split_module_has_the_outputs_gradients_and_steps_of_the_whole_one(
     size: int, kind: str, sequence: bool
 ) -> None:
@@ -497,8 +496,9 @@ def own_layers(mesh: Mesh, sequence: bool, overlap: bool) -> None:
         close(found[1][name], expected, name)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("size", "sequence", "overlap"), [(2, False, False), (2, True, False), (4, True, True)]
+)
 def test_own_layers_with_the_sequence_split(size: int, sequence: bool, overlap: bool) -> None:
     meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence, overlap))
 
