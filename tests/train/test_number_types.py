@@ -52,8 +52,10 @@ def test_float32_and_bfloat16_stay_close(
     assert types <= {torch.float32, getattr(torch, compute or "float32")}
     assert getattr(torch, compute or "float32") in types
     assert losses == pytest.approx(wanted, rel=tolerance)
-    for found_losses, found_norms, found_types in pool.run(trained, case, False, ranks=4):
-        assert found_types == types
+    results = pool.run(trained, case, False, ranks=4)
+    # A stage may have no router.
+    assert set().union(*(found_types for _, _, found_types in results)) == types
+    for found_losses, found_norms, _ in results:
         assert found_losses == pytest.approx(losses, rel=tolerance)
         assert found_norms == pytest.approx(norms, rel=tolerance)
         assert found_norms == pytest.approx(wanted_norms, rel=10 * tolerance)
