@@ -197,7 +197,7 @@ ROWS: Final[dict[int, Row]] = {
     19: Row(
         "launchers",
         (
-            "mesh/test_torch_facts.py::test_torchs_own_launchers",
+            "mesh/test_torch_facts.py::test_torchs_spawn",
             "jobs/test_jobs.py::test_run_gives_a_script_its_mesh_and_its_arguments",
             "launch/test_orphans.py::test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once",
             "mesh/test_launcher.py::test_each_launcher",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -25,6 +24,7 @@ from meshcomm.mesh.rank_claim import blame, claim, is_running, process_name
 from meshcomm.mesh.rank_failure import _speaks_first
 from meshcomm.mesh.rendezvous import find_tcp_store, meet, what_is_at
 from meshcomm.testing import Pool
+from tests.forked_jobs import Job
 from tests.ports import free_port
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -281,17 +281,14 @@ except meshcomm.MeshcommError as error:
 """
 
 
-def test_rank_0_keeps_the_store_until_all_know_why_they_differ() -> None:
+def test_rank_0_keeps_the_store_until_all_know_why_they_differ(pool: Pool, tmp_path: Path) -> None:
     # Rank 0 hosts the store, as in env:// without torchrun, and its program ends with the error.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    env |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DIFFERS], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
+        Job(pool, tmp_path, "-c", DIFFERS, env={**env, "RANK": str(rank)}, name=f"{rank}-")
         for rank in range(4)
     ]
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.finish()[1] for rank in ranks]
     assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is mismatched\n"] * 4
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,7 @@ from meshcomm.errors import MeshcommError
 from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
-
-ROOT = Path(__file__).parents[2]
-
+from tests.forked_jobs import Job
 
 # -- backends, levels of debugging, errors ----------------------------------------------------------
 
@@ -133,7 +128,7 @@ def test_more_ranks_than_devices_are_refused_before_a_group_exists(pool: Pool) -
     ]
 
 
-# -- torch's own launchers --------------------------------------------------------------------------
+# -- torch's own launcher of processes --------------------------------------------------------------
 
 JOB = """\
 import socket
@@ -143,49 +138,24 @@ import meshcomm
 
 
 def work(index, config):
-    with meshcomm.init(config | ({"process": config["process"] | {"rank": index}} if "process" in config else {})) as mesh:
+    with meshcomm.init(config | {"process": config["process"] | {"rank": index}}) as mesh:
         x = mesh.all_gather("dp", torch.tensor([mesh.rank]))
         # One write: both ranks have one pipe, and print may write its newline apart.
         sys.stdout.write(f"{mesh.label}: {x.tolist()}\\n")
         sys.stdout.flush()
 
 
-config = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 60.0}}
-if sys.argv[1] == "spawn":
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    process = {"init": "tcp", "address": f"127.0.0.1:{port}", "world_size": 2}
-    start = torch.multiprocessing.start_processes
-    start(work, (config | {"process": process},), nprocs=2, start_method="fork")
-else:
-    work(None, config)
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+process = {"init": "tcp", "address": f"127.0.0.1:{port}", "world_size": 2}
+config = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 60.0}, "process": process}
+torch.multiprocessing.start_processes(work, (config,), nprocs=2, start_method="fork")
 """
 
 
-def test_torchs_own_launchers(tmp_path: Path) -> None:
-    """spawn by its general form, as forked children need no second import; launch is torchrun by another name."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    launch = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=1", "--standalone"]
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        for words in ([str(script), "spawn"], [*launch, str(script), "launch"])
-    ]
-    try:
-        ended = [(*job.communicate(timeout=200), job.returncode) for job in jobs]
-    finally:
-        for job in jobs:
-            with job:
-                job.kill()
-    printed = []
-    for out, err, code in ended:
-        assert code == 0, err
-        printed.append(sorted(out.splitlines()))
-    assert printed == [["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"], ["rank 0 (dp=0): [0]"]]
+def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
+    """By its general form, as forked children need no second import. torchrun: tests/launch/test_orphans.py."""
+    code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]
