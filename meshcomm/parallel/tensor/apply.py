@@ -39,7 +39,7 @@ def tensor_parallel(
     *,
     sequence_parallel: bool = False,
     axis: int = 1,
-    example: Sequence[Tensor] | None = None,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> TensorSplit:
     """Split parts of `module` along `dim`, in place; names, hooks and objects stay.
 
@@ -70,12 +70,13 @@ def tensor_parallel(
                 all are plain parts. Make optimisers, and call fully_shard, afterwards.
     sequence_parallel, axis: as for TensorSplit. Every part with parameters then needs a style, and
                 `split.finish_gradients(module)` is called once a step.
-    example:    arguments of `module`, equal along dim: it is run on them forward and backward, in
-                eval mode, before and after, and outputs and all gradients are compared. It finds what
-                no look at the names can: a forgotten part of the plan, heads that were not divided.
+    example:    arguments of `module`, by place or by name, equal along dim: it is run on them forward and
+                backward, in eval mode, before and after, and outputs and all gradients are compared. It
+                finds what no look at the names can: a forgotten part of the plan, heads that were not divided.
+                Where the split module fails, the error names the part, its sizes before and now, and cures.
     Raises:     ConfigError with everything that is wrong with the plan, before anything changes;
                 MeshMismatchError where ranks hold other weights; TrainingError where the example
-                comes out differently.
+                fails behind the split, or comes out differently.
     """
     split = TensorSplit(mesh, dim, sequence_parallel=sequence_parallel, axis=axis)
     rules, problems = plans.read(plan)
@@ -100,7 +101,7 @@ def tensor_parallel(
     before = None if example is None else Seen(split, module, example)
     _Splitting(split, module, by_name).run()
     if before is not None and example is not None:
-        compare(split, before, Seen(split, module, example, like=before))
+        compare(split, before, Seen(split, module, example, before, by_name))
     return split
 
 

@@ -8,9 +8,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.parallel.tensor.explain import Calls, explained
 from meshcomm.parallel.tensor.fused import joined
 from meshcomm.parallel.tensor.parameters import local, whole
+from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
 from meshcomm.parallel.tensor.state import fused_sizes
 
@@ -23,20 +25,33 @@ class Seen:
     """Outputs of a module on an example, and every gradient of a fixed random sum over them; whole.
 
     like: what was seen before the module was split. Outputs that are slices of those are taken as
-        such, and gathered.
+        such, and gathered. rules: what it was split by. Raises TrainingError where the module fails now.
     """
 
     def __init__(
-        self, split: TensorSplit, module: nn.Module, example: Sequence[Any], like: Seen | None = None
+        self,
+        split: TensorSplit,
+        module: nn.Module,
+        example: Sequence[Any] | Mapping[str, Any],
+        like: Seen | None = None,
+        rules: Mapping[str, Rule] | None = None,
     ) -> None:
         training = {part: part.training for part in module.modules()}
         module.eval()
+        self.calls = Calls(module)
         try:
-            with torch.enable_grad():
-                ys = [y for y in _tensors(module(*example)) if y.is_floating_point()]
+            with torch.enable_grad(), self.calls:
+                y = module(**example) if isinstance(example, Mapping) else module(*example)
+        except MeshcommError:
+            raise
+        except Exception as error:
+            if like is None:
+                raise
+            raise explained(error, split, module, rules or {}, example, like.calls, self.calls) from error
         finally:
             for part, mode in training.items():
                 part.training = mode
+        ys = [each for each in _tensors(y) if each.is_floating_point()]
         axes = [None if like is None else _axis(split, y, ref) for y, ref in _paired(ys, like)]
         total = torch.zeros((), device=split.device)
         for number, (y, axis) in enumerate(zip(ys, axes, strict=True)):
