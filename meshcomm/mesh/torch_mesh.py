@@ -91,7 +91,7 @@ class TorchMesh(TopologyQueries):
     def _forget(self) -> None:
         """Let go of the meshes and of the groups of size 1."""
         if self._device_meshes:
-            forget_device_meshes()
+            forget_device_meshes(self._device_meshes.values())
         self._device_meshes.clear()
         for group in self._solo.values():
             group.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Final, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class GradientSync:
         self._buckets = [_Bucket(slots) for slots in _fill(parameters, bucket_mb * 1e6)]
         for bucket in self._buckets if hooks else ():
             for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+                slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), ref(bucket), ref(slot)))
         self._sent = 0
         self._active = False
 
@@ -150,29 +151,27 @@ class GradientSync:
                 hint="do not call zero_grad or set .grad between start() and finish()",
             )
 
-    def _hook(self, bucket: _Bucket, slot: _Slot) -> Any:
-        def accumulated(_: Tensor) -> None:
-            if not self._active:
-                raise TrainingError(
-                    f"backward reached {slot.name} outside of a step",
-                    given="a backward pass before start() or after finish()",
-                    expected="start(), then all backward passes of the step, then finish()",
-                    hint="`with sync:` around the backward passes of each step, or call start() and finish()",
-                )
-            slot.count += 1
-            if slot.count == self._microbatches:
-                bucket.waiting -= 1
-                if not bucket.waiting:
-                    self._send_ready()
-            elif slot.count > self._microbatches:
-                raise TrainingError(
-                    f"backward reached {slot.name} {slot.count} times in one step",
-                    given=f"{slot.count} gradients for one parameter",
-                    expected=f"{self._microbatches}, the number of microbatches",
-                    hint="one backward pass for each microbatch",
-                )
-
-        return accumulated
+    def _accumulated(self, bucket: _Bucket, slot: _Slot) -> None:
+        """Backward has added to the gradient of a parameter."""
+        if not self._active:
+            raise TrainingError(
+                f"backward reached {slot.name} outside of a step",
+                given="a backward pass before start() or after finish()",
+                expected="start(), then all backward passes of the step, then finish()",
+                hint="`with sync:` around the backward passes of each step, or call start() and finish()",
+            )
+        slot.count += 1
+        if slot.count == self._microbatches:
+            bucket.waiting -= 1
+            if not bucket.waiting:
+                self._send_ready()
+        elif slot.count > self._microbatches:
+            raise TrainingError(
+                f"backward reached {slot.name} {slot.count} times in one step",
+                given=f"{slot.count} gradients for one parameter",
+                expected=f"{self._microbatches}, the number of microbatches",
+                hint="one backward pass for each microbatch",
+            )
 
     def _send_ready(self) -> None:
         ready = self._sent
@@ -185,6 +184,19 @@ class GradientSync:
             for bucket in self._buckets[self._sent : end]:
                 bucket.work = self._mesh.all_reduce(self._dims, bucket.flat, self._op, async_op=True)
         self._sent = end
+
+
+def _hook(sync: ref[GradientSync], bucket: ref[_Bucket], slot: ref[_Slot]) -> Callable[[Tensor], None]:
+    """What a parameter calls. The garbage collector does not see what such a hook holds on to: a parameter that its own
+    hook led to would live for ever, with its model and its gradients.
+    """
+
+    def accumulated(_: Tensor) -> None:
+        owner, its, own = sync(), bucket(), slot()
+        if owner is not None and its is not None and own is not None:
+            owner._accumulated(its, own)
+
+    return accumulated
 
 
 class _Slot:

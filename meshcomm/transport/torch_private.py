@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, TypeVar, final
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 # The type of a group's name, where torch has one of its own.
@@ -250,17 +251,23 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-def forget_device_meshes() -> None:
-    """Empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
+def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
+    """Take their groups from `meshes`, and empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
 
     They know a DeviceMesh by its ranks and names, so that one that is made later, over other groups
-    with the same ranks, would be taken for the one before, and its groups be looked for in vain.
+    with the same ranks, would be taken for the one before, and its groups be looked for in vain. A group that some
+    other cache, or a tensor of the program, still led to would keep its sockets and threads.
     """
+    for mesh in meshes:
+        for each in (mesh, mesh._get_root_mesh()):
+            getattr(each, "_pg_registry", {}).clear()
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
+    topologies = getattr(_collective_utils, "MeshTopoInfo", None)
     for holder, name in (
+        (getattr(topologies, "build_from_mesh", None), "cache_clear"),
         (debug, "_clear_sharding_prop_cache"),
         (_redistribute, "clear_redistribute_planner_cache"),
         (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 import meshcomm
 from meshcomm.testing import Pool
@@ -49,6 +50,32 @@ def test_twenty_cycles_return_files_and_threads(pool: Pool) -> None:
         (files, threads), (files_after, threads_after) = counts[0], counts[-1]
         assert abs(files_after - files) <= 2, counts
         assert abs(threads_after - threads) <= 2, counts
+
+
+def kept_device_meshes() -> tuple[tuple[int, int], tuple[int, int], list[str]]:
+    """What is held before and after five meshes whose DeviceMeshes the program keeps, as torch's caches do."""
+    kept, before, texts = [], (0, 0), []
+    for number in range(6):
+        with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+            kept.append(mesh["dp"])
+            split = DTensor.from_local(torch.ones(1), mesh["dp"], [Shard(0)], run_check=False)
+            assert split.full_tensor().tolist() == [1.0, 1.0]
+        if not number:
+            before = held()
+    gc.collect()
+    for each in kept[:1]:
+        with pytest.raises(Exception, match="meshcomm") as caught:
+            each.get_group()
+        texts.append(str(caught.value))
+    return before, held(), texts
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
+)
+def test_a_device_mesh_that_is_kept_keeps_no_group(pool: Pool) -> None:
+    for (files, threads), (files_after, threads_after), _ in pool.run(kept_device_meshes, ranks=2):
+        assert files_after <= files + 2 and threads_after <= threads + 2
 
 
 def after_an_exception() -> Any:

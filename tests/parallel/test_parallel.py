@@ -7,6 +7,8 @@ leaves room and no real mistake fits into it.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -332,6 +334,19 @@ def gradient_sums() -> None:
 
 def test_gradients_are_the_sum_over_the_whole_batch(pool: Pool) -> None:
     pool.run(gradient_sums, ranks=4)
+
+
+def test_a_model_that_is_dropped_goes_with_its_gradients() -> None:
+    """The garbage collector does not see what a parameter's hook leads to."""
+    model = nn.Linear(3, 1)
+    sync = GradientSync(cast(Mesh, Recorder()), "dp", model)
+    with sync:
+        model(torch.ones(2, 3)).sum().backward()
+    grad = weakref.ref(model.weight.grad)
+    model_ref = weakref.ref(model.weight)
+    del model, sync
+    gc.collect()
+    assert model_ref() is None and grad() is None
 
 
 def beside_ddp() -> None:
