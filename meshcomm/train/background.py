@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.exchange import failure_of, is_first, parts, together
+from meshcomm.train.exchange import bytes_of_every_rank, failure_of, is_first, parts, together
 
 _DONE, _FAILED = b"+", b"-"
 _FIRST_PAUSE_S: Final = 0.005
@@ -33,10 +34,9 @@ class Background:
 
     Args:
         mesh: of the ranks that take part.
-        token: the same on all of them, and never used before.
         what: "save into runs/x", for the text "rank 3 could not ...", with `expected` and `hint`.
         work: done by every rank.
-        complete: done by the lowest rank, with what `work` returned everywhere, once all have done it.
+        complete: done by the lowest rank, once all have done `work`.
         give_up: done by the lowest rank where a rank failed, after all have ended their work.
 
     Called by: every rank of the mesh. Neither of the functions may communicate.
@@ -45,11 +45,10 @@ class Background:
     def __init__(
         self,
         mesh: Mesh,
-        token: str,
         what: str,
         *,
-        work: Callable[[], bytes],
-        complete: Callable[[Sequence[bytes]], None],
+        work: Callable[[], None],
+        complete: Callable[[], None],
         give_up: Callable[[], None],
         expected: str | None = None,
         hint: str | None = None,
@@ -59,6 +58,8 @@ class Background:
         self._what = what
         self._expected, self._hint = expected, hint
         self._work, self._complete, self._give_up = work, complete, give_up
+        # The same on all ranks, and another one each time.
+        token = bytes_of_every_rank(mesh, os.urandom(8))[0].hex()
         self._ranks = sorted(int(rank) for rank in mesh.layout.ranks.flat)
         self._keys = {rank: f"meshcomm.background/{token}/{rank}" for rank in self._ranks}
         self._verdict = f"meshcomm.background/{token}/verdict"
@@ -155,16 +156,13 @@ class Background:
             self._store.set(self._verdict, failed[0])
             return
 
-        def complete() -> bytes:
-            self._complete([word[1:] for word in said])
-            return b""
+        self._leave(self._verdict, self._complete)
 
-        self._leave(self._verdict, complete)
-
-    def _leave(self, key: str, action: Callable[[], bytes]) -> None:
+    def _leave(self, key: str, action: Callable[[], None]) -> None:
         """Do `action` and leave word of how it ended."""
+        word = _DONE
         try:
-            word = _DONE + action()
+            action()
         except Exception as error:
             self._failure = self._failure_of(error)
             word = _FAILED + json.dumps(parts(self._mesh, self._what, self._failure)).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +27,10 @@ from meshcomm.train.complete import (
     saving,
     tidy,
 )
-from meshcomm.train.division import Division
 from meshcomm.train.exchange import bytes_of_every_rank, is_first, together
 from meshcomm.train.lock import Lock
 from meshcomm.train.metrics import put_aside
-from meshcomm.train.sharded import RETRY, WRITABLE, all_do, prepare, read, write
+from meshcomm.train.sharded import RETRY, WRITABLE, Division, Share, all_do, read
 
 # After a broken connection: the others may have ended, and what they wrote with them.
 _GRACE_S: Final = 5.0
@@ -124,8 +123,9 @@ class Checkpoints:
             if self._train.checkpoint_async:
                 self._begin(lock, path, state)
             else:
-                write(self._mesh, state, saving(path), self._division)
-                all_do(self._mesh, path, lambda: self._complete(lock, path))
+                share = Share(self._mesh, state, self._division.divide(state), saving(path))
+                all_do(self._mesh, share.folder, share.write)
+                all_do(self._mesh, share.folder, lambda: self._complete(lock, share))
         except TrainingError:
             # Give the disk its space back: what was written is of no use.
             if is_first(self._mesh):
@@ -202,28 +202,20 @@ class Checkpoints:
 
     def _begin(self, lock: Lock, path: Path, state: Mapping[str, Tensor]) -> None:
         mesh, draft = self._mesh, saving(path)
-        share = prepare(mesh, state, draft, self._division)
-
-        def last(written: Sequence[bytes]) -> None:
-            share.finish(written)
-            self._complete(lock, path)
-
-        def give_up() -> None:
-            shutil.rmtree(draft, ignore_errors=True)
-
-        all_do(mesh, draft, lambda: share.divide(copy=True))
+        items = self._division.divide(state)
+        share = all_do(mesh, draft, lambda: Share(mesh, state, items, draft, copy=True))
         self._under_way = Background(
             mesh,
-            share.token,
             f"save into {draft}",
             work=share.write,
-            complete=last,
-            give_up=give_up,
+            complete=lambda: self._complete(lock, share),
+            give_up=lambda: shutil.rmtree(draft, ignore_errors=True),
             expected=WRITABLE,
             hint=RETRY,
         )
 
-    def _complete(self, lock: Lock, path: Path) -> None:
+    def _complete(self, lock: Lock, share: Share) -> None:
         if is_first(self._mesh):
-            commit(lock, path)
+            share.finish()
+            commit(lock, self.folder / name_of(lock.step))
             keep_last(self.folder, self._train.keep)

@@ -180,9 +180,7 @@ def loaded_and_continued(config: Config, checkpoint: Path) -> tuple[dict[str, An
 @pytest.mark.parametrize(
     ("dims", "ranks", "overrides"),
     [
-        ("{ pp = 1, dp = 4, tp = 2 }", 8, []),
-        ("{ dp = 2, tp = 4, pp = 1 }", 8, ["mesh.rank_order=[3, 1, 7, 0, 5, 2, 6, 4]"]),
-        ("{ pp = 4, dp = 1, tp = 2 }", 8, []),
+        ("{ dp = 2, tp = 2, pp = 1 }", 4, ["mesh.rank_order=[3, 1, 0, 2]"]),
         # A node less: dp fills what is left, with the same global batch.
         ("{ pp = 2, dp = -1, tp = 2 }", 4, []),
         # A mesh on part of the ranks.
@@ -453,9 +451,15 @@ def killed_while_saving(config: Config, moment: str) -> None:
     ("moment", "left", "step"),
     [
         ("while writing", ["job", "latest", "step-000002", "step-000004.saving"], 2),
-        ("after the metadata", ["job", "latest", "step-000002", "step-000004.saving"], 2),
+        pytest.param(
+            *("after the metadata", ["job", "latest", "step-000002", "step-000004.saving"], 2),
+            marks=pytest.mark.faults,
+        ),
         ("before the rename", ["job", "latest", "step-000002", "step-000004.saving"], 2),
-        ("after the rename", ["job", "latest", "step-000002", "step-000004"], 4),
+        pytest.param(
+            *("after the rename", ["job", "latest", "step-000002", "step-000004"], 4),
+            marks=pytest.mark.faults,
+        ),
         ("while removing the old one", ["job", "latest", "step-000002.removing", "step-000004"], 4),
     ],
 )

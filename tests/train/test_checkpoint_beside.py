@@ -26,10 +26,10 @@ from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Checkpoints
 from meshcomm.train import sharded as sharded_file
 from meshcomm.train.complete import complete
-from meshcomm.train.division import Division
 from meshcomm.train.export import export_checkpoint, import_checkpoint
 from meshcomm.train.lock import Lock
 from meshcomm.train.saved import Saved, read_alone
+from meshcomm.train.sharded import Division
 
 
 def settings(out: Path | str, *, beside: bool = True, keep: int = 2) -> TrainConfig:
@@ -430,55 +430,53 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
         assert there == []
 
 
-# -- what is planned again ------------------------------------------------------------------------
+# -- who writes what ------------------------------------------------------------------------------
 
 
-def planned(_: str) -> tuple[list[list[str]], list[list[str]], str]:
-    """What each save planned again, and what the lowest rank would write, of changing states."""
+def divided(_: str) -> tuple[list[list[str]], list[int], str]:
+    """What this rank writes of changing states; how many parts it planned each time; what is refused."""
+    planned = [0]
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
         division = Division(mesh)
-        again: list[list[str]] = []
-        described: list[list[str]] = []
+        plan = sharded_file._Planner.create_local_plan
 
-        def save(state: dict[str, Tensor]) -> None:
-            heard = division.exchange(state)
-            again.append(["all"] if heard.changed is None else heard.changed)
-            _, metadata = division.divide(heard)
-            described.append(
-                sorted(f"{name} {tuple(m.size)}" for name, m in metadata.state_dict_metadata.items())  # type: ignore[union-attr]
-            )
+        def counted(self: Any) -> Any:
+            planned[-1] += 1
+            return plan(self)
 
-        mine = f"only.{mesh.coord('tp')}"
-        steady = {"a": torch.zeros(4), mine: distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])}
-        save({**steady, "losses": torch.zeros(1)})
-        save({**steady, "losses": torch.zeros(2)})
-        save({**steady, "losses": torch.zeros(2)})
-        # On some ranks only; then a name more.
-        save(
-            {
-                **steady,
-                mine: torch.zeros(2, 4) if mesh.coord("tp") else steady[mine],
-                "losses": torch.zeros(2),
-            }
-        )
-        save({**steady, "losses": torch.zeros(3), "new": torch.zeros(1)})
-        text = ""
-        try:  # ranks that do not go together: no rank has the second half
-            part: Any = distribute_tensor(torch.zeros(4), mesh["tp"], [Shard(0)])
-            whole = part if mesh.coord("tp") == 0 else torch.zeros(7)
-            division.divide(division.exchange({"bad": whole}))
-        except (ValueError, AssertionError) as error:
-            text = type(error).__name__
-        save({**steady, "losses": torch.zeros(3), "new": torch.zeros(1)})
-        return again, described, text
+        tp = mesh.coord("tp")
+        part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
+        steady = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
+        found = []
+        sharded_file._Planner.create_local_plan = counted  # type: ignore[method-assign]
+        try:
+            for state in (
+                {**steady, "losses": torch.zeros(1)},
+                {**steady, "losses": torch.zeros(2)},
+                # On some ranks only.
+                {**steady, f"only.{tp}": torch.zeros(2, 4) if tp else part, "losses": torch.zeros(2)},
+            ):
+                items = division.divide(state)
+                found.append(sorted(f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items))
+                planned.append(0)
+        finally:
+            sharded_file._Planner.create_local_plan = plan  # type: ignore[method-assign]
+        try:
+            division.divide({"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
+        except TrainingError as error:
+            return found, planned, str(error)
+    raise AssertionError("divided what cannot be")
 
 
-def test_only_what_changes_is_planned_again(pool: Pool) -> None:
-    for again, described, text in pool.run(planned, "", ranks=4):
-        assert again == [["all"], ["losses"], [], ["all"], ["all"], ["all"]]
-        steady = ["a (4,)", "losses (2,)", "only.0 (4, 4)", "only.1 (4, 4)"]
-        assert described[1] == described[2] == steady
-        assert described[0] == [word.replace("(2,)", "(1,)") for word in steady]
-        assert described[3] == [*steady[:3], "only.1 (2, 4)"]
-        assert described[4] == described[5] == ["a (4,)", "losses (3,)", "new (1,)", *steady[2:]]
-        assert text
+def test_each_part_is_written_once_and_only_what_changes_is_planned_again(pool: Pool) -> None:
+    ranks = pool.run(divided, "", ranks=4)
+    whole = [f"whole.{n} (0,)" for n in range(20)]
+    parts = [f"only.{tp} ({row}, 0)" for tp in (0, 1) for row in (0, 2)]
+    for step in range(3):
+        each = [found[step] for found, _, _ in ranks]
+        expected = [*whole, "losses (0,)", *(parts if step < 2 else [*parts[:2], "only.1 (0, 0)"])]
+        assert sorted(part for mine in each for part in mine) == sorted(expected)
+        assert all(len(mine) > 2 for mine in each)  # every rank has a share of what all have
+    for rank, (_, planned, text) in enumerate(ranks):
+        assert planned == [22, 1, 1 if rank % 2 else 0, 0]
+        assert text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint")
