@@ -18,8 +18,13 @@ def console() -> Console:
 
 
 def rows_table(title: str, rows: Sequence[Row]) -> Table:
-    """One row per comparison: both times, their ratio, what the ratio has to reach."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    """One row per comparison: both medians, the median of the ratios, what that has to reach."""
+    table = Table(
+        title=f"{title}; times: medians of the rounds, ratio: the median of the rounds' ratios",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("ours / theirs", no_wrap=True)
     for column in ("ours", "theirs", "ratio", "GB/s ours", "target"):
         table.add_column(column, justify="right")

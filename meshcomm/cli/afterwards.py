@@ -14,8 +14,12 @@ from meshcomm.cli.app import app
 def report(
     source: Annotated[
         Path,
-        typer.Argument(metavar="DIR|TRACE", help="Where ranks left their reports; or a file of mesh.trace."),
-    ],
+        typer.Argument(
+            metavar="[DIR|TRACE]",
+            help="Reports of a run, or of runs: the newest is read; or a file of mesh.trace. "
+            "Default: meshcomm-reports.",
+        ),
+    ] = Path("meshcomm-reports"),
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Draw who was in which call when, a row for each rank.")
     ] = False,

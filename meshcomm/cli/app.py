@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -19,9 +19,30 @@ if TYPE_CHECKING:
 # Columns of a table that does not go to a terminal.
 _WIDTH = 100
 
+# Every command under what one wants to do, in the order in which `--help` and the reference list them.
+GROUPS: Final = {
+    "Start ranks": ("run", "train", "simulate"),
+    "Look at a mesh": ("plan", "where", "tree", "diff", "lint", "view", "schema"),
+    "Find out what went wrong": ("report", "doctor", "parity"),
+    "Measure and predict": ("bench", "costs", "place"),
+    "Move checkpoints": ("export", "import"),
+}
+
 
 class Commands(TyperGroup):
     """All commands. A MeshcommError of any of them ends as its text on stderr and exit code 2."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of GROUPS."""
+        return [name for names in GROUPS.values() for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Every command with its whole first paragraph, group by group."""
+        widest = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            rows = [(name.ljust(widest), first_paragraph(self.commands[name])) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
@@ -32,8 +53,15 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
+def first_paragraph(command: Any) -> str:
+    """What a command does, on one line."""
+    return " ".join((command.help or "").strip().split("\n\n")[0].split())
+
+
 app = typer.Typer(
     cls=Commands,
+    # As wide as the terminal.
+    context_settings={"max_content_width": 10_000},
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -48,7 +76,9 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a setting; VALUE is TOML, nothing removes the key."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting; VALUE is TOML or a bare word, nothing removes the key.",
     ),
 ]
 World = Annotated[int | None, typer.Option(help="Number of processes; needed where a size is -1.")]
@@ -59,8 +89,31 @@ Operations = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+        from platform import python_version
+
+        from meshcomm import __version__
+
+        typer.echo(f"meshcomm {__version__}, torch {version('torch')}, Python {python_version()}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_version, is_eager=True, help="Versions of meshcomm, torch and Python."
+    ),
+]
+
+
 @app.callback()
-def _commands(show_completion: ShowCompletion = None, install_completion: InstallCompletion = None) -> None:
+def _commands(
+    version: Version = False,
+    show_completion: ShowCompletion = None,
+    install_completion: InstallCompletion = None,
+) -> None:
     # With a callback the first argument stays a command's name even while there is one command.
     pass
 

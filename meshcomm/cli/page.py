@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import typer
 
-from meshcomm.cli import app
+from meshcomm.cli.app import GROUPS, app, first_paragraph
 
 # What a command's exit code says beside 0 and 2, where its own help does not tell.
 EXIT_CODES: Final[Mapping[str, str]] = {
@@ -29,29 +29,27 @@ def page() -> str:
         "the error is on stderr, without a traceback. `python -m meshcomm` is the same as `meshcomm`; under torchrun, Slurm or MPI it",
         "is what the launcher starts.",
         "",
-        "| command | |",
-        "|---|---|",
+        "`meshcomm --version` prints the versions of meshcomm, torch and Python.",
+        "",
+        "| to | command | |",
+        "|---|---|---|",
     ]
     commands = all_commands()
-    lines += [f"| [`meshcomm {name}`](#{_anchor(name)}) | {_first(one)} |" for name, one in commands.items()]
+    for title, names in GROUPS.items():
+        for name in names:
+            title_once = title if name == names[0] else ""
+            lines.append(
+                f"| {title_once} | [`meshcomm {name}`](#{name}) | {_cell(first_paragraph(commands[name]))} |"
+            )
     for name, one in commands.items():
         lines += ["", f"## {name}", "", *_section(name, one)]
     return "\n".join(lines) + "\n"
 
 
 def all_commands() -> dict[str, Any]:
-    """Every command that is shown, by its name; those of a group as `group command`."""
-    found: dict[str, Any] = {}
-
-    def visit(group: Any, before: str) -> None:
-        for name, one in group.commands.items():
-            if hasattr(one, "commands"):
-                visit(one, f"{before}{name} ")
-            elif not one.hidden:
-                found[before + name] = one
-
-    visit(typer.main.get_command(app), "")
-    return found
+    """Every command by its name, in the order of GROUPS."""
+    group: Any = typer.main.get_command(app)
+    return {name: group.commands[name] for name in group.list_commands(None)}
 
 
 def _section(name: str, command: Any) -> list[str]:
@@ -65,8 +63,10 @@ def _section(name: str, command: Any) -> list[str]:
         lines += ["", "| | default | |", "|---|---|---|"]
     for each in arguments:
         # As its name is written: of `[CONFIG] SCRIPT` the parser only knows that one has to be there.
-        needed = "" if _argument(each).startswith("[") else "needed"
-        either = "` or `".join(_argument(each).split("|"))
+        optional = _argument(each).startswith("[")
+        needed = "" if optional else "needed"
+        names = _argument(each).strip("[]").split("|")
+        either = "` or `".join(f"[{name}]" if optional else name for name in names)
         lines.append(f"| `{either}` | {needed} | {_cell(each.help or '')} |")
     context = command.context_class(command, info_name=name)
     for each in options:
@@ -90,14 +90,6 @@ def _default(parameter: Any) -> str:
 
 def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
-
-
-def _first(command: Any) -> str:
-    return _cell((command.help or "").strip().split("\n\n")[0])
-
-
-def _anchor(name: str) -> str:
-    return name.replace(" ", "-")
 
 
 def _cell(text: str) -> str:

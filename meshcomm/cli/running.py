@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
+from meshcomm.cli.script_command import ScriptCommand
 from meshcomm.errors import ConfigError, LaunchError
 
 First = Annotated[
@@ -18,9 +19,13 @@ First = Annotated[
         "in .py is SCRIPT, which then says its own mesh.",
     ),
 ]
+_WORDS = {"allow_extra_args": True, "allow_interspersed_args": False}
 Second = Annotated[
     str | None,
-    typer.Argument(metavar="SCRIPT", help="A Python file; arguments after it are its own."),
+    typer.Argument(
+        metavar="SCRIPT",
+        help="A Python file; what follows it is its own, but for options of this command: those behind -- too.",
+    ),
 ]
 
 
@@ -42,7 +47,7 @@ def train(
     raise typer.Exit(job(config, overrides or (), world, max_restarts))
 
 
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=ScriptCommand, context_settings=_WORDS)
 def run(
     context: typer.Context,
     first: First,
@@ -57,7 +62,7 @@ def run(
     raise typer.Exit(job(config, script, arguments, overrides or (), world))
 
 
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=ScriptCommand, context_settings=_WORDS)
 def simulate(
     context: typer.Context,
     first: First,
@@ -137,8 +142,6 @@ def _named(
     else:
         config, script, arguments = first, Path(second), rest
     if not script.is_file():
-        if str(script).startswith("-"):
-            usage = f"options come first: meshcomm {command} {script} ... [CONFIG] SCRIPT [ARGUMENTS]"
         raise LaunchError(
             f"there is no script {script}", given=str(script), expected="a Python file", hint=usage
         )

@@ -28,6 +28,10 @@ def view(
     from meshcomm.view.facts import page_facts
     from meshcomm.view.target import find_target
 
+    if export is not None:
+        from meshcomm.view.export import check_page
+
+        check_page(export)
     found = find_target(target, overrides or ())
     facts = page_facts(found.settings, world, discovered_topology(found.settings))
     if export is not None:

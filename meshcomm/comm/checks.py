@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Complex, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
@@ -114,6 +114,45 @@ def _made_dense(x: Tensor) -> str:
     if x.is_quantized:
         return "x.int_repr() for its whole numbers, x.dequantize() for its values"
     return "x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)"
+
+
+def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Callable[[], str]) -> None:
+    """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent."""
+    tensors = [(x, True) for x in received] + [(x, False) for x in sent]
+    spans = sorted(((*_span(x), x, comes) for x, comes in tensors if x.numel()), key=lambda each: each[0])
+    open_: list[tuple[int, int, Tensor, bool]] = []
+    for each in spans:
+        begin, _, x, comes = each
+        open_ = [other for other in open_ if other[1] > begin]
+        for _, _, other, came in open_:
+            if (comes or came) and _share_a_byte(x, other):
+                raise ShapeError(
+                    f"{where()} would receive into memory that another of its messages uses",
+                    given=f"tensors of shape {tuple(other.shape)} and {tuple(x.shape)} that overlap",
+                    expected="memory of its own for each message",
+                    hint="torch.empty_like(x) for each receive",
+                )
+        open_.append(each)
+
+
+def _share_a_byte(one: Tensor, other: Tensor) -> bool:
+    """Of two whose spans overlap: two columns of one matrix lie between each other and share none."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return bool(torch.isin(_addresses(one), _addresses(other)).any())
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _addresses(x: Tensor) -> Tensor:
+    found = torch.tensor([x.data_ptr()])
+    steps = [(size, stride * x.element_size()) for size, stride in zip(x.shape, x.stride(), strict=True)]
+    for size, step in [*steps, (x.element_size(), 1)]:
+        found = (found[:, None] + torch.arange(size) * step).flatten()
+    return found
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:

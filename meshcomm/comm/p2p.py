@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 
 from meshcomm.comm.checks import (
     OWN_TAGS,
+    check_apart,
     check_coord,
     check_envelopes,
     check_in_place,
@@ -132,6 +133,8 @@ class Messages:
         check_envelopes(recvs, "recvs", lambda: self.where(call))
         coming = [self._checked("recv", call, *each) for each in recvs]
         going = [self._checked("send", call, *each) for each in sends]
+        if call == "exchange":
+            check_apart([x for x, *_ in recvs], [x for x, *_ in sends], lambda: self.where(call))
 
         def finish() -> list[Tensor]:
             return [into(each[0], end.x) for each, end in zip(recvs, coming, strict=True)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from meshcomm.config.problems import Broken, Problem, either
 from meshcomm.config.wording import key_path, toml
 
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
+
+# What "auto" is on a device.
+DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 _NAME = "[a-z][a-z0-9_-]*"
 _EXPECTED = 'auto, a backend\'s name in lower case, or device:name pairs as in "cpu:gloo,cuda:nccl"'
@@ -37,7 +40,7 @@ def chosen(mesh: MeshConfig, backend: str) -> str | None:
     device = "" if mesh.device == "auto" else mesh.device
     name = by_device.get(device, by_device.get("", "auto"))
     if name == "auto":
-        return {"cpu": "gloo", "cuda": "nccl"}.get(device)
+        return DEFAULTS.get(device)
     return name
 
 

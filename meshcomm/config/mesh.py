@@ -98,8 +98,8 @@ class MeshConfig(Model):
     )
     reports: str = Field(
         default="meshcomm-reports",
-        description="Folder into which ranks write what they were doing when a call failed, relative to where the "
-        'job runs. Default "meshcomm-reports"; "": none.',
+        description="Folder into which ranks write what they were doing when a call failed, in a folder of the run's "
+        'time and job, relative to where the job runs. Default "meshcomm-reports"; "": none.',
     )
     options: FrozenTable[DimOptions] = Field(
         default_factory=Table,

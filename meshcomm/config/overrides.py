@@ -13,16 +13,17 @@ from meshcomm.config.wording import key_path, toml
 
 # One key of a path, also as TOML writes one that is not of ASCII letters.
 _PART = r'(?:[\w-]+|"[^"\\]+")'
+_WORD = r"[^\s\"'\[\]{}=#,]+"
 
 
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
     """Set every `KEY.PATH=VALUE` in `data`, in order; what cannot be set comes back as problems.
 
-    VALUE is TOML. An empty VALUE removes the key. A key that is there keeps its place; a new one
+    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. A key that is there keeps its place; a new one
     comes last.
 
     >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
-    >>> apply(data, ["mesh.dims.pp=4", "mesh.backend='gloo'"]), data
+    >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data
     ([], {'mesh': {'dims': {'pp': 4, 'tp': 2}, 'backend': 'gloo'}})
     """
     return [problem for text in overrides if (problem := _apply(data, text)) is not None]
@@ -53,9 +54,12 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
         parsed = tomllib.loads(f"value = {written}")
     except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
         parsed = {}
-    if list(parsed) != ["value"]:
-        return _not_toml(path, written, text)
-    return _set(data, path, parsed["value"], text)
+    if list(parsed) == ["value"]:
+        return _set(data, path, parsed["value"], text)
+    # A shell has taken the quotes off: train.out=runs/x.
+    if re.fullmatch(_WORD, written):
+        return _set(data, path, written, text)
+    return _not_toml(path, written, text)
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Problem | None:

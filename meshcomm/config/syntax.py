@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 from meshcomm.config.problems import Problem, report
 from meshcomm.config.wording import key_path, toml
 from meshcomm.errors import ConfigError
 
+# Far more than any configuration has: a rank_order may list every rank of a host's mesh.
+_MOST_VALUES: Final = 500_000
+_DEEPEST: Final = 32
+
 
 def parse_toml(text: str, label: str) -> Any:
     """The tables that a TOML text holds. Raises ConfigError with the line that is wrong."""
     try:
-        return tomllib.loads(text)
+        data = tomllib.loads(text)
+        check_size(data, _within, label, "TOML")
+        return data
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         # The position is only in the message before Python 3.14.
@@ -54,11 +61,46 @@ def parse_json(text: str, label: str) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=table)
+        data = json.loads(text, object_pairs_hook=table)
+        check_size(data, _within, label, "JSON")
+        return data
     except json.JSONDecodeError as error:
         raise syntax_error(label, "JSON", text, error.lineno, error.colno, error.msg) from None
     except (ValueError, RecursionError) as error:
         raise unreadable(label, "JSON", error) from None
+
+
+def check_size(data: Any, inside: Callable[[Any], Iterable[Any]], label: str, language: str) -> None:
+    """Refuse what is deeper or has more values than any configuration, in bounded time and memory.
+
+    inside: the values right inside a value. What stands at two places counts twice.
+    Raises ConfigError.
+    """
+    left = _MOST_VALUES
+    open_: list[Iterator[Any]] = [iter([data])]
+    while open_:
+        value = next(open_[-1], open_)
+        if value is open_:
+            open_.pop()
+            continue
+        left -= 1
+        if left < 0:
+            said, expected = f"more than {_MOST_VALUES:,} values, aliases followed", "the settings alone"
+        elif len(open_) > _DEEPEST:
+            said, expected = (
+                f"tables or lists more than {_DEEPEST} deep",
+                "settings, which lie 4 deep at most",
+            )
+        else:
+            open_.append(iter(inside(value)))
+            continue
+        raise report(
+            label, [Problem("the file", f"no configuration in {language}: {said}", expected=expected)]
+        )
+
+
+def _within(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def syntax_error(label: str, language: str, text: str, line: int, column: int, said: str) -> ConfigError:

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
-from meshcomm.config.syntax import syntax_error, unreadable
+from meshcomm.config.syntax import check_size, syntax_error, unreadable
 from meshcomm.errors import ConfigError
+
+# The core schema of YAML 1.2. PyYAML follows YAML 1.1, in which 1:20 is 80, 010 is 8, on is true and 1e-5 is text.
+_CORE: Final = (
+    ("null", r"^(~|null|Null|NULL|)$", "~nN\0"),
+    ("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    (
+        "float",
+        r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+        "-+0123456789.",
+    ),
+    ("merge", r"^<<$", "<"),
+)
+
+
+def _inside(node: Any) -> list[Any]:
+    """The nodes right inside a node of a document."""
+    value = node.value
+    if not isinstance(value, list):
+        return []
+    return (
+        [part for pair in value for part in pair]
+        if isinstance(node.id, str) and node.id == "mapping"
+        else value
+    )
 
 
 def parse_yaml(text: str, label: str) -> Any:
-    """The value that a YAML text holds. Numbers as in YAML 1.2: 1e-5 is one. A repeated key is refused.
+    """The value that a YAML text holds. Numbers and words as in YAML 1.2: 1e-5 is a number, 1:20 and on are text.
+    A repeated key is refused, and so are aliases that make a small file large.
 
     Raises ConfigError: PyYAML missing, or the text is no YAML.
     """
@@ -25,7 +51,9 @@ def parse_yaml(text: str, label: str) -> Any:
             hint="pip install 'meshcomm[yaml]'",
         ) from None
 
-    loader_class: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader_class: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+    for tag, pattern, first in _CORE:
+        loader_class.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
     def table(loader: Any, node: Any) -> dict[Any, Any]:
         seen: list[Any] = []
@@ -40,14 +68,20 @@ def parse_yaml(text: str, label: str) -> Any:
         return found
 
     loader_class.add_constructor("tag:yaml.org,2002:map", table)
-    # YAML 1.1, which PyYAML follows, takes 1e-5 for text.
-    loader_class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
+    loader_class.add_constructor(
+        "tag:yaml.org,2002:int",
+        # int(text, 0) refuses 010, which is 10.
+        lambda _, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10),
     )
     try:
-        return yaml.load(text, loader_class)
+        loader = loader_class(text)
+        try:
+            node = loader.get_single_node()
+            # An alias stands for all that it names: nine lines of nine aliases each for 9^9 values.
+            check_size(node, _inside, label, "YAML")
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)

@@ -10,6 +10,14 @@ from meshcomm.comm.diagnosis import doing_of, name_of_rank, root_cause
 from meshcomm.errors import LaunchError
 
 
+def newest_run(folder: Path) -> Path:
+    """The folder of the last run that left reports in `folder`, which may be that run's itself."""
+    if any(folder.glob("rank*.json")):
+        return folder
+    # Their names begin with the time.
+    return max((path.parent for path in folder.glob("*/rank*.json")), default=folder)
+
+
 def read_reports(folder: Path) -> dict[int, Any]:
     """The reports in a folder, by rank. Raises LaunchError where there are none, or something else is."""
     files = sorted(folder.glob("rank*.json"), key=lambda path: int("0" + path.stem[4:]))
@@ -37,8 +45,11 @@ def read_reports(folder: Path) -> dict[int, Any]:
 
 def report(folder: Path) -> str:
     """What the reports in a folder say together, as text."""
+    runs = {path.parent for path in folder.glob("*/rank*.json")}
+    folder = newest_run(folder)
     statuses = read_reports(folder)
-    lines = [f"{len(statuses)} report(s) in {folder}", *root_cause(statuses)]
+    older = f", the newest of {len(runs)} runs" if folder in runs and len(runs) > 1 else ""
+    lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
     for rank, status in statuses.items():
         if status["failed"] is not None:
             failed = status["failed"]

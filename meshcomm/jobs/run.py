@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshcomm.config import load
+from meshcomm.jobs.announce import announce
 
 
 def run(
@@ -21,6 +22,7 @@ def run(
     settings = None if config is None else load(config, overrides)
     if settings is not None and world is not None:
         settings.resolved(world)
+    announce(None if settings is None else settings.mesh.dims, world)
     # What is wrong has been said by now: torch takes seconds to load.
     from meshcomm.jobs.starting import start_job
     from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
@@ -34,5 +36,10 @@ def run(
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")
 
-    named = [] if config is None else [str(config)]
-    return start_job(settings, world, ["run", *named, str(script), *arguments], overrides, body)
+    words = [
+        "run",
+        *([] if config is None else [str(config)]),
+        str(script),
+        *(["--", *arguments] * bool(arguments)),
+    ]
+    return start_job(settings, world, words, overrides, body)

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshcomm.comm.spans import PASSES
 from meshcomm.errors import LaunchError
-from meshcomm.jobs.report import read_reports
+from meshcomm.jobs.report import newest_run, read_reports
 from meshcomm.show.timeline import Bar, Row, timeline
 
 
@@ -20,6 +20,7 @@ def timeline_of(source: Path, width: int | None = None) -> str:
     width: characters; None: as wide as the terminal.
     Raises: LaunchError where there is neither.
     """
+    source = newest_run(source)
     rows = _of_reports(source) if source.is_dir() else _of_trace(source)
     return "\n".join([str(source), *timeline(rows, width or shutil.get_terminal_size((100, 24)).columns)])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
+from meshcomm.jobs.announce import announce
 
 
 def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
@@ -25,6 +26,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
         )
     if world is not None:
         settings.resolved(world)
+    announce(settings.mesh.dims, world)
     # What is wrong has been said by now: torch takes seconds to load.
     from meshcomm.jobs.starting import start_job
 

@@ -199,7 +199,10 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of a SHA-256 over `facts()`, names in their order."""
+        """Sixteen hex digits of a SHA-256 over `facts()` as they were written, before `on`; names in their order.
+
+        So a config has one plan id, whatever device a process finds.
+        """
         text = json.dumps(self.facts(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -210,4 +213,6 @@ class Plan:
             return replace(options, backend=backend) if options.backend == "auto" else options
 
         filled = {name: fill(options) for name, options in self.options.items()}
-        return Plan(self.layout, fill(self.defaults), filled, device)
+        plan = Plan(self.layout, fill(self.defaults), filled, device)
+        plan.__dict__["fingerprint"] = self.fingerprint
+        return plan

@@ -19,6 +19,9 @@ from meshcomm.layout.sizes import ranks_text
 _COUNT_BITS: Final = 31
 _COUNT: Final = (1 << _COUNT_BITS) - 1
 
+# The verdict, with the time of the host that gave it.
+AGREED: Final = "agree %Y%m%d-%H%M%S"
+
 # How long ranks wait for the one that reads who came.
 _TELL_S: Final = 10.0
 # How long the rank that holds the store waits for the others to know: one that has ended never says so.
@@ -33,8 +36,8 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
     ranks: Sequence[int] | None = None,
-) -> None:
-    """Return when every rank has come with equal `facts`; else raise on every rank.
+) -> str:
+    """Return, with the time of it as in `20261122-142530`, the same on every rank, when every rank has come with equal `facts`; else raise on every rank.
 
     Args:
         store: a torch store that all ranks see (its stubs lack half of its methods), used for
@@ -66,9 +69,11 @@ def agree(
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
             raise _told(store, rank, lambda: _absent(store, ranks or range(world_size), timeout_s, what))
-        if verdict != b"agree":
+        word, _, moment = verdict.decode().partition(" ")
+        if word != "agree":
             store.set(f"facts/{mine}", text)
             raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
+        return moment
     except RuntimeError as error:
         lines = str(error).strip().splitlines()
         raise StoreError(
@@ -154,7 +159,7 @@ def _conclude(store: Any, count: int, deadline: float) -> None:
     sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
     if count >= sizes.most_common(1)[0][0]:
         alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
-        store.compare_set("verdict", "", "agree" if alike else "differ")
+        store.compare_set("verdict", "", time.strftime(AGREED) if alike else "differ")
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -189,7 +190,7 @@ def _open(
     began = time.perf_counter()
     try:
         comes = 1 if joined.pretended else joined.world_size
-        agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
+        moment = agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
     except MeshMismatchError as error:
         blame(error, joined.store)
         if world is None:
@@ -200,7 +201,8 @@ def _open(
         # Told to the others; here the problem itself says more than that the ranks differ.
         raise failure
     agree_s = time.perf_counter() - began
-    runtime = _create(source, settings, joined, plan, device, store, prefix, world, resources)
+    reports = _reports(settings.mesh.reports, moment)
+    runtime = _create(source, settings, joined, plan, device, store, prefix, world, resources, reports)
     return Mesh(plan, runtime, {"agree": agree_s, "create": time.perf_counter() - began - agree_s})
 
 
@@ -221,6 +223,13 @@ def _plan(
     return plan, device
 
 
+def _reports(folder: str, moment: str) -> str:
+    """The run's own folder in `folder`: its time and, where the launcher names it, its job."""
+    named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    job = next((name for name in named if name not in ("", "none")), "")
+    return os.path.join(folder, re.sub(r"[^\w.-]", "-", f"{moment}-{job}".rstrip("-"))) if folder else ""
+
+
 def _create(
     source: object,
     settings: Settings,
@@ -231,6 +240,7 @@ def _create(
     prefix: str,
     world: World | None,
     resources: ExitStack,
+    reports: str,
 ) -> Runtime:
     """This rank's groups, each created by the ranks that are in it, and what watches them.
 
@@ -303,7 +313,7 @@ def _create(
                 rank,
                 coords,
                 plan.layout.world_size,
-                settings.mesh.reports,
+                reports,
                 compared,
                 timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
                 end=end,

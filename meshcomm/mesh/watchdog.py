@@ -65,7 +65,7 @@ class Watchdog:
     Args:
         store: a torch store under a prefix of this mesh's own.
         coords: of this rank, by dim.
-        reports: folder for this rank's report, written when it asks or is asked; "": none.
+        reports: folder of this run for its ranks' reports, inside that of all runs; this rank's is written when it asks or is asked; "": none.
         compared: how many messages of each pair of ranks are compared at most; None: all.
         timeouts: seconds by the label of a group.
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
@@ -313,7 +313,9 @@ class Watchdog:
             return failed.error_unasked(self._rank, self._silent)
         diagnosis = Diagnosis(**found["diagnosis"])
         self._failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
-        return failed.error(diagnosis, self._reports if reported else "")
+        # The folder of all runs: this one's is the newest in it.
+        runs = os.path.dirname(self._reports) or self._reports
+        return failed.error(diagnosis, runs if reported else "")
 
     def _found(self, failed: FailedCall) -> dict[str, Any]:
         """What one rank of the group finds out for all, or for a message this rank for itself."""

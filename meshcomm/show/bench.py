@@ -93,7 +93,8 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
     ]
     notes = [
         "bandwidths in GB/s, busbw as nccl-tests counts it; torch: the time of\n"
-        "torch.distributed; ratio: meshcomm's time to that, below 1 meshcomm is faster"
+        "torch.distributed; ratio: the median of the rounds' ratios of meshcomm's time to torch's, which is "
+        "not the ratio of the medians beside it; below 1 meshcomm is faster"
     ]
     notes += [
         f"skipped: {each['operation'] or 'all'} along {each['dim']}: {each['why']}"

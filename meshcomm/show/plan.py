@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshcomm.config import TopologyConfig
+from meshcomm.config.backends import DEFAULTS
 from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
 from meshcomm.show.page import Cells, Line, Part, page_view
@@ -30,9 +31,12 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     With ranks_per_node each dim has nodes (fewest and most that one of its groups lies on), crosses
     (link class -> number of groups whose slowest link it is) and link, the slowest of all.
     `meshcomm plan` adds footprint, that of meshcomm.topology.communicators, where all is known to run on NCCL.
+    backend is "auto" only where the device is too: then each process finds out.
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.
     """
+    if plan.device in DEFAULTS:
+        plan = plan.on(plan.device, DEFAULTS[plan.device])
     families = plan.families
     created = [family for family in families if family.creates]
     where = None if topology is None else machine(topology)

@@ -8,7 +8,16 @@ from typing import final
 
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -53,13 +62,19 @@ class TrainingReporter:
         if start.resumed is not None:
             done = start.resumed.step
             self._console.print(*resumed_lines(start.resumed), sep="\n", highlight=False, soft_wrap=True)
+        if not self._console.is_terminal and done < start.steps:
+            self._console.print(
+                f"running step {done + 1} of {start.steps}; the first takes longest", highlight=False
+            )
         if self._console.is_terminal:
             self._progress = Progress(
+                SpinnerColumn(),
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=None),
                 TextColumn("loss {task.fields[loss]}"),
                 TextColumn("{task.fields[speed]} tokens/s"),
+                TimeElapsedColumn(),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),
                 console=self._console,

@@ -89,7 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
                 b"Host is not a name of this machine: open http://127.0.0.1:PORT/\n",
             )
             return
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", b"that is no URL\n")
+            return
         if url.path == "/":
             page = self.server.page
             more = {"Content-Security-Policy": page.policy, "X-Frame-Options": "DENY"}

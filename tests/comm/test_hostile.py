@@ -82,6 +82,25 @@ REFUSED: dict[str, tuple[Callable[[Mesh], object], type[MeshcommError], str]] = 
         ShapeError,
         "one place",
     ),
+    "two receives into one tensor": (
+        lambda m: (lambda x: m.exchange("dp", [(ones(), peer(m))] * 2, [(x, peer(m)), (x[1:], peer(m))]))(
+            ones()
+        ),
+        ShapeError,
+        "that overlap",
+    ),
+    "a receive into what is sent": (
+        lambda m: (lambda x: m.exchange("dp", [(x, peer(m))], [(x, peer(m))]))(ones()),
+        ShapeError,
+        "memory of its own",
+    ),
+    "receives into two columns and a row across them": (
+        lambda m: (lambda x: m.exchange("dp", [], [(x[:, 0], peer(m)), (x[:, 1], peer(m)), (x[1], peer(m))]))(
+            torch.ones(3, 2)
+        ),
+        ShapeError,
+        "that overlap",
+    ),
     "out is no tensor": (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),  # type: ignore[arg-type]
     "a list of dims": (lambda m: m.all_reduce(["dp", "tp"], ones()), UnknownDim, "tuple"),  # type: ignore[call-overload]
     "a list of dims for a group": (lambda m: m.group(["dp", "tp"]), UnknownDim, "tuple"),  # type: ignore[arg-type]

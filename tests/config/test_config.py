@@ -18,6 +18,7 @@ from meshcomm.config import Config, DimOptions, Link, MeshConfig, TrainConfig, l
 from meshcomm.config.overrides import apply
 from meshcomm.config.table import Table
 from meshcomm.config.wording import Kind
+from meshcomm.config.yaml_file import parse_yaml
 from meshcomm.errors import ConfigError
 from meshcomm.layout import GroupOptions, Layout, Plan
 
@@ -209,9 +210,48 @@ def test_an_override_makes_tables_and_removes_keys() -> None:
     }
     # A wrong override leaves nothing behind, and removes nothing of the same name elsewhere.
     before = deepcopy(data)
-    problems = apply(data, ["a.b=c", "a.mesh=", "mesh.dims="])
-    assert [problem.key for problem in problems] == ["--set a.b=c", "--set a.mesh=", "--set mesh.dims="]
+    problems = apply(data, ["a.b=[c", "a.mesh=", "mesh.dims="])
+    assert [problem.key for problem in problems] == ["--set a.b=[c", "--set a.mesh=", "--set mesh.dims="]
     assert data == before
+
+
+def test_words_and_numbers_of_yaml_are_those_of_yaml_1_2() -> None:
+    text = "{a: 1:20, on: 2, yes: 2, no: no, b: 010, c: 0o10, d: 0x1F, e: 1e-5, f: -.5, g: true, h: ~, i: 1_0, j: .inf}"
+    assert parse_yaml(text, "a.yaml") == {
+        "a": "1:20",
+        "on": 2,
+        "yes": 2,
+        "no": "no",
+        "b": 10,
+        "c": 8,
+        "d": 31,
+        "e": 1e-5,
+        "f": -0.5,
+        "g": True,
+        "h": None,
+        "i": "1_0",
+        "j": float("inf"),
+    }
+    merged = parse_yaml("{a: &a {x: 1}, b: {<<: *a, y: 2}}", "a.yaml")
+    assert merged["b"] == {"x": 1, "y": 2}
+
+
+def test_an_override_that_is_a_bare_word_is_text() -> None:
+    data: dict[str, Any] = {}
+    words = [
+        "train.out=runs/x",
+        "mesh.device=cpu",
+        "process.address=[::1]:29500",
+        "mesh.timeout_s=5",
+        "a.b=true",
+    ]
+    problems = apply(data, words)
+    assert [problem.key for problem in problems] == ["--set process.address=[::1]:29500"]
+    assert data == {
+        "train": {"out": "runs/x"},
+        "mesh": {"device": "cpu", "timeout_s": 5},
+        "a": {"b": True},
+    }
 
 
 def test_a_config_can_be_loaded_with_changes(files: dict[str, Path]) -> None:

@@ -226,10 +226,8 @@ while True:
     ("words", "message"),
     [
         (["run", "mesh.toml", "nothing.py"], "there is no script nothing.py"),
-        (
-            ["run", "mesh.toml", "--world", "8", "script.py"],
-            "options come first: meshcomm run --world ... [CONFIG] SCRIPT",
-        ),
+        (["run", "mesh.toml", "--world", "6", "script.py"], "2*2 = 4, world is 6"),
+        (["run", "mesh.toml", "script.py", "--world", "6"], "2*2 = 4, world is 6"),
         (["run", "script.py"], "how many ranks?"),
         (["simulate", "script.py", "8"], "try:      meshcomm simulate --world 8 SCRIPT"),
         (
@@ -241,6 +239,7 @@ while True:
         (["train", "mesh.toml"], "mesh.toml says nothing about training"),
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
         (["run", "--world", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
+        (["train", "mesh.toml", "--set", "mesh.dims.tp=runs/x"], "mesh.dims.tp"),
     ],
 )
 def test_a_wrong_call_ends_before_any_process_starts(

@@ -120,7 +120,7 @@ def test_a_skipped_call_names_who_has_not_come(pool: Pool, tmp_path: Path) -> No
     _, text, missing, took = found[7]
     skipped_by(text, missing)
     assert took < TIMEOUT + 10  # on a busy machine; the asking itself ends in time
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["rank6.json", "rank7.json"]
+    assert sorted(path.name for path in tmp_path.glob("*/*.json")) == ["rank6.json", "rank7.json"]
     assert "rank 6 (pp=1 dp=1 tp=0) is at " in report(tmp_path).splitlines()[1]
     assert 'rank 7 waits for it in all_reduce along "tp", call 2' in report(tmp_path).splitlines()[1]
 
@@ -360,6 +360,26 @@ def test_the_recorded_line_is_the_users(pool: Pool) -> None:
             assert text in lines[int(line) - 1]
 
 
+def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
+    status = {
+        "rank": 0,
+        "coords": {"dp": 0},
+        "failed": None,
+        "groups": [],
+        "main": "",
+        "torch": [],
+        "differs": None,
+    }
+    for name, rank in (("20261121-235959-one", 3), ("20261122-000001-two", 5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"rank{rank}.json").write_text(json.dumps({**status, "rank": rank}))
+    text = report(tmp_path)
+    assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
+    assert "rank 5" in text and "rank 3" not in text
+    assert "rank 3" in report(tmp_path / "20261121-235959-one")
+
+
 def test_a_folder_without_reports(tmp_path: Path) -> None:
     with pytest.raises(meshcomm.MeshcommError, match="there are no reports in"):
         report(tmp_path)
@@ -543,7 +563,8 @@ def test_a_rank_that_the_backend_holds_reports_and_ends(pool: Pool, tmp_path: Pa
     assert "the backend is past its timeout and does not return" in err
     assert f"{script}:10" in err
     assert (
-        json.loads((reports / "rank1.json").read_text())["failed"]["call"] == 'broadcast along "dp", call 1'
+        json.loads(next(reports.glob("*/rank1.json")).read_text())["failed"]["call"]
+        == 'broadcast along "dp", call 1'
     )
 
 

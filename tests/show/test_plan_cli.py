@@ -86,9 +86,9 @@ GPT = """\
 mesh of 131,072 ranks, plan 3116d2547e60fb2c: 32,832 groups, 3 created per rank
 dim  kind   size  stride  groups  backend             timeout  nodes  link
 ─────────────────────────────────────────────────────────────────────────────────────────────
-pp   dim       8  16,384  16,384  auto high_priority    300 s      8  network, 10 us, 50 GB/s
-dp   dim   2,048       8      64  auto                 1800 s  2,048  network, 10 us, 50 GB/s
-tp   dim       8       1  16,384  auto                 1800 s      1  node, 2 us, 300 GB/s
+pp   dim       8  16,384  16,384  nccl high_priority    300 s      8  network, 10 us, 50 GB/s
+dp   dim   2,048       8      64  nccl                 1800 s  2,048  network, 10 us, 50 GB/s
+tp   dim       8       1  16,384  nccl                 1800 s      1  node, 2 us, 300 GB/s
 a rank has up to 4 NCCL communicators: about 2.1 GB, an estimate from NVIDIA/nccl#964
 rank 777: pp=0 dp=97 tp=1
 dim       coord            prev   next  my group, in coord order                        nodes
@@ -194,13 +194,13 @@ rank -1 is not in the mesh
 """,
     ),
     "a wrong override": (
-        ["configs/mesh.toml", "--set", "mesh.backend=gloo", "--set", "mesh.dimz=1"],
+        ["configs/mesh.toml", "--set", "mesh.backend=[gloo", "--set", "mesh.dimz=1"],
         """\
-configs/mesh.toml --set mesh.backend=gloo --set mesh.dimz=1: 2 problems
-  --set mesh.backend=gloo: gloo is not a TOML value
-    given:    gloo
+configs/mesh.toml --set mesh.backend=[gloo --set mesh.dimz=1: 2 problems
+  --set mesh.backend=[gloo: [gloo is not a TOML value
+    given:    [gloo
     expected: a number, true, false, "text" in quotes, [ ... ] or { key = value }
-    try:      --set 'mesh.backend="gloo"'
+    try:      close every quote and bracket, and write key = value
   mesh.dimz: unknown key
     given:    dimz = 1
     expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, warm_up, reports, options

@@ -405,6 +405,7 @@ def test_what_is_served_and_what_is_not(tmp_path: Path) -> None:
             "/favicon.ico",
         ):
             assert ask(server, path)[0] == 404, path
+        assert ask(server, "http://[::1")[0] == 400
         for offset in ("-1", "x", "9" * 30, "1e3"):
             assert ask(server, f"/run.json?offset={offset}")[0] == 400, offset
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):

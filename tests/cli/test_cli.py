@@ -1,0 +1,129 @@
+"""The command line itself: help, versions, whose an option behind a script is, one plan id in every command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+from meshcomm import __version__
+from meshcomm.cli.app import GROUPS, app
+from meshcomm.config import load
+from meshcomm.layout import Layout, Plan
+
+SCRIPT = """
+import sys
+import meshcomm
+
+with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
+    if mesh.rank == 0:
+        print(mesh.world_size, *sys.argv[1:])
+"""
+
+
+def meshcomm(*words: str) -> Result:
+    return CliRunner().invoke(app, words, prog_name="meshcomm", env={"COLUMNS": "80"})
+
+
+# -- help -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_help_has_every_command_once_under_its_group_and_cuts_nothing(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    group: Any = get_command(app)
+    # The usage line has dots of its own.
+    text = group.get_help(group.context_class(group, **group.context_settings)).partition("\n")[2]
+    assert "..." not in text and min(columns, 120) - 15 < max(map(len, text.splitlines())) <= columns
+    found = re.findall(r"^(\S[^:]*):$|^  (\w+)  +[A-Z]", text, re.MULTILINE)
+    listed = [name for _, name in found if name]
+    assert listed == [name for names in GROUPS.values() for name in names]
+    assert [title for title, _ in found if title in GROUPS] == list(GROUPS)
+    words = " ".join(text.split())
+    for command in app.registered_commands:
+        assert command.callback is not None and command.callback.__doc__ is not None
+        assert " ".join(command.callback.__doc__.split("\n\n")[0].split()) in words
+
+
+def test_the_versions_are_printed() -> None:
+    shown = meshcomm("--version")
+    assert shown.exit_code == 0 and shown.stdout.startswith(f"meshcomm {__version__}, torch ")
+
+
+# -- options behind a script ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x.py", "--world", "2"], "2"),
+        (["x.py", "--world=2", "--lr", "3", "name"], "2 --lr 3 name"),
+        (["x.py", "--lr", "3", "--world", "2", "--seed", "4"], "2 --lr 3"),
+        (["--world", "2", "x.py", "--", "--world", "3", "--help"], "2 --world 3 --help"),
+        (["--world", "2", "x.py", "--help"], "2 --help"),
+        (["mesh.toml", "--world", "2", "x.py", "a", "--set", "mesh.timeout_s=9", "--", "--"], "2 a --"),
+    ],
+)
+def test_an_option_of_the_command_is_found_behind_the_script_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = SCRIPT if words[0] != "mesh.toml" else SCRIPT.replace('dims={"dp": -1}, device="cpu"', "")
+    (tmp_path / "x.py").write_text(own)
+    (tmp_path / "mesh.toml").write_text('[mesh]\ndims = { dp = -1 }\ndevice = "cpu"\n')
+    shown = meshcomm("simulate", *words)
+    assert shown.stdout.splitlines()[0] == said, shown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "reads"),
+    [
+        (["--world", "2", "x.py", "--world", "3"], ""),
+        (["x.py", "--seed", "3"], "parser.add_argument('--seed')"),
+    ],
+)
+def test_an_option_that_could_be_the_scripts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], reads: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text(f"raise SystemExit('started')\n{reads}")
+    shown = meshcomm("simulate", *words)
+    assert shown.exit_code == 2 and "started" not in shown.output
+    assert words[-2] in shown.stderr.splitlines()[0] and "-- " + words[-2] in shown.stderr.splitlines()[-1]
+
+
+# -- one plan id ------------------------------------------------------------------------------------
+
+
+def test_a_config_has_one_plan_id_whatever_device_a_process_finds() -> None:
+    for device in ("auto", "cpu", "cuda"):
+        plan = load({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": device}}).plan(4)
+        on_cpu, on_cuda = plan.on("cpu", "gloo"), plan.on("cuda", "nccl")
+        assert plan.fingerprint == on_cpu.fingerprint == on_cuda.fingerprint
+        assert on_cpu.facts() != on_cuda.facts()
+    assert Plan(Layout({"dp": 2})).fingerprint != Plan(Layout({"dp": 4})).fingerprint
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("auto", "auto")])
+def test_plan_says_the_backend_that_the_device_gives(tmp_path: Path, device: str, backend: str) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[mesh]\ndims = {{ dp = 2 }}\ndevice = "{device}"\n')
+    row = meshcomm("plan", str(path)).stdout.splitlines()[3].split()
+    assert row[5] == backend
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_written_as_html_only(tmp_path: Path) -> None:
+    config, pdf = tmp_path / "mesh.toml", tmp_path / "x.pdf"
+    config.write_text("[mesh]\ndims = { dp = 2 }\n")
+    shown = meshcomm("view", str(config), "--export", str(pdf))
+    assert shown.exit_code == 2 and not pdf.exists()
+    assert "given:    the ending .pdf" in shown.stderr and str(pdf.with_suffix(".html")) in shown.stderr
