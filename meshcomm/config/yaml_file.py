@@ -11,7 +11,7 @@ from meshcomm.errors import ConfigError
 
 # The core schema of YAML 1.2. PyYAML follows YAML 1.1, in which 1:20 is 80, 010 is 8, on is true and 1e-5 is text.
 _CORE: Final = (
-    ("null", r"^(~|null|Null|NULL|)$", "~nN\0"),
+    ("null", r"^(~|null|Null|NULL|)$", "~nN"),
     ("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
     (
@@ -19,7 +19,6 @@ _CORE: Final = (
         r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
         "-+0123456789.",
     ),
-    ("merge", r"^<<$", "<"),
 )
 
 
@@ -53,7 +52,7 @@ def parse_yaml(text: str, label: str) -> Any:
 
     loader_class: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for tag, pattern, first in _CORE:
-        loader_class.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+        loader_class.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), [*first, ""])
 
     def table(loader: Any, node: Any) -> dict[Any, Any]:
         seen: list[Any] = []
@@ -77,9 +76,11 @@ def parse_yaml(text: str, label: str) -> Any:
         loader = loader_class(text)
         try:
             node = loader.get_single_node()
+            if node is None:
+                return None
             # An alias stands for all that it names: nine lines of nine aliases each for 9^9 values.
             check_size(node, _inside, label, "YAML")
-            return None if node is None else loader.construct_document(node)
+            return loader.construct_document(node)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:

@@ -232,8 +232,8 @@ def test_words_and_numbers_of_yaml_are_those_of_yaml_1_2() -> None:
         "i": "1_0",
         "j": float("inf"),
     }
-    merged = parse_yaml("{a: &a {x: 1}, b: {<<: *a, y: 2}}", "a.yaml")
-    assert merged["b"] == {"x": 1, "y": 2}
+    assert parse_yaml("{a: &a {x: 1}, b: *a}\n", "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
+    assert parse_yaml("a:\nb: ''\n", "a.yaml") == {"a": None, "b": ""} and parse_yaml("", "a.yaml") is None
 
 
 def test_an_override_that_is_a_bare_word_is_text() -> None:
