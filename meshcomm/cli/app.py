@@ -22,7 +22,7 @@ _WIDTH = 100
 # Every command under what one wants to do, in the order in which `--help` and the reference list them.
 GROUPS: Final = {
     "Start ranks": ("run", "train", "simulate"),
-    "Look at a mesh": ("plan", "where", "tree", "diff", "lint", "view", "schema"),
+    "Look at a mesh": ("plan", "where", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
     "Measure and predict": ("bench", "costs", "place"),
     "Move checkpoints": ("export", "import"),

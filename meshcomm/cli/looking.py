@@ -1,4 +1,4 @@
-"""Commands that say what a config means: plan, where, tree, diff, lint, schema."""
+"""Commands that say what a config means: plan, where, lint, schema."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def plan(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
+    tree: Annotated[
+        bool,
+        typer.Option(
+            "--tree",
+            help="Show the dims inside each other instead, down to the ranks of the innermost groups; "
+            "--json has all of them.",
+        ),
+    ] = False,
+    view: Annotated[
+        str | None,
+        typer.Option(autocompletion=complete_view, help="With --tree: a view's dims in place of the base's."),
+    ] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER",
+            autocompletion=complete_config,
+            help="Compare with this config instead: settings, groups and their options, and which ranks "
+            "change place. --set changes both.",
+        ),
+    ] = None,
     export: Export = None,
     json: AsJson = False,
     overrides: Overrides = None,
@@ -49,7 +70,15 @@ def plan(
     """Show dims, groups and one rank's place, without a process, a GPU or torch.
 
     --export topo.svg is the grid as a picture; in .md and .json it stands after the tables.
+
+    With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
+    _one_picture(tree, view, diff, {"--rank": rank, "--grid": grid, "--by": by, "--schedule": schedule})
+    if tree:
+        _tree(config, world, view or "", export, json, overrides or ())
+        return
+    if diff is not None:
+        raise typer.Exit(_diff(config, diff, world, export, json, overrides or ()))
     from meshcomm.config import load
     from meshcomm.show.plan import facts_view, plan_facts
     from meshcomm.topology.communicators import footprint
@@ -114,63 +143,6 @@ def where(
 
 
 @app.command()
-def tree(
-    config: ConfigFile,
-    world: World = None,
-    view: Annotated[
-        str, typer.Option(autocompletion=complete_view, help="A view's dims in place of the base's.")
-    ] = "",
-    export: Export = None,
-    json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """Show the dims inside each other, down to the ranks of the innermost groups; --json has all of them."""
-    from meshcomm.config import load
-    from meshcomm.show.tree import FOLDED, tree_facts, tree_view
-
-    _one_way_out(export, json)
-    settings = load(config, overrides or ()).resolved(world)
-    whole = json or export is not None
-    facts = tree_facts(settings.plan(world), view, discovered_topology(settings), None if whole else FOLDED)
-    if export is not None:
-        from meshcomm.show.export import tree_file
-
-        tree_file(export, facts)
-        typer.echo(f"written: {export}", err=True)
-    elif json:
-        show_json(facts)
-    else:
-        show(tree_view(facts))
-
-
-@app.command()
-def diff(
-    one: Annotated[
-        Path, typer.Argument(metavar="A", autocompletion=complete_config, help="A TOML, JSON or YAML file.")
-    ],
-    other: Annotated[
-        Path, typer.Argument(metavar="B", autocompletion=complete_config, help="What it is compared with.")
-    ],
-    world: World = None,
-    export: Export = None,
-    json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """Compare two configs: settings, groups and their options, and which ranks change place.
-
-    Exit code 0 where they are equal, 1 where they are not, 2 where one cannot be read. --set changes both.
-    """
-    from meshcomm.config import load
-    from meshcomm.show.diff import diff_facts, diff_page
-
-    _one_way_out(export, json)
-    a, b = (load(path, overrides or ()).resolved(world) for path in (one, other))
-    facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    _give_page(facts, diff_page, f"{one} and {other}", export, json)
-    raise typer.Exit(0 if facts["equal"] else 1)
-
-
-@app.command()
 def lint(
     config: ConfigFile,
     world: World = None,
@@ -211,6 +183,52 @@ def schema(
 
     write_whole(out, schema_text())
     typer.echo(f"written: {out}", err=True)
+
+
+def _one_picture(tree: bool, view: str | None, diff: Path | None, others: dict[str, object]) -> None:
+    """Refuse an option that would have no effect beside --tree or --diff."""
+    if view is not None and not tree:
+        raise typer.BadParameter("--view has no effect without --tree")
+    chosen = [name for name, given in (("--tree", tree), ("--diff", diff is not None)) if given]
+    beside = [name for name, value in others.items() if value is not None and value is not False]
+    if chosen and len(chosen) + len(beside) > 1:
+        raise typer.BadParameter(f"{' and '.join([*chosen, *beside])}: one of them at a time")
+
+
+def _tree(
+    config: Path, world: int | None, view: str, export: Path | None, json: bool, overrides: Sequence[str]
+) -> None:
+    """The dims inside each other."""
+    from meshcomm.config import load
+    from meshcomm.show.tree import FOLDED, tree_facts, tree_view
+
+    _one_way_out(export, json)
+    settings = load(config, overrides).resolved(world)
+    whole = json or export is not None
+    facts = tree_facts(settings.plan(world), view, discovered_topology(settings), None if whole else FOLDED)
+    if export is not None:
+        from meshcomm.show.export import tree_file
+
+        tree_file(export, facts)
+        typer.echo(f"written: {export}", err=True)
+    elif json:
+        show_json(facts)
+    else:
+        show(tree_view(facts))
+
+
+def _diff(
+    one: Path, other: Path, world: int | None, export: Path | None, json: bool, overrides: Sequence[str]
+) -> int:
+    """Two configs side by side; 0 where they are equal, else 1."""
+    from meshcomm.config import load
+    from meshcomm.show.diff import diff_facts, diff_page
+
+    _one_way_out(export, json)
+    a, b = (load(path, overrides).resolved(world) for path in (one, other))
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    _give_page(facts, diff_page, f"{one} and {other}", export, json)
+    return 0 if facts["equal"] else 1
 
 
 def _dims(by: str | None) -> str | tuple[str, ...] | None:

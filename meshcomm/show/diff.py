@@ -21,7 +21,7 @@ _GROUPS: Final = 3
 
 
 def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
-    """What `meshcomm diff` shows, as data that JSON can hold. a, b: with every -1 filled in.
+    """What `meshcomm plan --diff` shows, as data that JSON can hold. a, b: with every -1 filled in.
 
     Keys: sources, equal; world_size and fingerprint, each a pair; dims: a pair of name -> size;
     settings: [key, a, b] of every setting that differs, None where one side has none; options: [name,

@@ -494,7 +494,13 @@ def test_all_markdown_is_tables_that_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["plan", MESH, "--rank", "5"], ["where", MESH, "5"], ["tree", MESH], ["diff", MESH, MESH]]
+    "command",
+    [
+        ["plan", MESH, "--rank", "5"],
+        ["where", MESH, "5"],
+        ["plan", MESH, "--tree"],
+        ["plan", MESH, "--diff", MESH],
+    ],
 )
 def test_every_command_exports_what_it_shows(command: Sequence[str], tmp_path: Path) -> None:
     for kind in ("svg", "md", "json"):
@@ -506,7 +512,7 @@ def test_every_command_exports_what_it_shows(command: Sequence[str], tmp_path: P
         if kind == "svg":
             assert ElementTree.fromstring(text).tag == f"{SVG}svg"
         elif kind == "md":
-            assert check_markdown(text) or command[0] == "diff"
+            assert check_markdown(text) or "--diff" in command
         else:
             _, printed, _ = run(*command, "--json", *(["--grid"] if command[0] == "plan" else []))
             assert json.loads(text) == json.loads(printed)
@@ -676,7 +682,7 @@ mesh of 1,024 ranks, 8 on each node: pp=2 dp=64 tp=8
 
 
 def test_a_tree_is_folded_the_same_way_from_all_facts_and_from_few() -> None:
-    command = ["tree", GPT, "--world", "1024", "--set", "mesh.dims.pp=2"]
+    command = ["plan", GPT, "--tree", "--world", "1024", "--set", "mesh.dims.pp=2"]
     code, shown, _ = run(*command)
     assert (code, shown) == (0, TREE)
     _, all_of_it, _ = run(*command, "--json")
@@ -685,7 +691,7 @@ def test_a_tree_is_folded_the_same_way_from_all_facts_and_from_few() -> None:
 
 
 def test_a_tree_of_a_view_that_is_not_there() -> None:
-    code, _, said = run("tree", MESH, "--view", "exprt")
+    code, _, said = run("plan", MESH, "--tree", "--view", "exprt")
     assert code == 2 and "no view 'exprt'" in said and 'did you mean "expert"?' in said
 
 
@@ -697,8 +703,22 @@ def difference(a: list[str], b: list[str], source: str = MESH, world: int | None
     return diff_facts(one, other, one.plan(world), other.plan(world))
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--tree", "--diff", MESH], "--tree and --diff"),
+        (["--tree", "--rank", "0"], "--tree and --rank"),
+        (["--diff", MESH, "--grid"], "--diff and --grid"),
+        (["--view", "expert"], "--view has no effect without --tree"),
+    ],
+)
+def test_a_plan_is_one_picture_at_a_time(words: list[str], named: str) -> None:
+    code, shown, said = run("plan", MESH, *words)
+    assert (code, shown) == (2, "") and named in " ".join(said.split())
+
+
 def test_equal_configs_are_equal_whatever_they_look_like(tmp_path: Path) -> None:
-    code, shown, _ = run("diff", MESH, MESH)
+    code, shown, _ = run("plan", MESH, "--diff", MESH)
     assert code == 0 and shown.startswith(
         "equal: 8 ranks, plan 6475287aabc3531a; every setting is the same\n"
     )
@@ -707,7 +727,7 @@ def test_equal_configs_are_equal_whatever_they_look_like(tmp_path: Path) -> None
     path.write_text(json.dumps({"mesh": mesh}), encoding="utf-8")
     plain = tmp_path / "plain.toml"
     plain.write_text("[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\n", encoding="utf-8")
-    assert run("diff", str(path), str(plain), "--world", "8")[0] == 0
+    assert run("plan", str(path), "--diff", str(plain), "--world", "8")[0] == 0
 
 
 def test_swapped_dims() -> None:
@@ -768,11 +788,11 @@ GPT_ALONE: Any = {"mesh": {"dims": {"dp": 8}}}
 
 
 def test_a_difference_ends_with_1_and_an_error_with_2(tmp_path: Path) -> None:
-    code, shown, _ = run("diff", MESH, str(ROOT / "configs/quickstart.toml"))
+    code, shown, _ = run("plan", MESH, "--diff", str(ROOT / "configs/quickstart.toml"))
     assert code == 1 and shown.startswith("different: plans 6475287aabc3531a and 41397027eee87ec3\n")
-    code, shown, said = run("diff", MESH, "nothing.toml")
+    code, shown, said = run("plan", MESH, "--diff", "nothing.toml")
     assert (code, shown) == (2, "") and "nothing.toml: cannot be read" in said
-    code, shown, _ = run("diff", MESH, GPT, "--world", "64")
+    code, shown, _ = run("plan", MESH, "--diff", GPT, "--world", "64")
     assert code == 2
 
 
@@ -817,8 +837,8 @@ print(max(took.values()), [n for n in sys.modules if n.split(".")[0] == "torch"]
         ("md", "plan", *world, "--export", str(tmp_path / "topo.md")),
         ("where", "where", *world, "777"),
         ("coords", "where", *world, "pp=3"),
-        ("tree", "tree", *world),
-        ("diff", "diff", GPT, GPT, "--world", "131072"),
+        ("tree", "plan", "--tree", *world),
+        ("diff", "plan", GPT, "--diff", GPT, "--world", "131072"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", program, repr(commands)], capture_output=True, text=True, timeout=200, cwd=ROOT
@@ -852,9 +872,9 @@ def test_a_shell_completes_commands_options_files_and_names(monkeypatch: pytest.
     assert completed("meshcomm whe") == ["where"]
     assert completed("meshcomm plan configs/mesh.toml --expo") == ["--export"]
     assert completed("meshcomm plan configs/mesh.toml --by e") == ["edp", "ep"]
-    assert completed("meshcomm tree configs/mesh.toml --view ") == ["expert"]
+    assert completed("meshcomm plan configs/mesh.toml --tree --view ") == ["expert"]
     assert completed("meshcomm plan configs/gp") == ["configs/gpt_1024.toml"]
-    assert completed("meshcomm diff configs/mesh.toml configs/gp") == ["configs/gpt_1024.toml"]
+    assert completed("meshcomm plan configs/mesh.toml --diff configs/gp") == ["configs/gpt_1024.toml"]
     assert completed("meshcomm plan configs/nothing.toml --by ") == []
 
 
