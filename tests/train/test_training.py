@@ -418,7 +418,7 @@ def test_ranks_that_would_train_something_else_are_named_before_the_first_step(
     told = pool.run(disagree, files, str(tmp_path / "run"), ranks=4)
     for rank, (settings, data, missing, folder) in enumerate(told):
         assert settings.startswith("ranks disagree on train.lr: rank 2 against the other 3\n")
-        assert "train.lr: rank 2 = 0.1, the others 0.006\n" in settings
+        assert "train.lr: rank 2 = 0.1, the others 0.003\n" in settings
         assert data.startswith("ranks disagree on the training data: rank 2 against the other 3\n")
         assert missing.startswith(
             "no training data matches 'missing.txt'" if rank == 2 else "rank 2 could not start the training\n"
