@@ -236,7 +236,8 @@ def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         if size >= _FILE_BYTES:
             yield file
             file, size = [], 0
-    yield file
+    if file:
+        yield file
 
 
 def _plan(writer: _Writer, items: Sequence[WriteItem], prefix: str) -> SavePlan:

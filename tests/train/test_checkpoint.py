@@ -648,7 +648,8 @@ def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> N
     for name, value in content(undisturbed[0]).items():
         assert b"s3cret" not in value and b"SOME_API" not in value, name
     lock = json.loads((undisturbed[0] / "checkpoints" / "step-000004" / "lock.json").read_text())
-    assert lock.keys() == {"format", "step", "seconds", "fingerprint", "plan", "config", "versions"}
+    facts = {"format", "step", "seconds", "fingerprint", "plan", "config", "versions", "skipped"}
+    assert lock.keys() == facts | {"metadata", "sha256"}
     assert lock["config"].keys() == {"mesh", "parallel", "model", "data", "train"}
     assert lock["plan"]["dims"] == {"pp": 2, "dp": 2, "tp": 2}
 
