@@ -183,6 +183,7 @@ weight_decay = 0.1
 betas = [0.9, 0.95]
 eps = 1e-8
 clip_norm = 1.0
+nonfinite = "stop"
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"

@@ -288,17 +288,17 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
     for dim in parallel.data_dims:
         add(dim, "all_reduce", 8)  # how many tokens count, float64
     for dim in parallel.gradient_dims:
-        add(dim, "all_reduce", 4)  # the loss
+        add(dim, "all_reduce", 8)  # the loss, and whether the norm is finite
     number = train.global_batch // (parallel.copies(sizes) * train.microbatch)
     if parallel.tensor is not None:
         tokens = train.microbatch * data.sequence // sizes.get("cp", 1)
-        # The loss: the highest logit of each token, then two sums of each; and two norms.
-        add("tp", "all_reduce", number * tokens * 4 * 3 + 8)
+        # The loss: the highest logit of each token, then two sums of each; a norm, and whether it is finite.
+        add("tp", "all_reduce", number * tokens * 4 * 3 + 16)
         if parallel.sequence_parallel:
             # Gradients of what is not split: two norms a layer and the last one.
             add("tp", "all_reduce", (2 * model.layers + 1) * model.width * 4)
     if parallel.expert is not None:
-        add("ep", "all_reduce", 8)  # norms
+        add("ep", "all_reduce", 16)  # a norm, and whether it is finite
         # How many rows go to each expert, int64, before they do; once more where it is done again.
         again = 2 if train.recompute else 1
         add("ep", "all_to_all", again * number * model.layers * model.experts * 8)

@@ -64,7 +64,7 @@ def without(*names: str, **more: Any) -> dict[str, Any]:
         (without("mlp.down"), Model, [IDS], False, 'in "mlp.down", a Linear', '"mlp.down": "row", as it gets 80 of its 160 inputs'),
         (without("mlp.up"), Model, [IDS], False, 'in "mlp.down", a Linear', '"mlp.down" gets all of its 160 inputs: a "column" before it'),
         (without("attn"), Model, [IDS], False, 'in "attn", a Attention', '"attn": {"set": {"heads": "split"}}, 4 now'),
-        ({**without("attn"), "attn": {"set": {"heads": "split"}}}, lambda: Model(1), [IDS], False, 'in "attn"', "kv_heads = 1 cannot be split by tp = 2: no style for those of q, k, v that make these heads"),
+        ({**without("attn"), "attn": {"set": {"heads": "split"}}}, lambda: Model(1), [IDS], False, 'in "attn"', "a size of tp that divides kv_heads = 1, which cannot be split by tp = 2"),
         (SPLIT, Model, {"ids": IDS, "labels": IDS}, False, "in the module itself, a Model", '"head": "column:whole", or no labels'),
         ({**SPLIT, "embed": "vocab"}, Model, [IDS], True, 'in "attn", a Attention', '"attn": "enter" if it takes the length from its input, "replicate" if it needs all: it gets 4 of 8 places'),
     ],
@@ -90,12 +90,9 @@ def test_the_part_its_size_and_the_cure_are_named(
 def test_the_cures_help() -> None:
     """What the errors say is what makes the module come out equal."""
     torch.manual_seed(0)
-    one_head = without("attn.[qkv]", **{"attn": {"set": {"heads": "split"}}, "attn.q": "column"})
+    plan = {**SPLIT, "head": "column:whole", "attn": {"style": "enter", **HEADS["attn"]}}
 
-    def program(mesh: Mesh, whole: nn.Module, one: nn.Module) -> None:
-        tensor_parallel(
-            whole, mesh, "tp", {**SPLIT, "head": "column:whole"}, example={"ids": IDS, "labels": IDS}
-        )
-        tensor_parallel(one, mesh, "tp", one_head, example=[IDS])
+    def program(mesh: Mesh, module: nn.Module) -> None:
+        tensor_parallel(module, mesh, "tp", plan, example={"ids": IDS, "labels": IDS})
 
-    meshcomm.simulate(program, dims={"tp": 2}, args=(Model(), Model(1)))
+    meshcomm.simulate(program, dims={"tp": 2}, args=(Model(),))

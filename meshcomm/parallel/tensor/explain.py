@@ -32,7 +32,7 @@ class Calls:
         for name, part in self._module.named_modules():
             self._hooks += [
                 part.register_forward_pre_hook(self._called(name), with_kwargs=True),
-                part.register_forward_hook(lambda *_: self.open.pop() and None),
+                part.register_forward_hook(self._returned),
             ]
         return self
 
@@ -41,6 +41,9 @@ class Calls:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _returned(self, *_: Any) -> None:
+        self.open.pop()
 
     def _called(self, name: str) -> Any:
         def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -136,8 +139,7 @@ def _of_heads(split: TensorSplit, name: str, part: nn.Module, rules: Mapping[str
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 continue
             if value % split.size:
-                short = ", ".join(each.rpartition(".")[2] for each in columns)
-                yield f"{key} = {value} cannot be split by {split.dim} = {split.size}: no style for those of {short} that make these heads, or another size of {split.dim}"
+                yield f"a size of {split.dim} that divides {key} = {value}, which cannot be split by {split.dim} = {split.size}"
             elif own:
                 yield f'"{name}": {{"set": {{"{key}": "split"}}}}, {value} now'
 
