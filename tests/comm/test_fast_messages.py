@@ -312,7 +312,7 @@ def failures(fast: bool) -> list[Any]:
     found: list[Any] = []
     with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=30) as mesh:
         all_once(mesh)
-        comm, peer, x = mesh._at["dp"], 1 - mesh.coord("dp"), torch.ones(4)
+        comm, peer, x, y = mesh._at["dp"], 1 - mesh.coord("dp"), torch.ones(4), torch.ones(4)
         recorder = comm.recorder
         recorder.inquire = lambda recorder, where, error: CommunicationError(
             f"{where}: {error}",
@@ -335,8 +335,8 @@ def failures(fast: bool) -> list[Any]:
                     lambda: mesh.recv("dp", x, src=peer),
                     lambda: mesh.isend("dp", x, peer).wait(),
                     lambda: mesh.irecv("dp", x, peer).wait(),
-                    lambda: mesh.exchange("dp", [(x, peer)], [(x, peer)]),
-                    lambda: mesh.exchange("dp", [(x, peer)], [(x, peer)], async_op=True).wait(),
+                    lambda: mesh.exchange("dp", [(x, peer)], [(y, peer)]),
+                    lambda: mesh.exchange("dp", [(x, peer)], [(y, peer)], async_op=True).wait(),
                     lambda: mesh.shift("dp", x),
                     lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
                 ):

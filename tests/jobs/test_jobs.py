@@ -265,8 +265,6 @@ def test_a_wrong_config_is_refused_before_torch_is_loaded(tmp_path: Path) -> Non
     program = """
 import sys
 from meshcomm.cli import app
-from meshcomm.testing import Pool
-from tests.forked_jobs import Job
 from typer.testing import CliRunner
 for words in (["train", "mesh.toml"], ["parity", "mesh.toml"], ["run", "mesh.toml", "script.py"]):
     command, *rest = words

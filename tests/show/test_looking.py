@@ -514,7 +514,7 @@ def test_every_command_exports_what_it_shows(command: Sequence[str], tmp_path: P
         elif kind == "md":
             assert check_markdown(text) or "--diff" in command
         else:
-            _, printed, _ = run(*command, "--json", *(["--grid"] if command[0] == "plan" else []))
+            _, printed, _ = run(*command, "--json", *(["--grid"] if "--rank" in command else []))
             assert json.loads(text) == json.loads(printed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["topo.json", "topo.md", "topo.svg"]
 
