@@ -52,6 +52,24 @@ def usable(x: Any, device: torch.device) -> bool:
     )
 
 
+def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
+    return (
+        forward_mode._current_level < 0
+        and not transforming()
+        and not profiling()
+        and all(
+            type(x) is Tensor
+            and x.device == device
+            and x.layout is _STRIDED
+            and not (x.is_nested or x.requires_grad or x.is_quantized)
+            and x.is_contiguous()
+            and not x.is_neg()
+            for x in tensors
+        )
+    )
+
+
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
     """A dense, local tensor on a device that the group serves.
 

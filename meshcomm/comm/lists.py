@@ -11,13 +11,13 @@ from torch import Tensor
 
 from meshcomm.collectives import Collective
 from meshcomm.comm.checks import (
+    all_usable,
     check_coord,
     check_divisible,
     check_in_place,
     check_tensor,
     check_written,
     normal_axis,
-    usable,
 )
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
@@ -54,23 +54,25 @@ def collective(
         check_coord(root, comm.size, row.root, where)
     sources: list[Tensor] = []
     axes: list[int] = []
-    for x in tensors:
-        # Mostly nothing is to be asked, and lists are long.
-        if not usable(x, device) or x.is_quantized:
-            check_tensor(x, comm.transport.kinds, where)
-            check_in_place(x, where, row.with_gradient)
-            if row.in_place:
-                check_written(x, where)
-        if not row.in_place:
+    # Mostly nothing is to be asked, and lists are long.
+    dense = all_usable(tensors, device)
+    for x in tensors if not dense else ():
+        check_tensor(x, comm.transport.kinds, where)
+        check_in_place(x, where, row.with_gradient)
+        if row.in_place:
+            check_written(x, where)
+    if row.in_place:
+        sources = list(tensors)
+    else:
+        for x in tensors:
             x = x.unsqueeze(0) if row.joins and x.ndim == 0 else x
             axes.append(normal_axis(x, axis, where))
             if row.splits:
                 check_divisible(x, axes[-1], comm.size, where, comm.who)
                 x = split(x, axes[-1], comm.size)
-            x = materialised(x)
-        sources.append(x)
+            sources.append(materialised(x))
     under_way: list[tuple[Handle[Tensor], list[int]]] = []
-    for places in _messages(sources):
+    for places in _messages(sources, dense):
         group = [sources[i] for i in places]
         # Of what is split, the parts of each coord lie together.
         flat = torch.cat([x.reshape(comm.size, -1) for x in group], 1).view(-1) if row.splits else pack(group)
@@ -90,7 +92,7 @@ def collective(
                     results[i] = piece
             else:
                 with unwatched(*group):
-                    _fill(group, unpack(flat, group))
+                    _fill(group, unpack(flat, group), dense)
         return results
 
     handles = [handle for handle, _ in under_way]
@@ -101,17 +103,23 @@ def collective(
     return finish()
 
 
-def _fill(tensors: list[Tensor], values: list[Tensor]) -> None:
+def _fill(tensors: list[Tensor], values: list[Tensor], dense: bool) -> None:
     """Copy each value into its tensor: at once, where the memory of all holds their values."""
-    if any(x.is_neg() or x.is_conj() for x in tensors):
+    if (not dense or tensors[0].is_complex()) and any(x.is_neg() or x.is_conj() for x in tensors):
         for x, value in zip(tensors, values, strict=True):
             x.copy_(value)
     else:
         copy_all(tensors, values)
 
 
-def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[int]]:
     """Which tensors share a message: equal dtype and device, in order, up to a size."""
+    if (
+        one_device
+        and len({x.dtype for x in tensors}) == 1
+        and sum([x.nbytes for x in tensors]) <= _MOST_BYTES
+    ):
+        return [list(range(len(tensors)))]
     messages: list[list[int]] = []
     open_at: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for i, x in enumerate(tensors):
