@@ -157,7 +157,8 @@ class Pipelined:
         losses: list[Tensor] = []
         try:
             self._schedule.step(
-                *((inputs,) if self._first else ()),
+                # torch 2.11 wants the strides of the first microbatch that it was told of.
+                *((inputs.contiguous(),) if self._first else ()),
                 target=targets if self._last else None,
                 losses=losses if self._last else None,
                 return_outputs=False,

@@ -34,6 +34,7 @@ _VARIES: Final = (
     (re.compile(r"\[?127\.0\.0\.1\]?:\d+"), "127.0.0.1:29500"),
     (re.compile(r"^( *)File .*\n(?:\1 .*\n)+", re.MULTILINE), r"\1...\n"),
     (re.compile(r"/tmp/[\w./-]+"), "/tmp/meeting"),
+    (re.compile(r"(?<=fail at )/\S*(?=third_party/)"), ""),
     (re.compile(r"(by host: |; )[\w.-]+(?=: rank)"), r"\1node"),
 )
 
