@@ -38,6 +38,15 @@ def usable(x: Any, device: torch.device) -> bool:
     Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
     differ in nothing else.
     """
+    return _plain(x, device) and _unobserved()
+
+
+def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
+    return _unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
+
+
+def _plain(x: Any, device: torch.device) -> bool:
     return (
         type(x) is Tensor
         and x.device == device
@@ -46,28 +55,12 @@ def usable(x: Any, device: torch.device) -> bool:
         and not x.requires_grad
         and x.is_contiguous()
         and not x.is_neg()
-        and forward_mode._current_level < 0
-        and not transforming()
-        and not profiling()
     )
 
 
-def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
-    return (
-        forward_mode._current_level < 0
-        and not transforming()
-        and not profiling()
-        and all(
-            type(x) is Tensor
-            and x.device == device
-            and x.layout is _STRIDED
-            and not (x.is_nested or x.requires_grad or x.is_quantized)
-            and x.is_contiguous()
-            and not x.is_neg()
-            for x in tensors
-        )
-    )
+def _unobserved() -> bool:
+    """No forward-mode AD, no transform of torch.func, no profiler."""
+    return forward_mode._current_level < 0 and not transforming() and not profiling()
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
@@ -155,9 +148,13 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
 
 def _share_a_byte(one: Tensor, other: Tensor) -> bool:
     """Of two whose spans overlap: two columns of one matrix lie between each other and share none."""
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    return bool(torch.isin(_addresses(one), _addresses(other)).any())
+    (mine, mine_bytes), (theirs, theirs_bytes) = _runs(one), _runs(other)
+    # Of theirs, the last run that begins at or before each of mine, and the first one after it.
+    after = torch.searchsorted(theirs, mine, right=True)
+    before = theirs[(after - 1).clamp(min=0)]
+    begun = (after > 0) & (before + theirs_bytes > mine)
+    follows = (after < len(theirs)) & (theirs[after.clamp(max=len(theirs) - 1)] < mine + mine_bytes)
+    return bool((begun | follows).any())
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -165,12 +162,18 @@ def _span(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-def _addresses(x: Tensor) -> Tensor:
-    found = torch.tensor([x.data_ptr()])
-    steps = [(size, stride * x.element_size()) for size, stride in zip(x.shape, x.stride(), strict=True)]
-    for size, step in [*steps, (x.element_size(), 1)]:
-        found = (found[:, None] + torch.arange(size) * step).flatten()
-    return found
+def _runs(x: Tensor) -> tuple[Tensor, int]:
+    """Where the runs of neighbouring bytes of `x` begin, in order, and how long each is."""
+    steps = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    length = 1
+    while steps and steps[0][0] == length:
+        length *= steps.pop(0)[1]
+    starts = torch.tensor([x.data_ptr()])
+    for stride, size in steps:
+        starts = (
+            starts[:, None] + torch.arange(size if stride else 1) * (stride * x.element_size())
+        ).flatten()
+    return starts.sort().values, length * x.element_size()
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:

@@ -19,8 +19,8 @@ _WORD = r"[^\s\"'\[\]{}=#,]+"
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
     """Set every `KEY.PATH=VALUE` in `data`, in order; what cannot be set comes back as problems.
 
-    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. A key that is there keeps its place; a new one
-    comes last.
+    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. A key that is there
+    keeps its place; a new one comes last.
 
     >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
     >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data

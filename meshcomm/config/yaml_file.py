@@ -24,14 +24,9 @@ _CORE: Final = (
 
 def _inside(node: Any) -> list[Any]:
     """The nodes right inside a node of a document."""
-    value = node.value
-    if not isinstance(value, list):
-        return []
-    return (
-        [part for pair in value for part in pair]
-        if isinstance(node.id, str) and node.id == "mapping"
-        else value
-    )
+    if node.id == "mapping":
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if node.id == "sequence" else []
 
 
 def parse_yaml(text: str, label: str) -> Any:

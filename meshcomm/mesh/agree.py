@@ -37,7 +37,9 @@ def agree(
     what: str = "the mesh",
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Return, with the time of it as in `20261122-142530`, the same on every rank, when every rank has come with equal `facts`; else raise on every rank.
+    """Return when every rank has come with equal `facts`; else raise on every rank.
+
+    Returns the time of it, as in `20261122-142530`, the same on every rank.
 
     Args:
         store: a torch store that all ranks see (its stubs lack half of its methods), used for

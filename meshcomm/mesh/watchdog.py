@@ -65,7 +65,8 @@ class Watchdog:
     Args:
         store: a torch store under a prefix of this mesh's own.
         coords: of this rank, by dim.
-        reports: folder of this run for its ranks' reports, inside that of all runs; this rank's is written when it asks or is asked; "": none.
+        reports: folder of this run for its ranks' reports, inside that of all runs; this rank's is written
+            when it asks or is asked; "": none.
         compared: how many messages of each pair of ranks are compared at most; None: all.
         timeouts: seconds by the label of a group.
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.

@@ -12,17 +12,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, final
 
 # A rank's first word: torch is loaded.
 READY: Final = "ready"
-
-# What torch caches of a DeviceMesh, and garbage around it, keeps groups of meshes that are closed. Each has three
-# threads with Gloo, one of which wakes up all the time: hundreds of groups take the machine's time from the tests.
-_MOST_THREADS: Final = 50
 
 
 @final
@@ -111,22 +107,11 @@ def serve(pipe: Connection, files: Files) -> None:
         del held
         with _written_to(files.streams) if call.capture else contextlib.nullcontext():
             answer, held = _make(call)
-        if _threads() > _MOST_THREADS:
-            gc.collect()
-            answer = replace(answer, reusable=answer.reusable and _threads() <= _MOST_THREADS)
         try:
             pipe.send(answer)
         except Exception as error:  # what was returned or raised cannot be pickled
             note = f"{type(answer.value).__name__} cannot cross to the test: {error}\n{answer.text}"
             pipe.send(Answer(False, RuntimeError(note), note))
-
-
-def _threads() -> int:
-    """How many threads this process has, those of C++ among them; 0 where the system does not list them."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 0
 
 
 def _make(call: Call) -> tuple[Answer, Any]:
