@@ -10,7 +10,9 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
-from meshcomm.cli.page import all_commands
+from tests.documents import tool
+
+all_commands = tool("cli_page").all_commands
 
 # Commands that take longer than a page may, and the tests that run them.
 NOT_RUN = {

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.cli.page import all_commands
 from meshcomm.testing import Pool
 from tests.documents.blocks import ROOT, blocks, pages
 from tests.documents.commands import NOT_RUN as COMMANDS_NOT_RUN
-from tests.documents.commands import command_lines, read, wrong_in_text
+from tests.documents.commands import all_commands, command_lines, read, wrong_in_text
 from tests.documents.not_run import NOT_RUN, OWN_TESTS
 from tests.documents.running import Page, Wrong
 from tests.documents.shown import differs

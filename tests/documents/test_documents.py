@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
@@ -16,32 +14,19 @@ from typing import Any
 import pytest
 import yaml
 
-from meshcomm.cli import page as cli_page
 from meshcomm.config import load
-from meshcomm.config import page as config_page
-from meshcomm.config.page_examples import EXAMPLES
+from tests.documents import tool
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TOOLS = DOCS / "tools"
 
 
-def tool(name: str) -> Any:
-    """A module of docs/tools, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
+cli_page, config_page = tool("cli_page"), tool("config_page")
 
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("support.md", "python docs/tools/support.py", lambda: str(tool("support").page())),
-    ("config.md", "python -m meshcomm.config.page > docs/reference/config.md", config_page.page),
-    ("cli.md", "python -m meshcomm.cli.page > docs/reference/cli.md", cli_page.page),
+    ("config.md", "python docs/tools/config_page.py > docs/reference/config.md", config_page.page),
+    ("cli.md", "python docs/tools/cli_page.py > docs/reference/cli.md", cli_page.page),
     ("api.md", "python docs/tools/api.py", lambda: str(tool("api").api())),
     ("packages.md", "python docs/tools/api.py", lambda: str(tool("api").packages())),
 ]
@@ -91,10 +76,10 @@ def test_every_key_has_a_sentence() -> None:
 
 def test_every_key_is_in_an_example_and_every_example_is_right() -> None:
     quickstart = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
-    assert set(EXAMPLES) == set(config_page.sections())
+    assert set(config_page.EXAMPLES) == set(config_page.sections())
     for place, section in config_page.sections().items():
         written = set()
-        for example in EXAMPLES[place]:
+        for example in config_page.EXAMPLES[place]:
             data = tomllib.loads(example)
             inner: Any = data
             for part in place.split("."):

@@ -1,4 +1,4 @@
-"""Every command with its arguments, options and exit codes as a page: `python -m meshcomm.cli.page`."""
+"""The page of every command: `python docs/tools/cli_page.py > docs/reference/cli.md`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def page() -> str:
     lines = [
         "# Commands",
         "",
-        "Made by `python -m meshcomm.cli.page` from the commands themselves; a test compares them.",
+        "Made by `python docs/tools/cli_page.py` from the commands themselves; a test compares them.",
         "",
         "Every command ends with exit code 0 where all is well and, unless it says otherwise, with 2 where something is wrong with what it was given: then",
         "the error is on stderr, without a traceback. `python -m meshcomm` is the same as `meshcomm`; under torchrun, Slurm or MPI it",
