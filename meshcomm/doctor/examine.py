@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 
 from meshcomm.config import Config, NetworkConfig
 from meshcomm.doctor import limits as limit
 from meshcomm.doctor import network
-from meshcomm.doctor.devices import device_findings, devices
 from meshcomm.doctor.finding import Facts, Finding
-from meshcomm.doctor.variables import matter, variable_findings
-from meshcomm.doctor.versions import backend_findings, backends, versions
+from meshcomm.doctor.installation import (
+    backend_findings,
+    backends,
+    device_findings,
+    devices,
+    matter,
+    variable_findings,
+    versions,
+)
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.mesh.devices import choose_backend, choose_device
 from meshcomm.mesh.environment import Launch, find_launch, gloo_defaults, network_variables
 from meshcomm.transport.support import support_table
+
+_ALONE = Launch("single", 0, 1, 0, 1)
 
 
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
@@ -39,35 +47,33 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     """
     findings: list[Finding] = []
     env = dict(os.environ)
-    launch = Launch("single", 0, 1, 0, 1)
+    launch, plan, device = _ALONE, None, torch.device("cpu")
     try:
         launch = find_launch(env)
     except LaunchError as error:
         findings.append(Finding.of(error))
-    plan, device = None, torch.device("cpu")
     under = launch.kind != "single"
     if settings is not None:
         if not under:
             launch = _imagined(settings, world)
-        plan, device, problems = _plan(settings, world, launch if under else None)
-        findings += problems
-        if plan is not None:
+        found = _plan(settings, world, launch if under else None)
+        if isinstance(found, Finding):
+            findings.append(found)
+        else:
+            plan, device = found
             findings += backend_findings(plan, device)
-            backend = plan.defaults.backend
-            findings += device_findings(settings, device, backend, launch)
+            findings += device_findings(settings, device, plan.defaults.backend, launch)
     present = network.interfaces()
     name = socket.gethostname()
     addresses = network.resolve(name)
     asked = settings.network if settings is not None else NetworkConfig()
     variables = with_network(env, asked, launch.one_host)
-    broken: list[Finding] = []
-    if settings is not None:
-        broken = list(network.interface_findings(settings, present, env))
-        findings += broken
-        if launch.rank == 0:
-            findings += network.process_findings(settings.process, present, launch.one_host)
+    broken = [] if settings is None else list(network.interface_findings(settings, present, env))
+    findings += broken
+    if settings is not None and launch.rank == 0:
+        findings += network.process_findings(settings.process, present, launch.one_host)
     told = bool(asked.interfaces or env.get("GLOO_SOCKET_IFNAME"))
-    findings += network.name_findings(name, addresses, present, launch.one_host, told)
+    findings.append(network.name_finding(name, addresses, present, launch.one_host, told))
     seconds = network.lookup_s()
     findings.append(network.lookup_finding(seconds))
     cost = None
@@ -75,25 +81,34 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
         try:
             cost = limit.gloo_cost(variables)
         except RuntimeError as error:
-            findings.append(_no_gloo(error, variables, present))
+            interface = variables.get("GLOO_SOCKET_IFNAME") or "not set"
+            findings.append(
+                Finding(
+                    "error",
+                    "Gloo finds no address to listen on",
+                    given=f"{str(error).splitlines()[0]}, GLOO_SOCKET_IFNAME {interface}",
+                    expected="an interface of this host with an address",
+                    hint=network.interface_hint(present),
+                )
+            )
     need = None if plan is None or cost is None else limit.needs(plan, device, cost)
-    found = limit.limits(need, launch.local_size)
-    findings += limit.limit_findings(found)
+    found_limits = limit.limits(need, launch.local_size)
+    findings += limit.limit_findings(found_limits)
     findings += variable_findings(env)
     return {
         "versions": versions(),
         "backends": backends(),
         "support": support_table(),
-        "launch": dataclasses.asdict(launch) if under else None,
+        "launch": asdict(launch) if under else None,
         "host": {
             "name": name,
             "addresses": addresses,
-            "interfaces": [interface.facts() for interface in present],
+            "interfaces": [interface._asdict() for interface in present],
             "lookup_s": seconds,
         },
         "devices": devices(),
-        "gloo_group": None if cost is None else dataclasses.asdict(cost),
-        "limits": [each.facts() for each in found],
+        "gloo_group": cost and cost._asdict(),
+        "limits": [each._asdict() for each in found_limits],
         "environment": matter(env),
         "ranks": None,
         "findings": [each.facts() for each in findings],
@@ -118,34 +133,19 @@ def _imagined(settings: Config, world: int | None) -> Launch:
     return Launch("single", 0, size, 0, size if per_node is None else min(size, per_node))
 
 
-def _plan(
-    settings: Config, world: int | None, launch: Launch | None
-) -> tuple[Plan | None, torch.device, list[Finding]]:
-    cpu = torch.device("cpu")
+def _plan(settings: Config, world: int | None, launch: Launch | None) -> tuple[Plan, torch.device] | Finding:
+    """The job's plan, or why there is none."""
     if launch is None and world is None and -1 in settings.mesh.dims.values():
-        doubt = Finding(
+        return Finding(
             "warn",
             "limits and devices were not compared with the mesh: its size is open",
             given=f"{settings.source}, a size of -1, no --world",
             expected="a number of processes",
             hint="meshcomm doctor CONFIG --world N",
         )
-        return None, cpu, [doubt]
     try:
-        device = choose_device(settings.mesh.device, launch or Launch("single", 0, 1, 0, 1))
+        device = choose_device(settings.mesh.device, launch or _ALONE)
         size = launch.world_size if launch is not None else world
-        plan = settings.resolved(size).plan(size).on(device.type, choose_backend(device))
+        return settings.resolved(size).plan(size).on(device.type, choose_backend(device)), device
     except MeshcommError as error:
-        return None, cpu, [Finding.of(error)]
-    return plan, device, []
-
-
-def _no_gloo(error: RuntimeError, variables: Mapping[str, str], present: list[network.Interface]) -> Finding:
-    name = variables.get("GLOO_SOCKET_IFNAME")
-    return Finding(
-        "error",
-        "Gloo finds no address to listen on",
-        given=f"{str(error).splitlines()[0]}, GLOO_SOCKET_IFNAME {name or 'not set'}",
-        expected="an interface of this host with an address",
-        hint=network.interface_hint(present),
-    )
+        return Finding.of(error)

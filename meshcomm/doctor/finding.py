@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import astuple, dataclass
+from typing import Any, Final, Literal, TypeAlias
 
 from meshcomm.errors import MeshcommError
 
 Level: TypeAlias = Literal["ok", "warn", "error"]
 Facts: TypeAlias = dict[str, Any]
+
+_KEYS: Final = ("level", "what", "given", "expected", "try")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,11 @@ class Finding:
     @classmethod
     def read(cls, facts: Facts) -> Finding:
         """The reverse of `facts`."""
-        return cls(facts["level"], facts["what"], facts["given"], facts["expected"], facts["try"])
+        return cls(*(facts[key] for key in _KEYS))
 
     def facts(self) -> Facts:
         """As plain data, with the keys level, what, given, expected, try."""
-        return {
-            "level": self.level,
-            "what": self.what,
-            "given": self.given,
-            "expected": self.expected,
-            "try": self.hint,
-        }
+        return dict(zip(_KEYS, astuple(self), strict=True))
 
     def __str__(self) -> str:
         text = MeshcommError(self.what, given=self.given, expected=self.expected, hint=self.hint)

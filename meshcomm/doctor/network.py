@@ -2,86 +2,51 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
-import struct
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import psutil
 
 from meshcomm.config import Config, ProcessConfig
-from meshcomm.doctor.finding import Facts, Finding
+from meshcomm.doctor.finding import Finding
 from meshcomm.errors import LaunchError
 from meshcomm.layout.names import nearest_name
 from meshcomm.mesh.environment import network_variables, refuse_conflict
 from meshcomm.mesh.exposure import exposed_file, is_loopback
 
-# Of linux/sockios.h and linux/if.h.
-_SIOCGIFFLAGS: Final = 0x8913
-_SIOCGIFADDR: Final = 0x8915
-_IFF_UP: Final = 1
-
 SLOW_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """A network interface. up: None where the system does not say."""
+class Interface(NamedTuple):
+    """A network interface. up: whether it is switched on and has a carrier."""
 
     name: str
-    up: bool | None
+    up: bool
     addresses: tuple[str, ...]
 
     @property
-    def loopback(self) -> bool:
-        """Whether only this host reaches it."""
-        return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
-
-    def facts(self) -> Facts:
-        """As plain data."""
-        return {"name": self.name, "up": self.up, "addresses": list(self.addresses)}
+    def leads_outside(self) -> bool:
+        """Whether other hosts could reach it."""
+        return self.up and not all(map(is_loopback, self.addresses))
 
 
 def interfaces() -> list[Interface]:
-    """This host's interfaces in the system's order; addresses only on Linux."""
-    names = [name for _, name in socket.if_nameindex()]
-    if not sys.platform.startswith("linux"):
-        return [Interface(name, None, ()) for name in names]
-    six = _six()
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name in names:
-            four = _asked(asking, _SIOCGIFADDR, name)
-            flags = _asked(asking, _SIOCGIFFLAGS, name)
-            addresses = [socket.inet_ntoa(four[20:24])] if four else []
-            up = bool(struct.unpack_from("H", flags, 16)[0] & _IFF_UP) if flags else None
-            found.append(Interface(name, up, (*addresses, *six.get(name, ()))))
-    return found
-
-
-def _asked(asking: socket.socket, request: int, name: str) -> bytes:
-    import fcntl
-
-    try:
-        return fcntl.ioctl(asking.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return b""
-
-
-def _six() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        digits, _, _, _, _, name = line.split()
-        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
-    return found
+    """This host's interfaces in the system's order, IPv4 addresses first."""
+    states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        Interface(
+            name,
+            name in states and states[name].isup,
+            # The kernel's scope, as in fe80::1%eth0, is not part of an address.
+            tuple(a.address.partition("%")[0] for a in addresses.get(name, ()) if a.family in families),
+        )
+        for _, name in socket.if_nameindex()
+    ]
 
 
 def resolve(host: str) -> list[str]:
@@ -100,20 +65,13 @@ def chosen(
 
     env: with what `[network]` sets. name: this host's.
     """
-    wanted = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    by_name = {interface.name: interface for interface in present}
-    if wanted:
-        addresses = by_name[wanted].addresses if wanted in by_name else ()
+    if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        addresses = next((each.addresses for each in present if each.name == wanted), ())
         return wanted, addresses[0] if addresses else "none"
-    if one_host:
-        found = next((interface for interface in present if interface.loopback), None)
-        return (found.name, found.addresses[0]) if found else (None, "127.0.0.1")
-    for address in resolve(name):
-        for interface in present:
-            if address in interface.addresses:
-                return interface.name, address
-        if is_loopback(address):
-            return None, address
+    for address in ["127.0.0.1"] if one_host else resolve(name):
+        holder = next((each.name for each in present if address in each.addresses), None)
+        if holder or is_loopback(address):
+            return holder, address
     # What Gloo falls back to where its host's name is no address of the host.
     return None, "127.0.0.1"
 
@@ -127,10 +85,10 @@ def interface_findings(
     except LaunchError as error:
         yield Finding.of(error)
     by_name = {interface.name: interface for interface in present}
-    wanted = [("[network] interfaces", name) for name in settings.network.interfaces]
-    if not wanted and env.get("GLOO_SOCKET_IFNAME"):
-        wanted = [("GLOO_SOCKET_IFNAME", name) for name in env["GLOO_SOCKET_IFNAME"].split(",")]
-    for source, name in wanted:
+    names, source = list(settings.network.interfaces), "[network] interfaces"
+    if not names and env.get("GLOO_SOCKET_IFNAME"):
+        names, source = env["GLOO_SOCKET_IFNAME"].split(","), "GLOO_SOCKET_IFNAME"
+    for name in names:
         found = by_name.get(name)
         if found is None:
             near = nearest_name(name, by_name)
@@ -141,53 +99,43 @@ def interface_findings(
                 expected="one of " + ", ".join(by_name),
                 hint=f'did you mean "{near}"?' if near else f"take it out of {source}",
             )
-        elif found.up is False or (found.up and not found.addresses):
+        elif not (found.up and found.addresses):
+            usable = ", ".join(each.name for each in present if each.up and each.addresses)
             yield Finding(
                 "error",
                 f"interface {name} cannot carry anything",
-                given=f"{name} in {source}: {'down' if not found.up else 'no address'}",
+                given=f"{name} in {source}: {'no address' if found.up else 'down'}",
                 expected="an interface that is up and has an address",
-                hint="one of "
-                + (", ".join(each.name for each in present if each.up and each.addresses) or "none"),
+                hint=f"one of {usable or 'none'}",
             )
         else:
-            shown = " ".join(found.addresses)
-            yield Finding("ok", f"interface {name} is there", given=shown or None)
+            yield Finding("ok", f"interface {name} is there", given=" ".join(found.addresses))
 
 
-def name_findings(
+def name_finding(
     name: str, addresses: Sequence[str], present: Sequence[Interface], one_host: bool, told: bool
-) -> Iterator[Finding]:
+) -> Finding:
     """Whether other hosts would find this one by its name.
 
     one_host: all ranks are here. told: the interface is given, so no name is looked up.
     """
-    if addresses and not all(is_loopback(address) for address in addresses):
-        yield Finding("ok", f"this host's name {name} has an address", given=" ".join(addresses))
-        return
+    if not all(map(is_loopback, addresses)):
+        return Finding("ok", f"this host's name {name} has an address", given=" ".join(addresses))
     what = f"this host's name {name} " + ("means the loopback" if addresses else "has no address")
     given = f"{name} -> {' '.join(addresses)}" if addresses else f"{name}: unknown to the resolver"
     if one_host or told:
-        yield Finding(
-            "ok", what, given=f"{given}; " + ("the interface is given" if told else "one host needs none")
-        )
-        return
-    yield Finding(
-        "warn",
-        what,
-        given=given,
-        expected="an address that the other hosts reach",
-        hint=interface_hint(present),
+        why = "the interface is given" if told else "one host needs none"
+        return Finding("ok", what, given=f"{given}; {why}")
+    return Finding(
+        "warn", what, given, expected="an address that the other hosts reach", hint=interface_hint(present)
     )
 
 
 def interface_hint(present: Sequence[Interface]) -> str:
     """The setting that picks the first interface that leads out of this host."""
-    outside = next((each for each in present if each.up and each.addresses and not each.loopback), None)
+    outside = next((each.name for each in present if each.leads_outside), None)
     return (
-        f'network.interfaces = ["{outside.name}"]'
-        if outside
-        else "network.interfaces of one that leads outside"
+        f'network.interfaces = ["{outside}"]' if outside else "network.interfaces of one that leads outside"
     )
 
 
@@ -250,46 +198,36 @@ def _tcp(address: str, present: Sequence[Interface], one_host: bool) -> Iterator
     if not any(each in mine or is_loopback(each) for each in found):
         yield Finding("ok", f"rank 0 listens at {address}, on another host", given=" ".join(found))
         return
-    reason = _taken(host, port)
-    if reason is None:
+    try:
+        _listen(host, port)
         yield Finding("ok", f"port {port} of {host} is free")
-    else:
+    except OSError as error:
         yield Finding(
             "error",
             f"rank 0 could not listen on port {port} of {host}",
-            given=reason,
+            given=error.strerror or str(error),
             expected="a free port",
-            hint=f'process.address = "{host}:{_free(host)}" is free now; or end what listens there',
+            hint=f'process.address = "{host}:{_listen(host, 0)}" is free now; or end what listens there',
         )
 
 
-def _taken(host: str, port: int) -> str | None:
+def _listen(host: str, port: int) -> int:
+    """Listen for a moment; the port, chosen by the system for port 0."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(address)
-            tried.listen(1)
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
-
-
-def _free(host: str) -> int:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as tried:
         tried.bind(address)
-        port: int = tried.getsockname()[1]
-        return port
+        tried.listen(1)
+        return int(tried.getsockname()[1])
 
 
 def _file(path: str) -> Iterator[Finding]:
-    folder = Path(path).absolute().parent
-    if not os.access(folder, os.W_OK | os.X_OK):
+    file = Path(path).absolute()
+    if not os.access(file.parent, os.W_OK | os.X_OK):
         yield Finding(
             "error",
             f"the rendezvous file {path} cannot be made",
-            given=f"the folder {folder}" + ("" if folder.exists() else ", which does not exist"),
+            given=f"the folder {file.parent}" + ("" if file.parent.exists() else ", which does not exist"),
             expected="a folder that all processes can write, shared by all hosts of the job",
             hint="another process.path",
         )
@@ -297,11 +235,11 @@ def _file(path: str) -> Iterator[Finding]:
     exposed = exposed_file(path)
     if exposed is not None:
         yield Finding.of(exposed, "warn")
-    if Path(path).exists() and Path(path).stat().st_size:
+    if size := file.stat().st_size if file.exists() else 0:
         yield Finding(
             "warn",
             f"the rendezvous file {path} is there already",
-            given=f"{Path(path).stat().st_size} bytes, perhaps of an earlier job",
+            given=f"{size} bytes, perhaps of an earlier job",
             expected="a new file for each job: the ranks would read the old job's keys",
             hint=f"rm {path}, unless a job is using it",
         )

@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,9 @@ from meshcomm.config import Config, NetworkConfig, ProcessConfig
 from meshcomm.doctor import network
 from meshcomm.doctor.examine import examine, with_network
 from meshcomm.doctor.finding import Facts, Finding, exit_code
-from meshcomm.doctor.versions import versions
+from meshcomm.doctor.installation import versions
 from meshcomm.errors import MeshcommError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
@@ -58,13 +59,15 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     rows, findings = _gather(store, joined.world_size, wait)
     assert examined is not None
     findings += judge(rows)
-    if process.init == "env" and launch.address is not None and launch.port is not None:
-        findings += _reachable(launch, len({row["host"] for row in rows}) == 1)
+    one_host = len({row["host"] for row in rows}) == 1
+    if process.init == "env" and launch.address is not None and launch.port is not None and one_host:
+        exposed = exposed_store(launch.address, launch.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
+        safe = Finding("ok", "only this host reaches the job's store", f"{launch.address}:{launch.port}")
+        findings.append(safe if exposed is None else Finding.of(exposed, "warn"))
     code = exit_code(findings)
     store.set("code", str(code))
     # The store may live in this process: leave last.
-    came = [f"left/{row['rank']}" for row in rows if row["rank"] != 0]
-    if came:
+    if came := [f"left/{row['rank']}" for row in rows if row["rank"] != 0]:
         store.wait(came, wait)
     facts = {
         **examined,
@@ -106,67 +109,65 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
 def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], list[Finding]]:
     keys = [f"row/{rank}" for rank in range(world_size)]
     findings: list[Finding] = []
+    here = list(range(world_size))
     try:
         store.wait(keys, wait)
-        here = list(range(world_size))
     except RuntimeError:
-        here = [rank for rank in range(world_size) if store.check([keys[rank]])]
-        gone = [rank for rank in range(world_size) if rank not in here]
+        here = [rank for rank in here if store.check([keys[rank]])]
+        gone = sorted({*range(world_size)} - {*here})
         findings.append(
             Finding(
                 "error",
-                f"{_ranks(gone)} of {world_size} never came",
-                given=f"{_ranks(here)} within {wait.total_seconds():g} s",
+                f"{ranks_text(gone)} of {world_size} never came",
+                given=f"{ranks_text(here)} within {wait.total_seconds():g} s",
                 expected=f"all of ranks 0 to {world_size - 1}",
                 hint="look at how the missing ranks were started and at their first error",
             )
         )
     rows = [json.loads(store.get(keys[rank])) for rank in here]
     for row in rows:
-        for facts in row["findings"]:
-            found = Finding.read(facts)
-            if row["rank"] != 0:
-                if found.level == "ok":
-                    continue
-                found = Finding(
-                    found.level, f"{row['host']}: {found.what}", found.given, found.expected, found.hint
-                )
-            findings.append(found)
+        told = [Finding.read(facts) for facts in row["findings"]]
+        if row["rank"] != 0:
+            told = [replace(each, what=f"{row['host']}: {each.what}") for each in told if each.level != "ok"]
+        findings += told
     return rows, findings
 
 
 def judge(rows: Sequence[Facts]) -> list[Finding]:
     """Whether these ranks can talk with each other: addresses, devices and versions."""
-    findings: list[Finding] = []
-    hosts: dict[str, list[Facts]] = {}
-    for row in rows:
-        hosts.setdefault(row["host"], []).append(row)
+    hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
+    many = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    findings = [Finding("ok", "every rank has an address for the others", given=f"{len(rows)} on {many}")]
     if len(hosts) > 1 and lost:
-        findings.append(
+        lines = [
+            f"{host}: {_ranks(on)} at {' '.join(dict.fromkeys(row['address'] for row in on))}"
+            for host, on in hosts.items()
+        ]
+        findings = [
             Finding(
                 "error",
-                f"{_ranks([row['rank'] for row in lost])} would be reached at the loopback, from other hosts",
-                given="\n".join(
-                    f"{host}: {_ranks([row['rank'] for row in on])} at "
-                    + " ".join(dict.fromkeys(row["address"] for row in on))
-                    for host, on in hosts.items()
-                ),
+                f"{_ranks(lost)} would be reached at the loopback, from other hosts",
+                given="\n".join(lines),
                 expected=f"addresses that all {len(hosts)} hosts reach",
                 hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
                 + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
             )
-        )
-    else:
-        many = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-        findings.append(
-            Finding("ok", "every rank has an address for the others", given=f"{len(rows)} on {many}")
-        )
-    findings += _shared_devices(rows)
+        ]
+    for host, on in hosts.items():
+        for device, ranks in _by(on, "device").items():
+            if device.startswith("cuda") and len(ranks) > 1:
+                findings.append(
+                    Finding(
+                        "error",
+                        f"{_ranks(ranks)} are on one device, {device} of {host}",
+                        given=f"{device}: {_ranks(ranks)}",
+                        expected="one device for each rank: NCCL refuses two ranks on one device",
+                        hint="fewer ranks per host, or let the launcher set LOCAL_RANK",
+                    )
+                )
     for name in _AGREED:
-        seen: dict[str, list[int]] = {}
-        for row in rows:
-            seen.setdefault(row["versions"][name], []).append(row["rank"])
+        seen = _by(rows, name)
         if len(seen) > 1:
             findings.append(
                 Finding(
@@ -180,35 +181,13 @@ def judge(rows: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def _shared_devices(rows: Sequence[Facts]) -> list[Finding]:
-    owners: dict[tuple[str, str], list[int]] = {}
+def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
+    """The rows by their value of `key`, which may be the name of a package."""
+    found: dict[str, list[Facts]] = {}
     for row in rows:
-        if row["device"].startswith("cuda"):
-            owners.setdefault((row["host"], row["device"]), []).append(row["rank"])
-    return [
-        Finding(
-            "error",
-            f"{_ranks(ranks)} are on one device, {device} of {host}",
-            given=f"{device}: {_ranks(ranks)}",
-            expected="one device for each rank: NCCL refuses two ranks on one device",
-            hint="fewer ranks per host, or let the launcher set LOCAL_RANK",
-        )
-        for (host, device), ranks in owners.items()
-        if len(ranks) > 1
-    ]
+        found.setdefault(row["versions"][key] if key in _AGREED else row[key], []).append(row)
+    return found
 
 
-def _reachable(launch: Launch, one_host: bool) -> list[Finding]:
-    assert launch.address is not None and launch.port is not None
-    if not one_host:
-        return []
-    exposed = exposed_store(launch.address, launch.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
-    if exposed is None:
-        return [
-            Finding("ok", "only this host reaches the job's store", given=f"{launch.address}:{launch.port}")
-        ]
-    return [Finding.of(exposed, "warn")]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fold(list(ranks))}"
+def _ranks(rows: Sequence[Facts]) -> str:
+    return ranks_text([row["rank"] for row in rows])

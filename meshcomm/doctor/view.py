@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from meshcomm.doctor.finding import Facts, Finding
@@ -10,8 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-_ORDER = ("error", "warn", "ok")
-_STYLES = {"error": "bold red", "warn": "yellow", "ok": "green"}
+_STYLES = {"ok": "green", "warn": "yellow", "error": "bold red"}
 
 
 def view(facts: Facts) -> Group:
@@ -19,20 +19,20 @@ def view(facts: Facts) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_pairs("versions", facts["versions"]), _backends(facts), _support(facts)]
-    parts += [_host(facts), _limits(facts)]
+    tables = [_pairs("versions", facts["versions"]), _backends(facts), _support(facts)]
+    tables += [_host(facts), _limits(facts)]
     if facts["environment"]:
-        parts.append(_pairs("environment", facts["environment"]))
+        tables.append(_pairs("environment", facts["environment"]))
     if facts["ranks"] is not None:
-        parts.append(_ranks(facts))
+        tables.append(_ranks(facts))
     findings = [Finding.read(found) for found in facts["findings"]]
     lines: list[RenderableType] = []
-    for level in reversed(_ORDER):
+    for level, style in _STYLES.items():
         for found in findings:
             if found.level == level:
                 text = f"ok: {found.what}" + (f" ({found.given})" if found.given else "")
-                lines.append(Text(text if level == "ok" else str(found), style=_STYLES[level]))
-    return Group(*(each for part in parts for each in (part, Text())), *lines, Text(headline(findings)))
+                lines.append(Text(text if level == "ok" else str(found), style=style))
+    return Group(*(each for table in tables for each in (table, Text())), *lines, Text(headline(findings)))
 
 
 def headline(findings: list[Finding]) -> str:
@@ -40,8 +40,8 @@ def headline(findings: list[Finding]) -> str:
     >>> headline([Finding("ok", "a"), Finding("warn", "b")])
     '0 errors, 1 warning'
     """
-    counts = {level: sum(found.level == level for found in findings) for level in _ORDER}
-    errors, warnings = counts["error"], counts["warn"]
+    levels = [found.level for found in findings]
+    errors, warnings = levels.count("error"), levels.count("warn")
     return f"{errors} error{'' if errors == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
 
 
@@ -50,48 +50,40 @@ def _backends(facts: Facts) -> Table:
     auto: dict[str, list[str]] = {}
     for device, backend in found["auto"].items():
         auto.setdefault(backend, []).append(device)
-    table = _table("backends", "backend", "here", "auto on")
-    for name in dict.fromkeys((*found["available"], *found["registered"])):
-        here = found["available"].get(name, True)
-        table.add_row(name, "yes" if here else "no", " ".join(auto.get(name, ())) or "-")
-    return table
+    names = dict.fromkeys((*found["available"], *found["registered"]))
+    here = {name: "yes" if found["available"].get(name, True) else "no" for name in names}
+    rows = [(name, here[name], " ".join(auto.get(name, ())) or "-") for name in names]
+    return _table("backends", ("backend", "here", "auto on"), rows)
 
 
 def _support(facts: Facts) -> Table:
-    table = _table("reductions", "backend", "ops", "dtypes")
-    rows: dict[tuple[str, str], list[str]] = {}
+    dtypes: dict[tuple[str, str], list[str]] = {}
     for row in facts["support"]:
-        rows.setdefault((row["backend"], row["ops"]), []).append(row["dtype"])
-    for (backend, ops), dtypes in rows.items():
-        table.add_row(backend, ops, " ".join(dtypes))
-    return table
+        dtypes.setdefault((row["backend"], row["ops"]), []).append(row["dtype"])
+    rows = [(*key, " ".join(names)) for key, names in dtypes.items()]
+    return _table("reductions", ("backend", "ops", "dtypes"), rows)
 
 
 def _host(facts: Facts) -> Table:
     host, here = facts["host"], facts["devices"]
-    table = _table(f"host {host['name']}", "what", "state", "addresses")
-    table.add_row("name", "", " ".join(host["addresses"]) or "none")
+    rows = [("name", "", " ".join(host["addresses"]) or "none")]
     for each in host["interfaces"]:
-        state = {True: "up", False: "down", None: "unknown"}[each["up"]]
-        table.add_row(each["name"], state, " ".join(each["addresses"]) or "none")
-    table.add_row("cores", str(here["cpus"]), "")
-    for index, name in enumerate(here["cuda"]):
-        table.add_row(f"cuda:{index}", name, "")
-    return table
+        rows.append((each["name"], "up" if each["up"] else "down", " ".join(each["addresses"]) or "none"))
+    rows.append(("cores", str(here["cpus"]), ""))
+    rows += [(f"cuda:{index}", name, "") for index, name in enumerate(here["cuda"])]
+    return _table(f"host {host['name']}", ("what", "state", "addresses"), rows)
 
 
 def _limits(facts: Facts) -> Table:
-    table = _table("limits", "what", "of the", "limit", "in use", "plan adds at most")
-    for each in facts["limits"]:
-        table.add_row(
-            each["name"],
-            each["scope"],
-            "none" if each["limit"] is None else f"{each['limit']:,}",
-            f"{each['used']:,}",
-            "-" if each["needed"] is None else f"{each['needed']:,}",
-        )
-    cost = facts["gloo_group"]
-    if cost is not None:
+    def figure(value: int | None, none: str) -> str:
+        return none if value is None else f"{value:,}"
+
+    rows = [
+        (each["name"], each["scope"], figure(each["limit"], "none"), f"{each['used']:,}", figure(each["needed"], "-"))
+        for each in facts["limits"]
+    ]  # fmt: skip
+    table = _table("limits", ("what", "of the", "limit", "in use", "plan adds at most"), rows)
+    if (cost := facts["gloo_group"]) is not None:
         table.caption = (
             f"one Gloo group, measured here: {cost['descriptors']} descriptors and {cost['threads']} threads, "
             "and a descriptor for each peer it talks to"
@@ -101,39 +93,27 @@ def _limits(facts: Facts) -> Table:
 
 
 def _ranks(facts: Facts) -> Table:
-    table = _table("ranks", "rank", "coords", "host", "interface", "address", "device")
+    rows = []
     for row in facts["ranks"]:
         coords = " ".join(f"{name}={coord}" for name, coord in (row["coords"] or {}).items())
-        table.add_row(
-            str(row["rank"]),
-            coords or "-",
-            row["host"],
-            row["interface"] or "-",
-            row["address"],
-            row["device"],
-        )
-    return table
+        where = (row["host"], row["interface"] or "-", row["address"], row["device"])
+        rows.append((str(row["rank"]), coords or "-", *where))
+    return _table("ranks", ("rank", "coords", "host", "interface", "address", "device"), rows)
 
 
 def _pairs(title: str, values: dict[str, str | None]) -> Table:
-    table = _table(title, "name", "value")
-    for name, value in values.items():
-        table.add_row(name, value if value is not None else "none")
-    return table
+    rows = [(name, "none" if value is None else value) for name, value in values.items()]
+    return _table(title, ("name", "value"), rows)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.collapse_padding = True
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table

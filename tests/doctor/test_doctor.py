@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import meshcomm
 from meshcomm.cli import app
 from meshcomm.config import Config, MeshConfig, ProcessConfig, load
-from meshcomm.doctor import Finding, examine, limits, network, together, variables
+from meshcomm.doctor import Finding, examine, installation, limits, network, together
 from meshcomm.doctor.limits import Cost, Limit
 from meshcomm.doctor.network import Interface
 from meshcomm.errors import ConfigError
@@ -146,14 +146,13 @@ def test_a_device_or_backend_that_is_not_there() -> None:
 
 def spent(sizes: dict[str, int]) -> tuple[int, int, int, int]:
     gc.collect()  # groups that other tests left in this process
-    before = limits.descriptors(), limits.thread_count()
+    before = limits.in_use()
     with meshcomm.init(dims=sizes, merge={"all": list(sizes)}, device="cpu", timeout_s=30) as mesh:
         for name in (*sizes, "all"):
             mesh.all_reduce(name, torch.ones(8))
             mesh.all_to_all(name, torch.ones(8))
-        files, threads = limits.descriptors() - before[0], limits.thread_count() - before[1]
+        files, threads = (now - then for now, then in zip(limits.in_use(), before, strict=True))
         cost = limits.gloo_cost({"GLOO_SOCKET_IFNAME": "lo"})
-        assert cost is not None
         return (files, threads, *limits.needs(mesh.plan, mesh.device, cost))
 
 
@@ -199,7 +198,7 @@ def test_secrets_are_hidden() -> None:
         "HOME": "sesame",
         "RANK": "3",
     }
-    shown = variables.matter(env)
+    shown = installation.matter(env)
     assert "sesame" not in str(shown)
     assert shown == {
         "MESHCOMM_API_KEY": "(hidden)",
@@ -240,7 +239,7 @@ def test_an_interface_set_twice_or_down_or_missing_in_the_environment(
 
 def test_a_host_name_that_means_the_loopback() -> None:
     def judged(addresses: list[str], one_host: bool, told: bool) -> list[str]:
-        return [str(each) for each in network.name_findings("node7", addresses, HERE, one_host, told)]
+        return [str(network.name_finding("node7", addresses, HERE, one_host, told))]
 
     assert judged(["127.0.1.1"], False, False) == [
         "warn: this host's name node7 means the loopback\n"
