@@ -55,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--write-parity-table needs the rows of one process: add -n 0")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The sets that take minutes have one name together: `-m deep`."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("faults", "parity", "netns")):
+            item.add_marker("deep")
+
+
 def pytest_sessionstart() -> None:
     """Forget what is around the tests; pytest has read by now what it needs of it."""
     for name in list(os.environ):

@@ -96,7 +96,8 @@ plan = meshcomm.Plan(meshcomm.Layout({"dp": 4, "tp": 2}))
 assert plan.for_rank(5).coords == {"dp": 2, "tp": 1}
 assert "torch" not in sys.modules and "pydantic" not in sys.modules
 meshcomm.plan({"mesh": {"dims": {"dp": -1}}}, 8)
-assert "torch" not in sys.modules
+recipe = meshcomm.explain_pattern("b h -> b (tp h)", {"tp": 131072})
+assert str(recipe.steps[0]) == "all_gather along tp, axis 1" and "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import math
+import warnings
+from collections.abc import Callable
 from itertools import count, product
 from typing import Any
 
@@ -11,17 +14,38 @@ import pytest
 import torch
 
 import meshcomm
+from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.layout import Dims, Layout
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
+from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
 
 # All combinations of three dims are simulated; on processes one order of four ranks has a group whose ranks are
 # neighbours, one with a stride and one in another order.
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
 MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
-ORDERS = (None, [6, 3, 1, 4, 0, 7, 5, 2])
-FEW = {"dp": 2, "tp": 2}
-FEW_ORDER = [2, 0, 3, 1]
+ORDER = [6, 3, 1, 4, 0, 7, 5, 2]
+FEW: dict[str, Any] = {
+    "dims": {"dp": 2, "tp": 2},
+    "merge": {"data": ("tp", "dp")},
+    "rank_order": [2, 0, 3, 1],
+}
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16,
+    torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn,
+)  # fmt: skip
+ORACLE: dict[str, Any] = {
+    "sum": lambda a: a.sum(0),
+    "avg": lambda a: a.mean(0),
+    "premul_sum": lambda a: (a * 0.5).sum(0),
+    "product": lambda a: a.prod(0),
+    "min": lambda a: a.min(0),
+    "max": lambda a: a.max(0),
+    "band": lambda a: np.bitwise_and.reduce(a, 0),
+    "bor": lambda a: np.bitwise_or.reduce(a, 0),
+    "bxor": lambda a: np.bitwise_xor.reduce(a, 0),
+}
 
 
 def names(mesh: Mesh) -> tuple[Dims, ...]:
@@ -29,20 +53,11 @@ def names(mesh: Mesh) -> tuple[Dims, ...]:
     return ("pp", "dp", "tp", "model", "data") if mesh.world_size == 8 else ("dp", "tp", "data")
 
 
-def cover(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Each value of each axis, in as many combinations as the longest axis has values."""
-    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
-
-
-def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` puts in; small whole numbers, so that every dtype adds them exactly."""
-    numbers = (torch.arange(max(1, int(np.prod(shape)))) * 7 + rank * 5) % 11 - (
-        0 if dtype == torch.uint8 else 4
-    )
-    x = numbers[: int(np.prod(shape))].reshape(shape)
-    if dtype.is_complex:
-        return (x + 1j * (x + rank)).to(dtype)
-    return x.to(dtype)
+def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str = "") -> torch.Tensor:
+    """What `rank` puts in: whole numbers so small that every dtype adds them exactly, and multiplies their signs."""
+    numbers = (torch.arange(math.prod(shape)) * 7 + rank * 5) % 11 - (4 if dtype.is_signed else 0)
+    x = (numbers.sign() if op == "product" else numbers).reshape(shape)
+    return (x + 1j * (x + rank)).to(dtype) if dtype.is_complex else x.to(dtype)
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
@@ -55,95 +70,203 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x.clone(), turned, gaps.copy_(x)]
 
 
-def on_processes(check: Callable[[Mesh], None]) -> None:
-    with meshcomm.init(
-        dims=FEW, merge={"data": ("tp", "dp")}, rank_order=FEW_ORDER, device="cpu", timeout_s=30
-    ) as mesh:
-        check(mesh)
+def laid_out(x: torch.Tensor, turn: int) -> torch.Tensor:
+    kinds = layouts(x)
+    return kinds[turn % len(kinds)]
 
 
-def everywhere(pool: Pool, check: Callable[[Mesh], None]) -> None:
-    """Simulated, with the ranks in both orders, and on processes."""
-    for order in ORDERS:
-        meshcomm.simulate(check, dims=DIMS, merge=MERGE, rank_order=order)
-    pool.run(on_processes, check, ranks=4)
+def array(x: torch.Tensor) -> np.ndarray:
+    narrow = x.dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    return x.to(torch.float64).numpy() if narrow else x.numpy()
+
+
+def inputs(
+    mesh: Mesh, dims: Dims, shape: tuple[int, ...], dtype: torch.dtype, op: str = ""
+) -> list[np.ndarray]:
+    return [array(value(rank, shape, dtype, op)) for rank in mesh.ranks(dims)]
 
 
 def same(got: Any, want: np.ndarray, what: object) -> None:
-    array = got.to(torch.float64).numpy() if got.dtype == torch.bfloat16 else got.numpy()
-    assert array.shape == want.shape, (what, array.shape, want.shape)
-    # Sums of small whole numbers are exact in every dtype here.
-    assert (array == want.astype(array.dtype)).all(), what
+    found = array(got)
+    assert found.shape == want.shape, (what, found.shape, want.shape)
+    assert (found == want.astype(found.dtype)).all(), what
 
 
-def inputs(mesh: Mesh, dims: Dims, shape: tuple[int, ...], dtype: torch.dtype) -> list[np.ndarray]:
-    found = []
-    for rank in mesh.ranks(dims):
-        x = value(rank, shape, dtype)
-        found.append(x.to(torch.float64).numpy() if dtype == torch.bfloat16 else x.numpy())
-    return found
+def gives(call: Callable[[Any], Any], want: np.ndarray | None, like: torch.Tensor, what: Any) -> None:
+    """`call(out)` gives `want`, in new memory and in any of the user's; None, if this rank gets nothing."""
+    if want is None:
+        assert call(None) is None and call(like) is None, what
+        return
+    got = call(None)
+    assert got.dtype == like.dtype, what
+    same(got, want, what)
+    out = laid_out(torch.zeros_like(got, memory_format=torch.contiguous_format), what[-1])
+    assert call(out) is out, what
+    same(out, want, what)
 
 
-REDUCE = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod, "avg": np.mean}
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.complex64,
-)
-SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (4, 6), (8, 3, 4), (0, 4))
+def on_processes(check: Callable[[Mesh], None], more: dict[str, Any]) -> None:
+    with meshcomm.init(**more, device="cpu", timeout_s=30) as mesh:
+        check(mesh)
 
 
-def reduce_everything(mesh: Mesh) -> None:
-    for dims, shape in product(names(mesh), SHAPES):
-        for layout, (op, oracle), dtype in cover(range(3), list(REDUCE.items()), DTYPES):
-            if refused_on_gloo(op, dtype):
-                with pytest.raises(meshcomm.MeshcommError, match="is not possible on gloo"):
-                    mesh.all_reduce(dims, value(0, (2,), dtype), op)
-                continue
-            data = np.stack(inputs(mesh, dims, shape, dtype))
-            kinds = layouts(value(mesh.rank, shape, dtype))
-            x = kinds[layout % len(kinds)]
-            if op == "product":  # keep products exact in half precision
-                data = np.sign(data)
-                x.sign_()
-            assert mesh.all_reduce(dims, x, op) is x
-            same(x, oracle(data, axis=0), (dims, dtype, op, shape))
+def everywhere(pool: Pool, check: Callable[[Mesh], None], **more: Any) -> None:
+    """Simulated, and on processes."""
+    meshcomm.simulate(check, **(more or {"dims": DIMS, "merge": MERGE, "rank_order": ORDER}))
+    pool.run(on_processes, check, more or FEW, ranks=math.prod((more or FEW)["dims"].values()))
 
 
-def refused_on_gloo(op: str, dtype: torch.dtype) -> bool:
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    return (op == "avg" and whole) or (op in ("min", "max", "product") and dtype.is_complex)
+def reductions(mesh: Mesh) -> None:
+    first, *others = names(mesh)
+    every = list(product(REDUCE_OPS, DTYPES))
+    # All on processes; simulated are some of each.
+    cases = [(first, *each) for each in every[:: 1 if mesh.world_size == 4 else 5]]
+    cases += [(dims, *each) for dims in others for each in every[::19]]
+    for number, (dims, op, dtype) in enumerate(cases):
+        size, coord = mesh.size(dims), mesh.coord(dims)
+        shape = ((size * 4, 6), (size, 3, 4), (0, 4), (), (1,))[number % (3 if dims == first else 5)]
+        factor, what = 0.5 if op == "premul_sum" else None, (dims, op, dtype, shape, number)
+        x, y = (laid_out(value(mesh.rank, shape, dtype, op), number) for _ in range(2))
+        root, even = number % size, shape and shape[0] % size == 0
+        calls: list[Callable[[], Any]] = [
+            lambda: mesh.all_reduce(dims, x, op, factor=factor),
+            lambda: mesh.reduce(dims, y, root, op, factor=factor),
+            lambda: mesh.reduce_scatter(dims, y, 0, op, factor=factor) if even else None,
+        ]
+        if reduce_refusal("gloo", op, dtype) is not None:
+            for call in calls[: 3 if even else 2]:
+                with pytest.raises(meshcomm.MeshcommError, match=f"{op} of .* is not possible on gloo"):
+                    call()
+            continue
+        want = ORACLE[op](np.stack(inputs(mesh, dims, shape, dtype, op)))
+        assert calls[0]() is x
+        same(x, want, what)
+        got, part = calls[1](), calls[2]()
+        assert (got is not None) == (coord == root)
+        for found, wanted in ((got, want), (part, np.split(want, size)[coord] if even else want)):
+            if found is not None:
+                assert found.dtype == dtype
+                same(found, wanted, what)
+        same(y, inputs(mesh, dims, shape, dtype, op)[coord], "the input changed")
 
 
-def move_everything(mesh: Mesh) -> None:
+def moves(mesh: Mesh) -> None:
     turns = count()
-    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn,
+              torch.uint16)  # fmt: skip
     for dims in names(mesh):
         size, coord = mesh.size(dims), mesh.coord(dims)
         for shape in ((size * 2, 3, size), (size, size), (size,)):
-            for axis, src in product(range(-len(shape), len(shape)), (0, size - 1)):
+            for axis, root in product(range(-len(shape), len(shape)), (0, size - 1)):
                 turn = next(turns)
-                dtype = dtypes[turn % 5]
-                data = inputs(mesh, dims, shape, dtype)
-                kinds = layouts(value(mesh.rank, shape, dtype))
-                x = kinds[turn % len(kinds)]
-                kept = x.clone()
-                same(mesh.all_gather(dims, x, axis), np.concatenate(data, axis), ("gather", dims, axis))
+                dtype, concat, at_root = dtypes[turn % 7], turn % len(shape), coord == root
+                data, what = inputs(mesh, dims, shape, dtype), (dims, shape, axis, root, turn)
+                x = laid_out(value(mesh.rank, shape, dtype), turn)
+                whole = np.concatenate(data, axis)
+                gives(lambda out: mesh.all_gather(dims, x, axis, out=out), whole, x, what)
+                wanted = whole if at_root else None
+                gives(lambda out: mesh.gather(dims, x, root, axis, out=out), wanted, x, what)
                 if x.shape[axis] % size == 0:
-                    concat = turn % len(shape)
-                    parts = [np.split(each, size, axis)[coord] for each in data]
-                    got = mesh.all_to_all(dims, x, axis, concat)
-                    same(got, np.concatenate(parts, concat), ("all_to_all", dims, axis, concat))
-                    if dtype != torch.bool:
-                        want = np.split(np.sum(np.stack(data), 0), size, axis)[coord]
-                        same(mesh.reduce_scatter(dims, x, axis), want, ("scatter", dims, axis))
-                assert torch.equal(x, kept), "the input changed"
-                assert mesh.broadcast(dims, x, src=src) is x
-                same(x, data[src], ("broadcast", dims, src))
+                    part = np.split(data[root], size, axis)[coord]
+                    source = x if at_root else None
+                    gives(lambda out: mesh.scatter(dims, source, root, axis, out=out), part, x, what)
+                    whole = np.concatenate([np.split(each, size, axis)[coord] for each in data], concat)
+                    gives(lambda out: mesh.all_to_all(dims, x, axis, concat, out=out), whole, x, what)
+                    if dtype not in (torch.bool, torch.uint16, torch.float8_e4m3fn):
+                        part = np.split(np.sum(np.stack(data), 0), size, axis)[coord]
+                        gives(lambda out: mesh.reduce_scatter(dims, x, axis, out=out), part, x, what)
+                same(x, data[coord], "the input changed")
+                assert mesh.broadcast(dims, x, src=root) is x
+                same(x, data[root], what)
+
+
+def uneven(mesh: Mesh) -> None:
+    turns = count()
+    for dims in names(mesh):
+        size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
+        for lengths, axis in product(
+            ([c % 3 for c in range(size)], [0] * size, [4] + [0] * (size - 1)), (0, 1, -1)
+        ):
+            turn = next(turns)
+            dtype, what = (torch.float32, torch.complex64, torch.bool)[turn % 3], (dims, lengths, axis, turn)
+            shapes = [[2, 3, 2] for _ in ranks]
+            for shape, length in zip(shapes, lengths, strict=True):
+                shape[axis] = length
+            parts = [value(rank, tuple(shape), dtype) for rank, shape in zip(ranks, shapes, strict=True)]
+            want, x = array(torch.cat(parts, axis)), laid_out(parts[coord], turn // 3)
+            gives(lambda out: mesh.all_gather(dims, x, axis, uneven=True, out=out), want, x, what)
+            wanted = want if coord == size - 1 else None
+            gives(lambda out: mesh.gather(dims, x, size - 1, axis, uneven=True, out=out), wanted, x, what)
+        # Row c of the table: what coord c sends to each. Sent and received sizes differ, or not.
+        for table in ([[(a * 2 + b) % 4 for b in range(size)] for a in range(size)], [[1] * size] * size):
+            rows = [value(rank, (sum(table[c]), 2), torch.float32) for c, rank in enumerate(ranks)]
+            want = array(torch.cat([rows[c].split(table[c])[coord] for c in range(size)]))
+            for x, axis in ((rows[coord], 0), (rows[coord].T, 1)):
+                wanted, splits = want if axis == 0 else want.T, table[coord]
+                gives(
+                    lambda out: mesh.all_to_all(dims, x, axis, axis, splits=splits, out=out),
+                    wanted, x, (dims, axis, 1),
+                )  # fmt: skip
+
+
+def lists(mesh: Mesh) -> None:
+    for dims in names(mesh):
+        size = mesh.size(dims)
+        kinds = [
+            ((size, 3), torch.float32), ((), torch.int64), ((size * 2,), torch.bfloat16), ((0, 4), torch.float32),
+            ((size, 1, 2), torch.float32),
+        ]  # fmt: skip
+
+        def mine(rank: int) -> list[torch.Tensor]:
+            return [value(rank, *kind) for kind in kinds]
+
+        everyone = [mine(rank) for rank in mesh.ranks(dims)]
+        tensors = mine(mesh.rank)
+        tensors[0] = tensors[0].T.contiguous().T
+        reduced = mesh.all_reduce(dims, tensors)
+        assert all(a is b for a, b in zip(reduced, tensors, strict=True))
+        handle = mesh.broadcast(dims, mine(mesh.rank), src=size - 1, async_op=True)
+        gathered = mesh.all_gather(dims, mine(mesh.rank), axis=-1)
+        even = [i for i, (shape, _) in enumerate(kinds) if shape]
+        scattered = mesh.reduce_scatter(dims, [mine(mesh.rank)[i] for i in even])
+        for i, (x, sent, whole) in enumerate(zip(tensors, handle.wait(), gathered, strict=True)):
+            total = np.sum([array(each[i]) for each in everyone], 0)
+            same(x, total, (dims, i))
+            same(sent, array(everyone[-1][i]), (dims, i))
+            parts = [array(each[i]).reshape(each[i].shape or (1,)) for each in everyone]
+            same(whole, np.concatenate(parts, -1), (dims, i))
+            if i in even:
+                same(scattered[even.index(i)], np.split(total, size)[mesh.coord(dims)], (dims, i))
+        assert mesh.all_reduce(dims, []) == []
+
+
+def hierarchical(mesh: Mesh) -> None:
+    # The three dims at once on simulated ranks; pairs, in either order, everywhere.
+    found: list[Dims] = [("dp", "tp"), ("tp", "dp")]
+    if mesh.world_size == 8:
+        found += [("pp", "dp", "tp"), ("tp", "pp"), "model"]
+    for dims, shape in product(found, ((5,), (2, 3), (), (0,), (16, 3))):
+        ranks = mesh.layout.group_of(mesh.rank, dims).tolist()
+        for number, op in enumerate(("sum", "avg", "min", "max", "premul_sum")):
+            data = np.stack([value(rank, shape, torch.float64).numpy() for rank in ranks])
+            x = laid_out(value(mesh.rank, shape, torch.float64), number)
+            factor = 0.5 if op == "premul_sum" else None
+            assert mesh.all_reduce(dims, x, op, algorithm="hierarchical", factor=factor) is x
+            same(x, ORACLE[op](data), (dims, op, shape))
+
+
+def factors(mesh: Mesh) -> None:
+    """Each rank's own factor."""
+    for dims in names(mesh):
+        n, coord = mesh.size(dims), mesh.coord(dims)
+        x, total = torch.arange(2.0 * n), np.arange(2.0 * n) * sum(range(1, n + 1))
+        more: dict[str, Any] = {"op": "premul_sum", "factor": coord + 1.0}
+        for algorithm in ("flat", "tree"):
+            same(mesh.all_reduce(dims, x.clone(), algorithm=algorithm, **more), total, dims)
+        found = mesh.reduce(dims, x, 0, **more)
+        assert found is None if coord else np.array_equal(found, total)
+        same(mesh.reduce_scatter(dims, x, **more), np.split(total, n)[coord], dims)
+        same(x, np.arange(2.0 * n), "the input changed")
 
 
 def messages(mesh: Mesh) -> None:
@@ -151,8 +274,7 @@ def messages(mesh: Mesh) -> None:
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
         x = value(mesh.rank, (3, 4), torch.float32)
         for number, (offset, wrap) in enumerate(product((0, 1, -1, 2, size, size + 1), (True, False))):
-            got = mesh.shift(dims, layouts(x)[number % 3], offset, wrap=wrap)
-            source = coord - offset
+            got, source = mesh.shift(dims, laid_out(x, number), offset, wrap=wrap), coord - offset
             if wrap or 0 <= source < size:
                 same(got, value(ranks[source % size], (3, 4), torch.float32).numpy(), (dims, offset))
             else:
@@ -170,34 +292,186 @@ def messages(mesh: Mesh) -> None:
             handle.wait()
         if coord == size - 1:
             late = mesh.irecv(dims, torch.zeros(4, 3).T, src=0, tag=5)
-            first = mesh.recv(dims, torch.zeros(3, 4), src=0)
             theirs = value(ranks[0], (3, 4), torch.float32).numpy()
-            same(first, theirs, "recv")
+            same(mesh.recv(dims, torch.zeros(3, 4), src=0), theirs, "recv")
             same(late.wait(), theirs * 2, "irecv")
-            assert late.is_completed()
+            assert late.is_completed() and late.source == 0
+        # Tags keep two messages of one pair apart, whatever the order they are listed in.
+        peer, own = (coord + 1) % size if size == 2 else coord ^ 1, float(mesh.rank)
+        a, b = mesh.exchange(
+            dims,
+            [(torch.tensor([1 + own]), peer, 1), (torch.tensor([100 + own]), peer, 2)],
+            [(torch.zeros(1), peer, 2), (torch.zeros(1), peer, 1)],
+        )
+        assert (a.item(), b.item()) == (100 + ranks[peer], 1 + ranks[peer])
         mesh.barrier(dims)
     mesh.barrier()
+
+
+def handshakes(mesh: Mesh) -> None:
+    """Shapes that only the sender knows, 0-dim and empty ones among them; and whoever sends first."""
+    for dims in names(mesh):
+        size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
+        for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128):
+            shapes = [[(c + 1, 2), (), (0, 3), (2, c + 1)][c % 4] for c in range(size)]
+            came = mesh.shift(dims, value(mesh.rank, shapes[coord], dtype), handshake=True)
+            assert came is not None and came.dtype == dtype
+            same(came, array(value(ranks[coord - 1], shapes[coord - 1], dtype)), dims)
+        if coord == 0:
+            found = [mesh.recv_any(dims, torch.zeros(2), tag=3) for _ in range(size - 1)]
+            assert sorted(source for _, source in found) == list(range(1, size))
+            assert all(x.tolist() == [source, ranks[source]] for x, source in found)
+            unknown, source = mesh.recv_any(dims, tag=4)
+            assert (unknown.shape, source) == ((size, 3), size - 1)
+            assert mesh.recv(dims, src=1, tag=5).tolist() == list(range(7))
+        else:
+            mesh.send(dims, torch.tensor([float(coord), float(mesh.rank)]), dst=0, tag=3)
+            if coord == size - 1:
+                mesh.send(dims, torch.zeros(size, 3), dst=0, tag=4, handshake=True)
+            if coord == 1:
+                mesh.isend(dims, torch.arange(7), dst=0, tag=5, handshake=True).wait()
 
 
 def asynchronous(mesh: Mesh) -> None:
     for dims in names(mesh):
         x = value(mesh.rank, (4, 6), torch.float32).T
         data = [each.T for each in inputs(mesh, dims, (4, 6), torch.float32)]
+        total = np.sum(np.stack(data), 0)
         reduced = mesh.all_reduce(dims, x.contiguous(), async_op=True)
         gathered = mesh.all_gather(dims, x, axis=1, async_op=True)
-        sliced = mesh.reduce_scatter(dims, x.repeat(4, 1), async_op=True) if mesh.size(dims) == 4 else None
+        sliced = mesh.reduce_scatter(dims, x.repeat(mesh.size(dims), 1), async_op=True)
         same(gathered.wait(), np.concatenate(data, 1), dims)
-        same(reduced.wait(), np.sum(np.stack(data), 0), dims)
+        same(reduced.wait(), total, dims)
         assert reduced.wait() is reduced.wait()
-        if sliced is not None:
-            same(sliced.wait(), np.sum(np.stack(data), 0), dims)
+        same(sliced.wait(), total, dims)
 
 
-@pytest.mark.parametrize(
-    "check", [reduce_everything, move_everything, messages, asynchronous], ids=lambda check: check.__name__
-)
+CHECKS = [reductions, moves, uneven, lists, hierarchical, factors, messages, handshakes, asynchronous]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_against_numpy(pool: Pool, check: Callable[[Mesh], None]) -> None:
     everywhere(pool, check)
+
+
+def next_to_nothing(mesh: Mesh) -> None:
+    size, coord = mesh.size("dp"), mesh.coord("dp")
+    for shape, dtype in (
+        ((0,), torch.float32),
+        ((0, 3), torch.complex64),
+        ((), torch.bool),
+        ((), torch.float32),
+    ):
+        x = torch.ones(shape, dtype=dtype)
+        assert mesh.shift("dp", x).shape == shape
+        # Whoever comes first, and what is sent to it afterwards, with the same tag too.
+        if coord == 0:
+            sources = set()
+            for _ in range(size - 1):
+                came, source = mesh.recv_any("dp", torch.zeros(shape, dtype=dtype), tag=6)
+                assert torch.equal(came, x)
+                sources.add(source)
+            assert sources == set(range(1, size))
+            for dst in sources:
+                mesh.send("dp", torch.ones(2), dst=dst)
+                assert mesh.recv("dp", torch.zeros(2), src=dst, tag=6).sum() == 2
+        else:
+            mesh.send("dp", x, dst=0, tag=6)
+            assert mesh.recv("dp", torch.zeros(2), src=0).sum() == 2
+            mesh.send("dp", torch.ones(2), dst=0, tag=6)
+
+
+def test_empty_messages_from_whoever_comes_first(pool: Pool) -> None:
+    everywhere(pool, next_to_nothing, dims={"dp": 3})
+    meshcomm.simulate(next_to_nothing, dims={"dp": 3}, explore=3)
+
+
+def of_floats(coord: int, dtype: torch.dtype) -> torch.Tensor:
+    """Element c is NaN on coord c only, by turns with either sign; then zeros of mixed signs, and numbers."""
+    x = torch.tensor([float(coord - 2)] * 4)
+    x[coord] = math.copysign(math.nan, -1.0 if coord % 2 else 1.0)
+    zeros = [0.0 if coord else -0.0, -0.0 if coord else 0.0]
+    rest = [-0.0, 0.0, math.inf if coord == 1 else -math.inf, (-1.5) ** coord]
+    return torch.cat([x, torch.tensor([*zeros, *rest])]).to(dtype)
+
+
+def least_and_greatest(mesh: Mesh) -> None:
+    """NaN wins and -0.0 is below 0.0, by every algorithm."""
+    for (op, combine), dtype in product(
+        (("min", torch.minimum), ("max", torch.maximum)),
+        (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    ):
+        every = [of_floats(coord, dtype) for coord in range(4)]
+        own = every[mesh.coord("dp")]
+        wanted = combine(combine(every[0], every[1]), combine(every[2], every[3]))
+        assert wanted[:4].isnan().all() and not wanted[4:].isnan().any()
+        # torch leaves open which zero is the smaller.
+        signs = [op == "min", op == "min", True, False]
+        for got in (
+            *(mesh.all_reduce("dp", own.clone(), op, algorithm=by) for by in ("flat", "ring", "tree")),
+            mesh.reduce("dp", own, 2, op),
+            mesh.reduce_scatter("dp", torch.cat([own] * 4), op=op),
+        ):
+            if got is not None:
+                assert got.dtype == dtype and torch.equal(got.isnan(), wanted.isnan())
+                assert torch.equal(got[4:], wanted[4:]) and got[4:8].signbit().tolist() == signs
+
+
+def test_nan_and_signed_zeros_in_min_and_max(pool: Pool) -> None:
+    everywhere(pool, least_and_greatest, dims={"dp": 4})
+
+
+def handles(mesh: Mesh) -> None:
+    x = torch.ones(3)
+    handle = mesh.all_reduce("dp", x, async_op=True)
+    with pytest.raises(meshcomm.MeshcommError, match="the result was asked for before wait"):
+        handle.result()
+    assert handle.wait() is x
+    assert handle.wait() is x
+    assert handle.result() is x
+    assert handle.is_completed()
+    assert handle.is_success()
+    assert handle.exception() is None
+    assert handle.get_future().wait() is x
+    with pytest.raises(meshcomm.MeshcommError, match="there is no source to tell"):
+        _ = handle.source
+    peer = 1 - mesh.coord("tp")
+    sent = mesh.isend("tp", x, dst=peer)
+    received = mesh.irecv("tp", torch.zeros(3), src=peer)
+    assert received.wait().tolist() == [2.0] * 3
+    assert received.source == peer
+    sent.wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dropped = mesh.all_reduce("dp", torch.ones(1), async_op=True)
+        del dropped
+        gc.collect()
+    texts = [str(each.message) for each in caught if each.category is UnwaitedHandle]
+    assert len(texts) == 1
+    assert f'all_reduce along "dp" on {mesh.label}: the handle made at {__file__}:' in texts[0]
+    mesh.barrier("dp")
+    late = mesh.barrier("tp", async_op=True)
+    assert late.wait() is None
+
+
+def test_handles_say_what_became_of_the_call(pool: Pool) -> None:
+    pool.run(on_processes, handles, FEW, ranks=4)
+
+
+def profiled(mesh: Mesh) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        mesh.all_reduce("dp", torch.ones(1))
+        mesh.all_gather(("tp",), torch.ones(1))
+        mesh.shift("tp", torch.ones(1))
+    found = {each.key for each in profile.key_averages() if each.key.startswith("meshcomm::")}
+    plan = mesh.plan.fingerprint
+    assert found == {
+        f"meshcomm::{call}, plan {plan}" for call in ("all_gather tp", "all_reduce dp", "shift tp")
+    }
+
+
+def test_the_profiler_sees_op_dims_and_plan(pool: Pool) -> None:
+    pool.run(on_processes, profiled, FEW, ranks=4)
 
 
 def test_the_layout_says_what_the_mesh_gathers() -> None:

@@ -1,228 +1,294 @@
-"""Calls on the fast path: the same values, refusals and records as when they are checked."""
+"""Calls on the fast path against the same calls on the checked one: values, counts, records, failures."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import meshcomm
-from meshcomm.errors import AutogradError, MeshcommError, ShapeError
-from meshcomm.mesh import Mesh
+from meshcomm.collectives import ALL_REDUCE
+from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.testing import Pool
+from meshcomm.transport import ProcessGroupTransport
 
-N = 4
-ROOT = 2
-
-
-def warm(mesh: Mesh) -> None:
-    x = torch.arange(8.0)
-    for _ in range(2):
-        mesh.all_reduce("dp", x.clone())
-        mesh.all_reduce("dp", x.clone(), async_op=True).wait()
-        mesh.reduce("dp", x, dst=1)
-        mesh.broadcast("dp", x.clone(), src=ROOT % mesh.size("dp"))
-        mesh.all_gather("dp", x)
-        mesh.reduce_scatter("dp", x)
-        mesh.all_to_all("dp", x)
-    # Prepared for another root too, that a bool would be taken for.
-    for _ in range(2):
-        mesh.broadcast("dp", x.clone(), src=1)
+DTYPES = (*[torch.float32] * 3, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
 
 
-def kept(mesh: Mesh) -> list[object]:
-    return sorted(map(str, mesh._at["dp"]._ready))
+def some(rng: random.Random, rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of one of the kinds that calls are given; both ranks make the same kind."""
+    values = torch.arange(int(np.prod(shape)) or 1)[: int(np.prod(shape))].reshape(shape) + 10 * rank
+    x = values.to(dtype) if dtype != torch.bool else values % 2 == 0
+    kind = rng.choice(("plain", "plain", "plain", "columns", "negative", "conjugate", "watched", "parameter"))
+    if kind == "columns" and x.ndim == 2:
+        return x.t().contiguous().t()
+    if kind == "negative" and dtype == torch.float32:
+        return torch.complex(x, x).conj().imag
+    if kind == "conjugate" and dtype == torch.complex64:
+        return x.conj()
+    if kind == "watched" and dtype == torch.float32:
+        return x.requires_grad_()
+    if kind == "parameter" and dtype == torch.float32:
+        return nn.Parameter(x, requires_grad=False)
+    return x
 
 
-def values() -> tuple[list[object], dict[str, Any]]:
-    with meshcomm.init(dims={"dp": N}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        warm(mesh)
-        x = (torch.arange(24.0).view(8, 3) + 100 * mesh.coord("dp")).contiguous()
-        out = torch.empty(32, 3)
-        small = torch.empty(2, 3)
-        came = torch.empty(8, 3)
-        found: dict[str, Any] = {
-            "all_reduce": mesh.all_reduce("dp", x.clone()),
-            "later": mesh.all_reduce("dp", x.clone(), async_op=True).wait(),
-            "broadcast": mesh.broadcast("dp", x.clone(), src=2),
-            "reduce": mesh.reduce("dp", x, dst=1),
-            "all_gather": mesh.all_gather("dp", x),
-            "all_gather out": mesh.all_gather("dp", x, out=out),
-            "reduce_scatter": mesh.reduce_scatter("dp", x),
-            "reduce_scatter out": mesh.reduce_scatter("dp", x, out=small),
-            "all_to_all": mesh.all_to_all("dp", x),
-            "all_to_all out": mesh.all_to_all("dp", x, out=came),
+def received_any(mesh: Any, me: int) -> Any:
+    return mesh.send("dp", torch.ones(4), 1, 3) if me == 0 else mesh.recv_any("dp", torch.empty(4), tag=3)
+
+
+# From the mesh, chance, the own coord, a tensor, one to receive into, a peer and a tag, which may be wrong.
+KINDS: Final[list[Callable[..., Any]]] = [
+    *[
+        lambda m, rng, me, x, y, to, tag: (
+            m.send("dp", x, to, tag) if me == 0 else m.recv("dp", y, src=to, tag=tag)
+        )
+    ]
+    * 2,
+    lambda m, rng, me, x, y, to, tag: (
+        m.isend("dp", x, to, tag) if me == 0 else m.irecv("dp", y, to, tag)
+    ).wait(),
+    lambda m, rng, me, x, y, to, tag: m.exchange("dp", *messages(x, y, to, tag)),
+    lambda m, rng, me, x, y, to, tag: m.exchange("dp", *messages(x, y, to, tag), async_op=True).wait(),
+    lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, 1, -1, 3, 2, True, 1.0, np.int64(1)))),
+    lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, -1)), wrap=False),
+    lambda m, rng, me, x, y, to, tag: m.shift("dp", x, handshake=True),
+    lambda m, rng, me, x, y, to, tag: received_any(m, me),
+    lambda m, rng, me, x, y, to, tag: m.all_reduce("dp", x, rng.choice(("sum", "max"))),
+    lambda m, rng, me, x, y, to, tag: m.all_reduce(
+        "dp", x, rng.choice(("sum", "max", ["sum"])), async_op=True
+    ).wait(),
+    lambda m, rng, me, x, y, to, tag: m.all_gather("dp", x, rng.choice((0, 0, 1)), out=into(rng, x, y, 2)),
+    lambda m, rng, me, x, y, to, tag: m.reduce_scatter("dp", x, out=into(rng, x, None, 0.5)),
+    lambda m, rng, me, x, y, to, tag: m.all_to_all("dp", x, out=rng.choice((None, y))),
+    lambda m, rng, me, x, y, to, tag: m.broadcast("dp", x, rng.choice((0, 1, True))),
+    lambda m, rng, me, x, y, to, tag: m.reduce("dp", x, rng.choice((0, 1, True))),
+    # Over messages that are a part.
+    lambda m, rng, me, x, y, to, tag: m.all_reduce("dp", torch.full((6,), float(me)), algorithm="ring"),
+]
+
+
+def messages(x: Any, y: Any, to: Any, tag: Any) -> tuple[Any, Any]:
+    return [(x, to, tag), (x, to)], [(y, to, tag), (torch.empty(x.shape, dtype=x.dtype), to)]
+
+
+def into(rng: random.Random, x: Any, y: Any, times: float) -> Any:
+    shape = (int(times * x.shape[0]), *x.shape[1:]) if x.ndim else (2,)
+    return rng.choice((None, y, torch.empty(shape, dtype=x.dtype)))
+
+
+def one_call(mesh: Any, rng: random.Random) -> Any:
+    """A random call, the same on both ranks; a refused one is refused on both before anything moves."""
+    me = mesh.coord("dp")
+    dtype, shape = rng.choice(DTYPES), rng.choice(((4,), (2, 3), (), (0,), (6, 2)))
+    x, out = some(rng, me, dtype, shape), some(rng, me, dtype, shape)
+    number = rng.randrange(len(KINDS))
+    if number < 3:
+        # Only the receiver has it, and the sender would not hear of its refusal.
+        out.requires_grad_(False)
+    # Of what is wrong here both ranks hear at their own door.
+    peer = rng.choice((1 - me,) * 12 + (me, 2, True, float(1 - me), np.int64(1 - me), str(1 - me)))
+    return KINDS[number](mesh, rng, me, x, out, peer, rng.choice((0, 0, 0, 7, 7, True, 7.0, -1, 1 << 30)))
+
+
+def prepared_kinds(comm: Any) -> tuple[int, int]:
+    return len(comm._ready), len(comm.messages._fast)
+
+
+def plain(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        found = found.detach().resolve_conj().resolve_neg()
+        return str(found.dtype), tuple(found.shape), found.to(torch.complex128).flatten().tolist()
+    return [plain(each) for each in found] if isinstance(found, (list, tuple)) else found
+
+
+def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, Any], int]:
+    """What a program gave, what was noted of it, and how many kinds of calls were prepared at the end."""
+    rng = random.Random(seed)
+    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=compared, timeout_s=60) as mesh:
+        recorder = mesh._at["dp"].recorder
+        found: list[Any] = []
+        for _ in range(120):
+            if not fast:
+                recorder.trace(None)  # forgets what is prepared
+            try:
+                found.append(plain(one_call(mesh, rng)))
+            except MeshcommError as error:
+                found.append((type(error).__name__, str(error)))
+        noted = {
+            "counts": [(row.dim, row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows],
+            "status": recorder.status(),
+            "ring": [
+                entry and (entry[0].name, entry[0].call, entry[1], entry[2].co_name, entry[3])
+                for entry in recorder.ring
+            ],
+            "recent": [
+                (each.name, each.call, each.place[0].co_name, each.place[1], each.nbytes, each.parts)
+                for each in recorder.messages.recent
+            ],
         }
-        assert found["all_gather out"] is out and found["reduce_scatter out"] is small
-        assert found["all_to_all out"] is came
-        x_before = (torch.arange(24.0).view(8, 3) + 100 * mesh.coord("dp")).numpy()
-        assert np.array_equal(x.numpy(), x_before)
-        return kept(mesh), {name: None if y is None else y.numpy().copy() for name, y in found.items()}
+        assert (recorder.under_way, recorder.messages.waiting) == (None, None)
+        for call in recorder.history():
+            assert call["over"] is not None and call["began"] <= call["over"]
+        return found, noted, sum(prepared_kinds(mesh._at["dp"]))
 
 
-def test_the_values_are_those_of_numpy(pool: Pool) -> None:
-    results = pool.run(values, ranks=N)
-    inputs = [np.arange(24.0, dtype=np.float32).reshape(8, 3) + 100 * c for c in range(N)]
-    total, whole = sum(inputs), np.concatenate(inputs)
-    for coord, (prepared, found) in enumerate(results):
-        assert len(prepared) == 8, prepared
-        assert np.array_equal(found["all_reduce"], total) and np.array_equal(found["later"], total)
-        assert np.array_equal(found["broadcast"], inputs[2])
-        assert (found["reduce"] is None) == (coord != 1)
-        if coord == 1:
-            assert np.array_equal(found["reduce"], total)
-        for name in ("all_gather", "all_gather out"):
-            assert np.array_equal(found[name], whole)
-        mine = slice(2 * coord, 2 * coord + 2)
-        for name in ("reduce_scatter", "reduce_scatter out"):
-            assert np.array_equal(found[name], total[mine])
-        for name in ("all_to_all", "all_to_all out"):
-            assert np.array_equal(found[name], np.concatenate([x[mine] for x in inputs]))
+@pytest.mark.parametrize(("seed", "compared"), [(0, 0), (2, 3)])
+def test_a_program_gives_and_notes_the_same_on_both_paths(pool: Pool, seed: int, compared: int) -> None:
+    short = pool.run(program, seed, compared, True, ranks=2)
+    long = pool.run(program, seed, compared, False, ranks=2)
+    for (values, noted, prepared), (values_long, noted_long, _) in zip(short, long, strict=True):
+        assert prepared > 8
+        assert values == values_long
+        assert noted == noted_long
+        refused = [each for each in values if isinstance(each, tuple) and str(each[0]).endswith("Error")]
+        assert 10 < len(refused) < 120
+
+
+# -- what only looks like a prepared call -----------------------------------------------------------------
 
 
 def conjugate(value: int) -> torch.Tensor:
-    """One element, -value, of which the memory holds the value."""
+    """One element, -value, of which the memory holds the value: dense, and with the other sign."""
     return torch.tensor([complex(0, value)]).conj().imag
 
 
+def all_once(mesh: Any) -> None:
+    me, x = mesh.coord("dp"), torch.ones(4)
+    for _ in range(2):
+        for op in ("sum", "max"):
+            mesh.all_reduce("dp", x.clone(), op)
+            mesh.reduce_scatter("dp", x, op=op)
+        mesh.all_reduce("dp", x.clone(), async_op=True).wait()
+        mesh.reduce("dp", x, 1)
+        mesh.broadcast("dp", x, 0)
+        mesh.all_gather("dp", x, axis=-1)
+        mesh.all_gather("dp", x)
+        mesh.all_to_all("dp", x, -1, -1)
+        mesh.all_to_all("dp", x)
+        mesh.exchange("dp", [(x, 1 - me)], [(torch.ones(4), 1 - me)])
+        mesh.shift("dp", x)
+
+
 def awkward() -> list[Any]:
-    """What only looks like a prepared call, after the calls have been prepared."""
     with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        warm(mesh)
-        for _ in range(2):
-            mesh.all_reduce("dp", torch.ones(1), "max")
-        # One element of a conjugate: dense, and its memory holds the value with the other sign.
-        negative = conjugate(2)
+        all_once(mesh)
+        negative, coord = conjugate(2), mesh.coord("dp")
         assert negative.is_neg() and negative.is_contiguous()
-        columns = torch.arange(6.0).view(2, 3).t()
-        halves = mesh.all_gather("dp", negative)
+        square = torch.arange(4.0).view(2, 2) + 10 * coord
         return [
-            mesh.all_reduce("dp", negative.clone()).item(),
-            mesh.all_reduce("dp", conjugate(mesh.coord("dp")), "max").item(),
-            mesh.reduce_scatter("dp", torch.stack([conjugate(mesh.coord("dp"))] * 2), op="max").item(),
-            mesh.broadcast("dp", conjugate(3) if mesh.coord("dp") else torch.tensor([-5.0]), src=0).item(),
-            halves.tolist(),
-            mesh.all_gather("dp", columns).tolist(),
+            mesh.all_gather("dp", negative).tolist(),
+            mesh.all_reduce("dp", negative).item(),
+            mesh.all_reduce("dp", conjugate(coord), "max").item(),
+            mesh.reduce_scatter("dp", torch.stack([conjugate(coord)] * 2), op="max").item(),
+            mesh.broadcast("dp", conjugate(3) if coord else torch.tensor([-5.0]), src=0).item(),
+            mesh.all_gather("dp", torch.arange(6.0).view(2, 3).t()).tolist(),
             mesh.all_gather("dp", torch.tensor(3.0)).tolist(),
-            mesh.all_to_all("dp", torch.arange(4.0).view(2, 2), 1, 1).tolist(),
+            # -1 is axis 0 of the tensors that the calls were prepared with, and axis 1 of these.
+            mesh.all_gather("dp", square, axis=-1).tolist(),
+            mesh.all_to_all("dp", square, -1, -1).tolist(),
         ]
 
 
-def test_a_tensor_whose_memory_is_not_its_values_is_not_sent_as_it_is(pool: Pool) -> None:
+def test_a_tensor_that_is_not_as_the_prepared_ones_is_not_sent_as_it_is(pool: Pool) -> None:
     columns = torch.arange(6.0).view(2, 3).t()
+    squares = [torch.arange(4.0).view(2, 2) + 10 * coord for coord in range(2)]
     for coord, found in enumerate(pool.run(awkward, ranks=2)):
-        own = torch.arange(4.0).view(2, 2)[:, coord : coord + 1].expand(2, 2)
+        moved = torch.cat([x[:, coord : coord + 1] for x in squares], 1)
         assert found == [
-            -4.0, 0.0, 0.0, -5.0, [-2.0, -2.0], torch.cat([columns, columns]).tolist(), [3.0, 3.0], own.tolist(),
+            [-2.0, -2.0], -4.0, 0.0, 0.0, -5.0, torch.cat([columns, columns]).tolist(), [3.0, 3.0],
+            torch.cat(squares, 1).tolist(), moved.tolist(),
         ]  # fmt: skip
 
 
-REFUSED: dict[str, tuple[Callable[[Mesh], object], type[MeshcommError], str]] = {
-    "gradients": (
-        lambda mesh: mesh.all_gather("dp", torch.ones(4, requires_grad=True)),
-        AutogradError,
-        "would change a tensor that needs gradients",
-    ),
-    "sparse": (lambda mesh: mesh.broadcast("dp", torch.eye(3).to_sparse(), 2), ShapeError, "cannot carry"),
-    "no tensor": (lambda mesh: mesh.all_to_all("dp", [1.0]), ShapeError, "was given a list"),  # type: ignore[arg-type]
-    "does not divide": (
-        lambda mesh: mesh.reduce_scatter("dp", torch.ones(7)),
-        ShapeError,
-        "cannot split axis 0",
-    ),
-    "another out": (
-        lambda mesh: mesh.all_gather("dp", torch.ones(4), out=torch.empty(4)),
-        ShapeError,
-        "out does not fit the result",
-    ),
-    "a list as src": (lambda mesh: mesh.broadcast("dp", torch.ones(2), [1]), MeshcommError, "is not a coord"),  # type: ignore[arg-type]
-    "True as src": (lambda mesh: mesh.broadcast("dp", torch.ones(2), True), MeshcommError, "is not a coord"),
-    "True as dst": (lambda mesh: mesh.reduce("dp", torch.ones(2), True), MeshcommError, "is not a coord"),
-    "another call as op": (
-        lambda mesh: mesh.all_reduce("dp", torch.ones(4), "all_gather"),
-        MeshcommError,
-        "no reduce op",
-    ),
-    "a key as op": (
-        lambda mesh: mesh.all_reduce("dp", torch.ones(4), ("broadcast", 2)),  # type: ignore[arg-type]
-        MeshcommError,
-        "no reduce op",
-    ),
-    "a list as op": (
-        lambda mesh: mesh.all_reduce("dp", torch.ones(4), ["sum"]),  # type: ignore[arg-type]
-        MeshcommError,
-        "no reduce op",
-    ),
-    "an unknown op": (
-        lambda mesh: mesh.all_reduce("dp", torch.ones(2), "most"),
-        MeshcommError,
-        "no reduce op",
-    ),
-}
+# -- a call that the backend gives up on --------------------------------------------------------------------
 
 
-def refused() -> dict[str, str]:
-    with meshcomm.init(dims={"dp": N}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        warm(mesh)
-        texts = {}
-        for name, (call, kind, _) in REFUSED.items():
-            with pytest.raises(kind) as caught:
-                call(mesh)
-            texts[name] = str(caught.value)
-        return texts
+class Failing:
+    """A Work that cannot be waited for."""
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("the wire is cut")
+
+    def is_completed(self) -> bool:
+        return True
 
 
-def test_what_was_refused_before_is_refused_still(pool: Pool) -> None:
-    for texts in pool.run(refused, ranks=N):
-        for name, (_, _, message) in REFUSED.items():
-            assert message in texts[name]
+def at_start(*_: object) -> Any:
+    raise RuntimeError("there is no wire")
 
 
-def other_axes() -> list[Any]:
-    """-1 is axis 0 of the tensors that the calls are prepared with, and axis 1 of the next ones."""
-    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        for _ in range(2):
-            mesh.all_gather("dp", torch.ones(4), axis=-1)
-            mesh.all_to_all("dp", torch.ones(4), -1, -1)
-        x = torch.arange(4.0).view(2, 2) + 10 * mesh.coord("dp")
-        return [mesh.all_gather("dp", x, axis=-1).tolist(), mesh.all_to_all("dp", x, -1, -1).tolist()]
+def failures(fast: bool) -> list[Any]:
+    found: list[Any] = []
+    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=30) as mesh:
+        all_once(mesh)
+        comm, peer, x, y = mesh._at["dp"], 1 - mesh.coord("dp"), torch.ones(4), torch.ones(4)
+        recorder = comm.recorder
+        recorder.inquire = lambda recorder, where, error: CommunicationError(
+            f"{where}: {error}",
+            given=str(recorder.status()["messages"]["waiting"] is not None or recorder.inside),
+            expected="a wire",
+            hint="another one",
+        )
+        kept = dict(comm._ready)
+        for start in (at_start, lambda *_: Failing()):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ProcessGroupTransport, "start_p2p", lambda *_, start=start: [start()])
+                if fast:
+                    key = (ALL_REDUCE, "sum", -1, True, torch.float32)
+                    comm._ready[key] = comm._ready[key]._replace(start=start)
+                else:
+                    patch.setattr(ProcessGroupTransport, "start", start)
+                for call in (
+                    lambda: mesh.send("dp", x, peer),
+                    lambda: mesh.recv("dp", x, src=peer),
+                    lambda: mesh.isend("dp", x, peer).wait(),
+                    lambda: mesh.irecv("dp", x, peer).wait(),
+                    lambda: mesh.exchange("dp", [(x, peer)], [(y, peer)]),
+                    lambda: mesh.exchange("dp", [(x, peer)], [(y, peer)], async_op=True).wait(),
+                    lambda: mesh.shift("dp", x),
+                    lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
+                ):
+                    if not fast:
+                        recorder.trace(None)  # what failed is prepared, too
+                    with pytest.raises(CommunicationError) as caught:
+                        call()
+                    assert recorder.messages.waiting is None and recorder.under_way is None
+                    found.append((str(caught.value), type(caught.value.__cause__).__name__))
+        comm._ready.update(kept)
+        recorder.trace(None)
+        found += [(row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows]
+        found += [(call["call"], call["over"] is not None) for call in recorder.history()]
+        found.append(dict(recorder.messages.begun))
+        mesh.barrier("dp")
+    return found
 
 
-def test_a_negative_axis_is_counted_in_each_tensor_anew(pool: Pool) -> None:
-    for coord, found in enumerate(pool.run(other_axes, ranks=2)):
-        xs = [torch.arange(4.0).view(2, 2) + 10 * each for each in range(2)]
-        moved = torch.cat([x[:, coord : coord + 1] for x in xs], 1)
-        assert found == [torch.cat(xs, 1).tolist(), moved.tolist()]
+def test_a_failed_call_is_told_and_counted_the_same(pool: Pool) -> None:
+    short, long = pool.run(failures, True, ranks=2), pool.run(failures, False, ranks=2)
+    assert short == long
+    assert "send to 1 along" in short[0][0][0] and "there is no wire" in short[0][0][0]
 
 
-def counted() -> tuple[list[tuple[str, int, int]], str]:
-    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        for _ in range(3):
+def kept() -> list[tuple[int, int]]:
+    counts = []
+    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=2, timeout_s=30) as mesh:
+        comm = mesh._at["dp"]
+        for _ in range(4):
+            mesh.shift("dp", torch.ones(4))
             mesh.all_gather("dp", torch.ones(4))
-        recorder = mesh._at["dp"].recorder
-        last = recorder.last()
-        assert last is not None
-        rows = [(t.call, t.calls, t.nbytes) for t in recorder.counters.values()]
-        return rows, last["callsite"]
+            counts.append(prepared_kinds(comm))
+        comm.recorder.trace(None)
+        counts.append(prepared_kinds(comm))
+        mesh.shift("dp", torch.ones(4))
+    return [*counts, prepared_kinds(comm)]
 
 
-def test_fast_calls_are_counted_and_remembered_with_the_users_line(pool: Pool) -> None:
-    for rows, site in pool.run(counted, ranks=2):
-        assert rows == [("all_gather", 3, 3 * 2 * 16)]
-        assert site.startswith(__file__)
-
-
-def traced_or_not() -> int:
-    """How many calls are prepared, while the first calls are still compared."""
-    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=100, timeout_s=60) as mesh:
-        warm_two = torch.arange(4.0)
-        for _ in range(3):
-            mesh.all_gather("dp", warm_two)
-        return len(kept(mesh))
-
-
-def test_nothing_is_prepared_while_calls_are_compared(pool: Pool) -> None:
-    assert pool.run(traced_or_not, ranks=2) == [0, 0]
+def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the_mesh(pool: Pool) -> None:
+    # Two are compared; the third finds that it is not. A message has two ends.
+    assert pool.run(kept, ranks=2) == [[(0, 0), (0, 0), (1, 2), (1, 2), (0, 0), (0, 0)]] * 2

@@ -1,235 +1,292 @@
-"""Gradients of every functional collective, checked across ranks, eager and compiled."""
+"""Functional collectives along every dim, and under all that torch does to functions, against one process with all ranks' values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
-import meshcomm
 from meshcomm.mesh import Mesh
 
-Op = Callable[[Mesh, str, Tensor], Tensor]
+# The ys of all ranks from all their xs.
+Whole = Callable[[Tensor], Tensor]
 
-# name -> (forward on this rank's x, and the same on all ranks' xs at once: coord -> y).
-# "alike" ones are followed by the same loss on every rank, which counts once.
-OPS: dict[str, tuple[Op, Callable[[list[Tensor], int], Tensor], bool]] = {
-    "all_reduce identity": (
-        lambda m, d, x: m.functional.all_reduce(d, x, grad="identity"),
-        lambda xs, c: torch.stack(xs).sum(0),
-        True,
+
+class Row(NamedTuple):
+    """mine: this rank's y from its x. whole: (ranks, ...) -> (ranks, ...), the same on one process.
+
+    alike: every rank goes on with the same y to one and the same loss. equal: all ranks have the same x.
+    """
+
+    mine: Callable[[Any, str, Tensor], Tensor]
+    whole: Whole
+    alike: bool = False
+    equal: bool = False
+
+
+def each(xs: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([y] * len(xs))
+
+
+def parts(y: Tensor, ranks: int, axis: int) -> Tensor:
+    return torch.stack(y.chunk(ranks, axis))
+
+
+def joined(xs: Tensor, axis: int) -> Tensor:
+    return torch.cat(xs.unbind(0), axis)
+
+
+def exchanged(xs: Tensor, split: int, concat: int) -> Tensor:
+    cut = [x.chunk(len(xs), split) for x in xs.unbind(0)]
+    return torch.stack([torch.cat([row[c] for row in cut], concat) for c in range(len(xs))])
+
+
+ROWS: dict[str, Row] = {
+    "all_reduce identity": Row(
+        lambda f, d, x: f.all_reduce(d, x, grad="identity"), lambda xs: each(xs, xs.sum(0)), alike=True
     ),
-    "all_reduce sum": (
-        lambda m, d, x: m.functional.all_reduce(d, x, grad="sum"),
-        lambda xs, c: torch.stack(xs).sum(0),
-        False,
+    "all_reduce sum": Row(lambda f, d, x: f.all_reduce(d, x, grad="sum"), lambda xs: each(xs, xs.sum(0))),
+    "all_reduce avg identity": Row(
+        lambda f, d, x: f.all_reduce(d, x, "avg", grad="identity"),
+        lambda xs: each(xs, xs.mean(0)),
+        alike=True,
     ),
-    "all_reduce avg identity": (
-        lambda m, d, x: m.functional.all_reduce(d, x, "avg", grad="identity"),
-        lambda xs, c: torch.stack(xs).mean(0),
-        True,
+    "all_reduce avg sum": Row(
+        lambda f, d, x: f.all_reduce(d, x, "avg", grad="sum"), lambda xs: each(xs, xs.mean(0))
     ),
-    "all_reduce avg sum": (
-        lambda m, d, x: m.functional.all_reduce(d, x, "avg", grad="sum"),
-        lambda xs, c: torch.stack(xs).mean(0),
-        False,
+    "identity": Row(lambda f, d, x: f.identity(d, x), lambda xs: xs, equal=True),
+    "all_gather slice": Row(
+        lambda f, d, x: f.all_gather(d, x, 1, grad="slice"), lambda xs: each(xs, joined(xs, 1)), alike=True
     ),
-    "all_gather slice": (
-        lambda m, d, x: m.functional.all_gather(d, x, 1, grad="slice"),
-        lambda xs, c: torch.cat(xs, 1),
-        True,
+    "all_gather reduce_scatter": Row(
+        lambda f, d, x: f.all_gather(d, x, 0, grad="reduce_scatter"), lambda xs: each(xs, joined(xs, 0))
     ),
-    "all_gather reduce_scatter": (
-        lambda m, d, x: m.functional.all_gather(d, x, -1, grad="reduce_scatter"),
-        lambda xs, c: torch.cat(xs, -1),
-        False,
+    "reduce_scatter": Row(
+        lambda f, d, x: f.reduce_scatter(d, x, -1), lambda xs: parts(xs.sum(0), len(xs), 1)
     ),
-    "reduce_scatter": (
-        lambda m, d, x: m.functional.reduce_scatter(d, x, 1),
-        lambda xs, c: torch.chunk(torch.stack(xs).sum(0), len(xs), 1)[c],
-        False,
+    "reduce_scatter avg": Row(
+        lambda f, d, x: f.reduce_scatter(d, x, 0, "avg"), lambda xs: parts(xs.mean(0), len(xs), 0)
     ),
-    "reduce_scatter avg": (
-        lambda m, d, x: m.functional.reduce_scatter(d, x, 0, "avg"),
-        lambda xs, c: torch.chunk(torch.stack(xs).mean(0), len(xs), 0)[c],
-        False,
-    ),
-    "all_to_all": (
-        lambda m, d, x: m.functional.all_to_all(d, x, 0, 1),
-        lambda xs, c: torch.cat([torch.chunk(x, len(xs), 0)[c] for x in xs], 1),
-        False,
-    ),
-    "all_to_all same axis": (
-        lambda m, d, x: m.functional.all_to_all(d, x, 1, 1),
-        lambda xs, c: torch.cat([torch.chunk(x, len(xs), 1)[c] for x in xs], 1),
-        False,
-    ),
-    "shift": (
-        lambda m, d, x: m.functional.shift(d, x, 1),
-        lambda xs, c: xs[(c - 1) % len(xs)],
-        False,
-    ),
+    "slice": Row(lambda f, d, x: f.slice(d, x, 1), lambda xs: parts(xs[0], len(xs), 1), equal=True),
+    "all_to_all": Row(lambda f, d, x: f.all_to_all(d, x, 0, 1), lambda xs: exchanged(xs, 0, 1)),
+    "all_to_all one axis": Row(lambda f, d, x: f.all_to_all(d, x, 1, 1), lambda xs: exchanged(xs, 1, 1)),
+    "shift": Row(lambda f, d, x: f.shift(d, x), lambda xs: xs.roll(1, 0)),
 }
 
 
-def leaf(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(4, 8, dtype=torch.float64, generator=generator).requires_grad_()
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(y: Tensor, coord: int) -> Tensor:
-    """Another loss for every coord, not linear in y."""
-    weight = torch.arange(1.0, y.numel() + 1, dtype=torch.float64).view(y.shape) / 7
-    return (y.sin() * weight * (coord + 1)).sum()
+def loss_of(y: Tensor, scale: Tensor | float) -> Tensor:
+    """Not linear in y, and another weight for each of its elements."""
+    weight = torch.arange(1, y.numel() + 1, dtype=torch.float64).view(y.shape) / 5
+    return (y.sin() * weight).sum() * scale
 
 
-def gradients_here(mesh: Mesh, dims: str, compiled: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each operation's y and the gradient of its x; compiled, all are one graph, which is made once."""
+# -- what is done to a function ---------------------------------------------------------------------
+#
+# Each mode takes y(x), loss(x) and three tensors: x, another of its shape, and a batch of them along the last
+# axis. It is asked of this rank's functions, and of those of all ranks at once, so that it is written once.
 
-    def program(xs: list[Tensor]) -> list[Tensor]:
-        return [forward(mesh, dims, x * 2) for (forward, _, _), x in zip(OPS.values(), xs, strict=True)]
-
-    if compiled:
-        torch._dynamo.reset()
-        program = torch.compile(program, backend="aot_eager", fullgraph=True)
-    xs = [leaf(mesh.rank) for _ in OPS]
-    ys = program(xs)
-    # Each x is in one of the losses only.
-    alike = [row[2] for row in OPS.values()]
-    losses = [loss_of(y, 0 if one else mesh.coord(dims)) for y, one in zip(ys, alike, strict=True)]
-    torch.stack(losses).sum().backward()
-    found = {}
-    for name, x, y in zip(OPS, xs, ys, strict=True):
-        assert x.grad is not None
-        found[name] = y.detach(), x.grad
-    return found
+Function = Callable[[Tensor], Tensor]
+Mode = Callable[[Function, Function, Tensor, Tensor, Tensor], Tensor]
 
 
-WIDE: dict[str, Any] = {
-    "dp": 2,
-    "one": 1,
-    "tp": 2,
-    "merge": {"both": ("tp", "dp")},
-    "rank_order": [2, 1, 0, 3],
-    "timeout_s": 110,
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def backward(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    return torch.autograd.grad(loss(x), x)[0]
+
+
+def twice_backward(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    return torch.autograd.grad((first.sin() * t).sum(), x)[0]
+
+
+def dual_numbers(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(y(forward_ad.make_dual(x, t))).tangent
+        assert tangent is not None, "no tangent"
+        return tangent
+
+
+def recomputed(reentrant: bool, y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    x = leaf(x)
+    checkpoint(loss, x, use_reentrant=reentrant).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def traced(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    graph = make_fx(torch.func.grad(loss))(torch.zeros_like(x))
+    return graph(x)
+
+
+def in_inference_mode(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return y(x * 1).clone()
+
+
+def without_grad(y: Function, loss: Function, x: Tensor, t: Tensor, xs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return y(leaf(x))
+
+
+FUNC: dict[str, Mode] = {
+    "func.jvp": lambda y, loss, x, t, xs: torch.func.jvp(y, (x,), (t,))[1],
+    "func.grad": lambda y, loss, x, t, xs: torch.func.grad(loss)(x),
+    "func.grad of func.grad": lambda y, loss, x, t, xs: torch.func.grad(
+        lambda x: (torch.func.grad(loss)(x).sin() * t).sum()
+    )(x),
+    "func.jvp of func.grad": lambda y, loss, x, t, xs: torch.func.jvp(torch.func.grad(loss), (x,), (t,))[1],
+    "vmap": lambda y, loss, x, t, xs: torch.vmap(y, -1, -1)(xs),
+    "vmap of func.grad": lambda y, loss, x, t, xs: torch.vmap(torch.func.grad(loss), -1, -1)(xs),
+    "vmap of func.jvp": lambda y, loss, x, t, xs: torch.vmap(
+        lambda x: torch.func.jvp(y, (x,), (t,))[1], -1, -1
+    )(xs),
+}
+EAGER: dict[str, Mode] = {
+    **FUNC,
+    "vmap of vmap": lambda y, loss, x, t, xs: torch.vmap(torch.vmap(y, -1, -1), -1, -1)(
+        torch.stack([xs, xs.cos()], -1)
+    ),
+    "backward": backward,
+    "twice backward": twice_backward,
+    "dual numbers": dual_numbers,
+    "checkpoint": partial(recomputed, False),
+    "checkpoint, reentrant": partial(recomputed, True),
+    "make_fx": traced,
+    "no_grad": without_grad,
+    "inference_mode": in_inference_mode,
+}
+# Those whose result has the shape of x, not of y.
+LIKE_X = {
+    *(name for name in EAGER if "grad" in name and name != "no_grad"),
+    "backward",
+    "twice backward",
+    "checkpoint",
+    "checkpoint, reentrant",
+    "make_fx",
 }
 
 
-def check(mesh: Mesh, compiled: bool) -> None:
-    # Compiling takes the time; which group it is makes no difference to the graph.
-    for dims in ("tp",) if compiled else ("dp", "tp", "both", "one"):
-        for name, (got_y, got) in gradients_here(mesh, dims, compiled).items():
-            _, together, alike = OPS[name]
-            ranks = mesh.ranks(dims)
-            xs = [leaf(rank) for rank in ranks]
-            ys = [together([x * 2 for x in xs], c) for c in range(len(xs))]
-            losses = [loss_of(y, 0 if alike else c) for c, y in enumerate(ys)]
-            total = losses[0] if alike else torch.stack(losses).sum()
-            total.backward()
-            mine = mesh.coord(dims)
-            torch.testing.assert_close(got_y, ys[mine].detach(), rtol=1e-12, atol=1e-12)
-            want = xs[mine].grad
-            assert want is not None
-            # float64; only the order of sums differs.
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=f"{name} along {dims}")
+def here(mesh: Mesh, dims: str, row: Row) -> tuple[Function, Function]:
+    scale = 1.0 if row.alike else mesh.coord(dims) + 1.0
+
+    def y(x: Tensor) -> Tensor:
+        return row.mine(mesh.functional, dims, x * 2)
+
+    return y, lambda x: loss_of(y(x), scale)
 
 
-@pytest.mark.mesh(**WIDE, via=("simulator", "gloo"))
-def test_gradients_equal_those_of_one_process(mesh: Mesh) -> None:
-    check(mesh, False)
+def inputs(row: Row, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    seed = 0 if row.equal else rank
+    return numbers(4, 4, seed=seed), numbers(4, 4, seed=seed + 10), numbers(4, 4, 3, seed=seed + 20)
 
 
-# More ranks would compile the same.
-@pytest.mark.mesh(tp=2, rank_order=[1, 0], timeout_s=110, via="gloo")
-def test_gradients_equal_those_of_one_process_compiled_in_one_graph(mesh: Mesh) -> None:
-    check(mesh, True)
+def wanted(mesh: Mesh, dims: str, row: Row, name: str) -> Tensor:
+    """What one process gets that has the xs of all ranks, and the sum of their losses."""
+    size = mesh.size(dims)
+
+    def ys(x: Tensor) -> Tensor:
+        return row.whole((torch.stack([x] * size) if row.equal else x) * 2)
+
+    def loss(x: Tensor) -> Tensor:
+        found = ys(x)
+        if row.alike:
+            return loss_of(found[0], 1)
+        return torch.stack([loss_of(found[c], c + 1.0) for c in range(size)]).sum()
+
+    given = list(zip(*(inputs(row, rank) for rank in mesh.ranks(dims)), strict=True))
+    x, t, xs = (tensors[0] if row.equal else torch.stack(tensors) for tensors in given)
+    found = EAGER[name](ys, loss, x, t, xs)
+    return found if row.equal and name in LIKE_X else found[mesh.coord(dims)]
+
+
+def compare(mesh: Mesh, row: str, name: str, got: Tensor | None, dims: str = "tp") -> None:
+    assert got is not None
+    # float64; only the order of sums differs.
+    want = wanted(mesh, dims, ROWS[row], name).detach()
+    torch.testing.assert_close(got.detach(), want, rtol=1e-10, atol=1e-10, msg=f"{row}, {name} along {dims}")
+
+
+def eagerly(mesh: Mesh, name: str, dims: str = "tp") -> None:
+    for row in ROWS:
+        given = inputs(ROWS[row], mesh.rank)
+        compare(mesh, row, name, EAGER[name](*here(mesh, dims, ROWS[row]), *given), dims)
+
+
+@pytest.mark.mesh(
+    dp=2, one=1, tp=2, merge={"both": ("tp", "dp")}, rank_order=[2, 1, 0, 3], via=("simulator", "gloo")
+)
+def test_values_and_gradients_along_every_dim(mesh: Mesh) -> None:
+    for dims in ("dp", "tp", "both", "one"):
+        for name in ("no_grad", "backward"):
+            eagerly(mesh, name, dims)
 
 
 @pytest.mark.mesh(tp=2, via="gloo")
-def test_identity_and_slice(mesh: Mesh) -> None:
-    """What Megatron-LM's f, and its scatter to tensor ranks, are for."""
-    for compiled in (False, True):
-        x = leaf(0)  # equal on all ranks
-        w = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-
-        def program(x: Tensor) -> Tensor:
-            c = mesh.coord("tp")
-            return mesh.functional.identity("tp", x) @ w[:, 4 * c : 4 * c + 4]
-
-        def sliced(x: Tensor) -> Tensor:
-            return mesh.functional.slice("tp", x, 1)
-
-        if compiled:
-            torch._dynamo.reset()
-            program = torch.compile(program, backend="aot_eager", fullgraph=True)
-            sliced = torch.compile(sliced, backend="aot_eager", fullgraph=True)
-        y = mesh.functional.all_gather("tp", program(x), 1, grad="slice")
-        loss_of(y, 0).backward()
-        alone = leaf(0)
-        loss_of(alone @ w, 0).backward()
-        torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
-
-        x, alone = leaf(0), leaf(0)
-        y = mesh.functional.all_gather("tp", sliced(x).sin(), 1, grad="slice")
-        loss_of(y, 0).backward()
-        loss_of(alone.sin(), 0).backward()
-        torch.testing.assert_close(x.grad, alone.grad, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("name", [name for name in EAGER if name not in ("no_grad", "backward")])
+def test_eager(mesh: Mesh, name: str) -> None:
+    eagerly(mesh, name)
 
 
-@pytest.mark.mesh(tp=2, via=("simulator", "gloo"))
-def test_gradients_are_the_slopes(mesh: Mesh) -> None:
-    """gradcheck perturbs each rank's x in turn; all ranks run every evaluation together."""
-    f = mesh.functional
-    for program in (
-        lambda x: f.reduce_scatter("tp", x, 1),
-        lambda x: f.all_to_all("tp", x, 0, 1),
-        lambda x: f.shift("tp", x),
-    ):
-        # The function is the sum over all ranks, the same number on each of them.
-        x = (torch.arange(8.0, dtype=torch.float64).view(2, 4) + mesh.rank).requires_grad_()
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_backward_of_one_compiled_graph(mesh: Mesh) -> None:
+    """Which group it is makes no difference to the graph."""
+    torch._dynamo.reset()
 
-        def total(x: Tensor) -> Tensor:
-            return mesh.functional.all_reduce("tp", (program(x) ** 2).sum(), grad="identity")
+    def program(xs: list[Tensor]) -> list[Tensor]:
+        return [here(mesh, "tp", row)[0](x) for row, x in zip(ROWS.values(), xs, strict=True)]
 
-        total(x).backward()
-        for rank in range(mesh.size("tp")):
-            for place in range(x.numel()):
-                moved = [x.detach().clone(), x.detach().clone()]
-                if mesh.coord("tp") == rank:
-                    moved[0].view(-1)[place] += 1e-6
-                    moved[1].view(-1)[place] -= 1e-6
-                slope = (total(moved[0]) - total(moved[1])) / 2e-6
-                if mesh.coord("tp") == rank:
-                    assert x.grad is not None
-                    assert abs(slope.item() - x.grad.view(-1)[place].item()) < 1e-5
+    xs = [leaf(inputs(row, mesh.rank)[0]) for row in ROWS.values()]
+    ys = torch.compile(program, backend="aot_eager", fullgraph=True)(xs)
+    # Each x is in one of the losses only.
+    scales = [1.0 if row.alike else mesh.coord("tp") + 1.0 for row in ROWS.values()]
+    torch.stack([loss_of(y, scale) for y, scale in zip(ys, scales, strict=True)]).sum().backward()
+    for row, x, y in zip(ROWS, xs, ys, strict=True):
+        compare(mesh, row, "no_grad", y)
+        compare(mesh, row, "backward", x.grad)
 
 
-@pytest.mark.mesh(tp=2, via=("simulator", "gloo"))
-def test_each_wrong_gradient_is_refused(mesh: Mesh) -> None:
-    texts = []
-    f, x = mesh.functional, leaf(0)
-    calls: list[Callable[[], Any]] = [
-        lambda: f.all_reduce("tp", x, grad="both"),  # type: ignore[arg-type]
-        lambda: f.all_reduce("tp", x, "max", grad="sum"),
-        lambda: f.all_gather("tp", x, grad="mine"),  # type: ignore[arg-type]
-        lambda: f.all_gather("tp", x, 2, grad="slice"),
-        lambda: f.reduce_scatter("tp", x[:3]),
-        lambda: f.reduce_scatter("tp", x, 0, "max"),
-    ]
-    for call in calls:
-        try:
-            call()
-            texts.append("nothing")
-        except meshcomm.MeshcommError as error:
-            texts.append(error.what)
-    assert texts == [
-        "functional.all_reduce has no gradient rule 'both'",
-        "functional.all_reduce along \"tp\" has no gradient for op='max'",
-        "functional.all_gather has no gradient rule 'mine'",
-        f'functional.all_gather along "tp" on {mesh.label} has no axis 2',
-        f'functional.reduce_scatter along "tp" on {mesh.label} cannot split axis 0',
-        "functional.reduce_scatter along \"tp\" has no gradient for op='max'",
-    ]
+# Every operator, for its own sake or as the adjoint of another. Each row more is a second of compilation.
+COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to_all", "shift")
+
+
+# torch has no compiled form of the other modes: they surround what is compiled. What is nested contains its parts.
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+@pytest.mark.parametrize(
+    ("name", "backend", "rows"),
+    [
+        ("func.grad of func.grad", "aot_eager", COMPILED),
+        ("vmap of func.grad", "aot_eager", COMPILED),
+        ("vmap of func.jvp", "aot_eager", COMPILED),
+        ("func.jvp of func.grad", "eager", COMPILED),
+        ("vmap of func.grad", "inductor", COMPILED[:1]),
+    ],
+)
+def test_compiled_with_the_transform_in_one_graph(
+    mesh: Mesh, name: str, backend: str, rows: Sequence[str]
+) -> None:
+    torch._dynamo.reset()
+    chosen = [ROWS[row] for row in rows]
+
+    def program(given: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        return [EAGER[name](*here(mesh, "tp", row), *one) for row, one in zip(chosen, given, strict=True)]
+
+    given = [inputs(row, mesh.rank) for row in chosen]
+    got = torch.compile(program, backend=backend, fullgraph=True)(given)
+    for row, found in zip(rows, got, strict=True):
+        compare(mesh, row, name, found)

@@ -1,229 +1,176 @@
-"""Arguments and tensors that nobody meant: refused by name on every rank, and the group goes on; or right."""
+"""Tensors in awkward memory, other modes of torch, handles that two threads wait for: right all the same."""
 
 from __future__ import annotations
 
+import math
+import random
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import meshcomm
-from meshcomm.errors import LayoutError, MeshcommError, PatternError, ShapeError, UnknownDim, UnsupportedOp
+from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-from tests.comm import hostile_calls
+from tests.comm.test_collectives import array
 
-DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 2, "one": 1}, "merge": {"both": ("dp", "tp")}}
+# -- seeded calls of random kind, beside what all ranks' values say must come out --------------------------
 
-
-def ones(*shape: int) -> Tensor:
-    return torch.ones(shape or (4, 4))
-
-
-def quantized() -> Tensor:
-    with warnings.catch_warnings(action="ignore"):  # torch's: a prototype
-        return torch.quantize_per_tensor(ones(), 0.1, 0, torch.quint8)
-
-
-def nested() -> Tensor:
-    with warnings.catch_warnings(action="ignore"):
-        return torch.nested.nested_tensor([ones(2, 2), ones(3, 2)])
+GRID: dict[str, Any] = {"dims": {"a": 3, "b": 2, "one": 1}, "merge": {"ab": ("a", "b"), "ba": ("b", "a")}}
+ORDER = [4, 0, 3, 1, 5, 2]
+_NAMES: tuple[Dims, ...] = ("a", "b", "ab", "ba", "one", ("b", "a"), ("a", "one"))
+_DTYPES = (
+    torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64,
+    torch.uint8, torch.uint16, torch.complex64, torch.float8_e4m3fn, torch.bool,
+)  # fmt: skip
+_SHAPES = ((), (1,), (6,), (0,), (6, 6), (1, 6), (2, 6, 3), (6, 0), (2, 6, 1, 6))
+# Every size of _NAMES divides these along both axes, so that axis 0 and -1 can be cut.
+_CUT = ((6,), (6, 6), (6, 0), (6, 2, 6))
 
 
-def peer(mesh: Mesh) -> int:
-    return 1 - mesh.coord("dp")
+def values(seed: int, number: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, which any rank can draw for any other."""
+    chance = random.Random(f"{seed} {number} {rank}")
+    drawn = torch.tensor([chance.randint(0, 3) for _ in range(math.prod(shape))], device="cpu")
+    found = drawn.view(shape).to(torch.float32).to(dtype)
+    return found * complex(1, 2) if dtype.is_complex else found
 
 
-# What is refused, with which error, and words of its text. None of it may reach torch.
-REFUSED: dict[str, tuple[Callable[[Mesh], object], type[MeshcommError], str]] = {
-    "quantized": (lambda m: m.broadcast("dp", quantized(), 0), ShapeError, "quantized tensor"),
-    "quantized in a list": (lambda m: m.broadcast("dp", [quantized()], 0), ShapeError, "quantized"),
-    "quantized by levels": (
-        lambda m: m.all_reduce(("dp", "tp"), quantized(), algorithm="hierarchical"),
-        ShapeError,
-        "quantized",
+def in_memory(x: Tensor, style: str) -> Tensor:
+    """The values of `x` in another memory; `x` where the style does not suit it."""
+    if style == "turned" and x.ndim > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if style == "every second" and x.ndim:
+        wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))
+        wide[..., 1::2].copy_(x)
+        return wide[..., 1::2]
+    if style == "conjugate" and x.dtype == torch.complex64:
+        return x.conj().resolve_conj().conj()
+    if style == "negative" and x.dtype == torch.float32:
+        return torch.complex(torch.zeros_like(x), -x).conj().imag
+    if style == "of inference":
+        with torch.inference_mode():
+            return x.clone()
+    if style == "parameter":
+        return torch.nn.Parameter(x, requires_grad=False)
+    return x
+
+
+_STYLES = ("plain", "turned", "every second", "conjugate", "negative", "of inference", "parameter")
+
+
+# What is called along which dims, and what must come out of all ranks' arrays. chance: the same on every rank.
+Call = Callable[[Mesh, Dims, Any, list[np.ndarray], random.Random], tuple[Any, Any]]
+
+
+def reduce_scatter(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    axis = chance.choice((0, -1))
+    return m.reduce_scatter(d, x, axis), np.split(sum(of), m.size(d), axis)[m.coord(d)]
+
+
+def scatter(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    src, axis = chance.randrange(m.size(d)), chance.choice((0, -1))
+    return m.scatter(d, x, src, axis), np.split(of[src], m.size(d), axis)[m.coord(d)]
+
+
+def gather(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    axis = chance.choice((0, 0, -1))
+    return m.all_gather(d, x, axis), np.concatenate([np.atleast_1d(each) for each in of], axis)
+
+
+def broadcast(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    src = chance.randrange(m.size(d))
+    return m.broadcast(d, [x] if chance.random() < 0.3 else x, src), of[src]
+
+
+def later(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    with torch.no_grad():
+        handle = m.all_reduce(d, [x, torch.ones(2, device="cpu")], async_op=True)
+    return handle.wait(), sum(of)
+
+
+def shift(m: Mesh, d: Dims, x: Any, of: list[np.ndarray], chance: random.Random) -> tuple[Any, Any]:
+    offset = chance.randint(-3, 3)
+    got = m.shift(d, x, offset, handshake=chance.random() < 0.5)
+    return got, of[(m.coord(d) - offset) % m.size(d)]
+
+
+ADDED: tuple[Call, ...] = (
+    lambda m, d, x, of, chance: (
+        m.all_reduce(d, x, algorithm=chance.choice(("flat", "ring", "tree", "halving_doubling"))),
+        sum(of),
     ),
-    "nested": (lambda m: m.all_gather("dp", nested()), ShapeError, "nested tensor of 2"),
-    "nested, rearranged": (lambda m: m.rearrange(nested(), "a b -> b a"), ShapeError, "nested"),
-    "sparse in a list": (
-        lambda m: m.all_reduce("dp", [ones(), ones().to_sparse()]),
-        ShapeError,
-        "cannot carry",
+    later,
+    reduce_scatter,
+)
+CUTTING: tuple[Call, ...] = (
+    reduce_scatter,
+    scatter,
+    lambda m, d, x, of, chance: (
+        m.all_to_all(d, x),
+        np.concatenate([np.split(each, m.size(d))[m.coord(d)] for each in of]),
     ),
-    "sparse, functional": (lambda m: m.functional.slice("dp", ones().to_sparse()), ShapeError, "to_dense"),
-    "no tensor, functional": (
-        lambda m: m.functional.all_reduce("dp", 1.5, "max", grad="sum"),  # type: ignore[arg-type]
-        ShapeError,
-        "given a float",
-    ),
-    "expanded in place": (lambda m: m.all_reduce("dp", ones(1).expand(3)), ShapeError, "one place in memory"),
-    "expanded in a list": (lambda m: m.broadcast("dp", [ones(1).expand(3)], 0), ShapeError, "one place"),
-    "expanded by levels": (
-        lambda m: m.all_reduce(("dp", "tp"), ones(1).expand(3), algorithm="hierarchical"),
-        ShapeError,
-        "one place",
-    ),
-    "overlapping windows": (
-        lambda m: m.all_reduce("dp", ones(5).unfold(0, 3, 1), algorithm="ring"),
-        ShapeError,
-        "one place in memory",
-    ),
-    "expanded out": (
-        lambda m: m.all_gather("dp", ones(2), out=ones(1).expand(4)),
-        ShapeError,
-        "out cannot write",
-    ),
-    "expanded to receive": (
-        lambda m: m.exchange("dp", [(ones(3), peer(m))], [(ones(1).expand(3), peer(m))]),
-        ShapeError,
-        "one place",
-    ),
-    "two receives into one tensor": (
-        lambda m: (lambda x: m.exchange("dp", [(ones(), peer(m))] * 2, [(x, peer(m)), (x[1:], peer(m))]))(
-            ones()
-        ),
-        ShapeError,
-        "that overlap",
-    ),
-    "a receive into what is sent": (
-        lambda m: (lambda x: m.exchange("dp", [(x, peer(m))], [(x, peer(m))]))(ones()),
-        ShapeError,
-        "memory of its own",
-    ),
-    "receives into two columns and a row across them": (
-        lambda m: (lambda x: m.exchange("dp", [], [(x[:, 0], peer(m)), (x[:, 1], peer(m)), (x[1], peer(m))]))(
-            torch.ones(3, 2)
-        ),
-        ShapeError,
-        "that overlap",
-    ),
-    "out is no tensor": (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),  # type: ignore[arg-type]
-    "a list of dims": (lambda m: m.all_reduce(["dp", "tp"], ones()), UnknownDim, "tuple"),  # type: ignore[call-overload]
-    "a list of dims for a group": (lambda m: m.group(["dp", "tp"]), UnknownDim, "tuple"),  # type: ignore[arg-type]
-    "no dims by ring": (lambda m: m.all_reduce(None, ones(), algorithm="ring"), UnknownDim, "None"),  # type: ignore[call-overload]
-    "axis None": (lambda m: m.all_gather("dp", ones(), None), ShapeError, "not a whole number"),  # type: ignore[arg-type]
-    "axis 1.0": (lambda m: m.all_to_all("dp", ones(), 0, 1.0), ShapeError, "not a whole number"),  # type: ignore[arg-type]
-    "axis as text": (lambda m: m.functional.slice("dp", ones(), "0"), ShapeError, "whole number"),  # type: ignore[arg-type]
-    "factor as text": (
-        lambda m: m.all_reduce("dp", ones(), "premul_sum", factor="2"),  # type: ignore[call-overload]
-        ShapeError,
-        "not a number",
-    ),
-    "factor of another shape": (
-        lambda m: m.all_reduce("dp", ones(), "premul_sum", factor=ones(8, 1, 1)),  # type: ignore[call-overload]
-        ShapeError,
-        "not a number",
-    ),
-    "complex factor": (
-        lambda m: m.reduce("dp", ones(), 0, "premul_sum", factor=1j),  # type: ignore[arg-type]
-        ShapeError,
-        "for float32",
-    ),
-    "splits of halves": (lambda m: m.all_to_all("dp", ones(), splits=[1.5, 2.5]), ShapeError, "do not cut"),  # type: ignore[list-item]
-    "no splits": (lambda m: m.all_to_all("dp", ones(), splits=4), ShapeError, "do not cut"),  # type: ignore[arg-type]
-    "offset as text": (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),  # type: ignore[arg-type]
-    "a negative tag": (
-        lambda m: m.exchange("dp", [(ones(), peer(m), -1)], [(ones(), peer(m), -1)]),
-        LayoutError,
-        "not a tag",
-    ),
-    "a tag of the library": (
-        lambda m: m.exchange("dp", [(ones(), peer(m), 1 << 30)], [(ones(), peer(m), 1 << 30)]),
-        LayoutError,
-        "not a tag",
-    ),
-    "a message without a peer": (
-        lambda m: m.exchange("dp", [(ones(),)], [(ones(), peer(m))]),  # type: ignore[list-item]
-        ShapeError,
-        "not a list of messages",
-    ),
-    "a message with two tags": (
-        lambda m: m.exchange("dp", [(ones(), peer(m), 0, 7)], [(ones(), peer(m))]),  # type: ignore[list-item]
-        ShapeError,
-        "a tuple of 4",
-    ),
-    "no time to wait": (lambda m: m.barrier("dp", timeout_s=float("nan")), UnsupportedOp, "not a time"),
-    "all ranks later": (lambda m: m.barrier(async_op=True), UnsupportedOp, "async_op without dims"),
-    "nothing to scatter": (lambda m: m.scatter("dp", ones(7), 0), ShapeError, "scatter"),
-    "axes past a header": (lambda m: m.scatter("dp", ones(2, *[1] * 15), 0), ShapeError, "scatter"),
-    "no shape to explain": (
-        lambda m: meshcomm.explain_pattern("a b -> b a", {"dp": 2}, (4, "4")),  # type: ignore[arg-type]
-        PatternError,
-        "not a shape",
-    ),
-    "no mesh to explain": (
-        lambda m: meshcomm.explain_pattern("a -> a", ["dp"], (4,)),  # type: ignore[arg-type]
-        LayoutError,
-        "needs a mesh",
-    ),
-}
+)
+ALL: tuple[Call, ...] = (
+    *ADDED, broadcast, gather, *CUTTING[1:], shift,
+    lambda m, d, x, of, chance: (m.objects.all_gather(d, x.detach().as_subclass(Tensor))[0], of[0]),
+)  # fmt: skip
 
 
-def refusals(mesh: Mesh) -> dict[str, list[tuple[str, str]]]:
-    """How each call ends, twice, with the group in use in between."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name, (call, _, _) in REFUSED.items():
-        for _ in range(2):
-            try:
-                call(mesh)
-                how = ("nothing", "")
-            except Exception as error:
-                how = (type(error).__name__, str(error))
-            found.setdefault(name, []).append(how)
-            assert mesh.all_reduce("dp", ones(1)).item() == 2, name
-    return found
+def equal(got: Tensor, want: np.ndarray, dtype: torch.dtype) -> bool:
+    found = array(got.detach().as_subclass(Tensor).resolve_conj().resolve_neg())
+    return got.dtype == dtype and np.array_equal(found, np.asarray(want).astype(found.dtype))
 
 
-def refusals_on_gloo() -> dict[str, list[tuple[str, str]]]:
-    with meshcomm.init(**DIMS, device="cpu", timeout_s=60, validate_calls=0) as mesh:
-        return refusals(mesh)
+def program(mesh: Mesh, seed: int, count: int) -> list[str]:
+    """Make `count` calls, each three times; return what was not as it must be."""
+    wrong = []
+    chance = random.Random(seed)
+    for number in range(count):
+        call, dims, style = chance.choice(ALL), chance.choice(_NAMES), chance.choice(_STYLES)
+        dtype = chance.choice(_DTYPES[:5] if call in ADDED else _DTYPES)
+        shape = chance.choice(_CUT if call in CUTTING else _SHAPES)
+        told = f"call {number} ({ALL.index(call)}) of seed {seed} along {dims}: {dtype} {shape} {style}"
+        for again in range(3):
+            place = 10 * number + again
+            of = [values(seed, place, rank, shape, dtype) for rank in mesh.ranks(dims)]
+            x = in_memory(of[mesh.coord(dims)].clone(), style)
+            with torch.device("meta") if again == 2 else torch.no_grad():
+                try:
+                    arrays, drawn = [array(each) for each in of], random.Random(f"{seed} {number} {again}")
+                    got, expected = call(mesh, dims, x, arrays, drawn)
+                except MeshcommError as error:
+                    wrong.append(f"{told}: {error}")
+                    continue
+            got = got[0] if isinstance(got, list) else got
+            if not equal(got, expected, dtype):
+                wrong.append(f"{told}: {got}, not {expected}")
+    return wrong
 
 
-@pytest.mark.parametrize("via", ["simulator", "gloo"])
-def test_every_rank_refuses_and_the_group_goes_on(via: str, pool: Pool) -> None:
-    ranks = meshcomm.simulate(refusals, **DIMS) if via == "simulator" else pool.run(refusals_on_gloo, ranks=4)
-    for rank, found in enumerate(ranks):
-        for name, (_, kind, words) in REFUSED.items():
-            for how, text in found[name]:
-                assert how == kind.__name__ and words in text, (rank, name, how, text)
-                assert all(label in text for label in ("given:", "expected:", "try:")), text
+def on_gloo(seed: int, count: int) -> list[str]:
+    """The same on processes, with calls prepared after the first."""
+    with meshcomm.init(**GRID, rank_order=ORDER, device="cpu", timeout_s=60, validate_calls=0) as mesh:
+        return program(mesh, seed, count)
 
 
-# A misfit that one rank alone can see is said when the others have had their part of the call.
-ALONE: dict[str, tuple[Callable[[Mesh], object], tuple[int, ...]]] = {
-    "gather": (lambda m: m.gather("dp", ones(), 1, out=ones(3)), (1,)),
-    "gather, uneven": (lambda m: m.gather("dp", ones(), 1, uneven=True, out=ones(3)), (1,)),
-    "all_gather, uneven": (
-        lambda m: m.all_gather("dp", ones(), uneven=True, out=ones(8 if m.coord("dp") else 3, 4)),
-        (0,),
-    ),
-    "all_to_all": (
-        lambda m: m.all_to_all("dp", ones(), 0, 1, splits=[1, 3] if m.coord("dp") else [2, 2]),
-        (0, 1),
-    ),
-    "scatter": (lambda m: m.scatter("dp", ones(7) if m.coord("dp") else None, 1), (0, 1)),
-}
+def test_values_in_awkward_memory_arrive() -> None:
+    for seed in (1, 2):
+        found = meshcomm.simulate(program, **GRID, rank_order=ORDER, args=(seed, 40))
+        assert found == [[]] * 6
 
 
-def alone(mesh: Mesh) -> dict[str, bool]:
-    found = {}
-    for name, (call, _) in ALONE.items():
-        try:
-            call(mesh)
-            found[name] = False
-        except ShapeError:
-            found[name] = True
-        assert mesh.all_reduce("dp", ones(1)).item() == 2
-    return found
+def test_values_in_awkward_memory_arrive_on_gloo(pool: Pool) -> None:
+    assert pool.run(on_gloo, 3, 25, ranks=6) == [[]] * 6
 
 
-def test_what_one_rank_refuses_leaves_no_other_waiting() -> None:
-    for coord, found in enumerate(meshcomm.simulate(alone, dims={"dp": 2})):
-        assert found == {name: coord in ranks for name, (_, ranks) in ALONE.items()}
+# -- modes of torch, and handles ---------------------------------------------------------------------------
 
 
 def in_other_modes(mesh: Mesh) -> list[Any]:
@@ -346,18 +293,6 @@ def test_a_handle_waits_for_a_time(timeout_s: Any) -> None:
     with pytest.raises(UnsupportedOp, match="not a time to wait"):
         handle.wait(timeout_s)
     assert handle.wait(float("inf")) == 3
-
-
-def test_values_in_awkward_memory_arrive() -> None:
-    for seed in (1, 2):
-        found = meshcomm.simulate(
-            hostile_calls.program, **hostile_calls.DIMS, rank_order=hostile_calls.ORDER, args=(seed, 40)
-        )
-        assert found == [[]] * 6
-
-
-def test_values_in_awkward_memory_arrive_on_gloo(pool: Pool) -> None:
-    assert pool.run(hostile_calls.on_gloo, 3, 25, ranks=6) == [[]] * 6
 
 
 def in_its_own_memory() -> list[bool]:

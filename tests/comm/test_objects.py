@@ -100,29 +100,12 @@ def test_objects_and_tensors_with_one_tag_do_not_meet(pool: Pool) -> None:
     pool.run(on_a_mesh, tags_apart, ranks=4)
 
 
-def refused(mesh: Mesh, act: Callable[[], Any], expect: type[Exception] = ObjectError) -> str:
+def refused(mesh: Mesh, act: Callable[[], Any]) -> str:
     """The text of what `act` raises; afterwards the group still works, so nobody was left behind."""
-    try:
+    with pytest.raises(ObjectError) as caught:
         act()
-    except expect as error:
-        text = str(error).replace(mesh.label, "RANK")
-    else:
-        raise AssertionError("nothing was raised")
     assert mesh.objects.all_gather("all", mesh.rank) == mesh.ranks("all")
-    return text
-
-
-PLAIN = (
-    "plain data and tensors: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, "
-    "frozenset, torch.Tensor, torch.Size, torch.dtype, NumPy arrays and scalars"
-)
-CALLBACK = f"""what coord 2 has cannot be sent
-  given:    coord 2: obj["model"][1] is a function
-  expected: {PLAIN}
-  try:      plain data that holds the same, or pickle=True on every rank of the call"""
-TWO = """objects.all_gather along "model" on RANK: what coords 1 2 have cannot be sent
-  given:    coord 1: obj is a function
-            coord 2: TypeError: no size for you"""
+    return str(caught.value).replace(mesh.label, "RANK")
 
 
 class Odd(list[Any]):
@@ -132,118 +115,122 @@ class Odd(list[Any]):
         raise TypeError("no size for you")
 
 
-def unsendable(mesh: Mesh) -> list[str]:
-    coord = mesh.coord("model")
-    bad = {"model": [0, thing if coord == 2 else 1]}
-    texts = [
-        refused(mesh, lambda: mesh.objects.all_gather("model", bad)),
-        refused(mesh, lambda: mesh.objects.gather("model", bad, dst=0)),
-        refused(mesh, lambda: mesh.objects.broadcast("model", bad, src=2)),
-    ]
-    parts = [0, [thing], 2, 3] if coord == 2 else None
-    texts.append(refused(mesh, lambda: mesh.objects.scatter("model", parts, src=2)))
-    for wrong in ([1, 2, 3], {"a": 1}):
-        objs = wrong if coord == 3 else None
-        texts.append(refused(mesh, lambda objs=objs: mesh.objects.scatter("model", objs, src=3)))
-    return texts
+def bad(mesh: Mesh) -> Any:
+    return {"model": [0, thing if mesh.coord("model") == 2 else 1]}
 
 
-def test_an_object_that_cannot_be_sent_raises_on_every_rank(pool: Pool) -> None:
-    for got in pool.run(on_a_mesh, unsendable, ranks=4):
-        everywhere, gather, broadcast, scatter, short, no_list = got
-        assert everywhere == f'objects.all_gather along "model" on RANK: {CALLBACK}'
-        assert gather == f'objects.gather along "model" on RANK: {CALLBACK}'
-        assert broadcast == f'objects.broadcast along "model" on RANK: {CALLBACK}'
-        assert "given:    coord 2: for coord 1: obj[0] is a function\n" in scatter
-        assert short == (
-            'objects.scatter along "model" on RANK: what coord 3 has cannot be sent\n'
-            "  given:    coord 3: objs has 3 elements\n"
-            "  expected: 4, one for each coord\n"
-            "  try:      None for a coord that gets nothing"
-        )
-        assert "given:    coord 3: objs is of type dict\n" in no_list
+def big(mesh: Mesh) -> Any:
+    return torch.zeros(5000 if mesh.coord("model") == 1 else 10, dtype=torch.uint8)
 
 
-def pickle_fails(mesh: Mesh) -> str:
-    coord = mesh.coord("model")
-    x: Any = {0: 0, 1: lambda: 0, 2: Odd(), 3: 0}[coord]
-    return refused(mesh, lambda: mesh.objects.all_gather("model", x, pickle=True))
+def cap(mesh: Mesh) -> Any:
+    return 4000 if mesh.coord("model") == 3 else 6000  # the smallest holds
 
 
-def test_a_pickle_that_fails_raises_on_every_rank(pool: Pool) -> None:
-    for text in pool.run(on_a_mesh, pickle_fails, ranks=4):
-        assert "what coords 1 2 have cannot be sent" in text
-        assert "coord 2: obj cannot be pickled: TypeError: no size for you" in text
+def of_one(mesh: Mesh, coord: int, objs: Any) -> Any:
+    return objs if mesh.coord("model") == coord else None
 
 
-def capped(mesh: Mesh) -> list[str]:
-    coord = mesh.coord("model")
-    big = torch.zeros(5000 if coord == 1 else 10, dtype=torch.uint8)
-    cap = 4000 if coord == 3 else 6000  # the smallest holds
-    texts = [
-        refused(mesh, lambda: mesh.objects.all_gather("model", big, max_bytes=cap)),
-        refused(mesh, lambda: mesh.objects.gather("model", big, dst=2, max_bytes=cap)),
-        refused(mesh, lambda: mesh.objects.broadcast("model", big, src=1, max_bytes=cap)),
-        refused(mesh, lambda: mesh.objects.scatter("model", [0, 1, 2, big], src=1, max_bytes=cap)),
-    ]
-    if mesh.coord("tp") == 0:
-        texts.append(refused(mesh, lambda: mesh.objects.send("tp", bytes(5000), 1, max_bytes=6000)))
-    else:
-        texts.append(refused(mesh, lambda: mesh.objects.recv("tp", 0, max_bytes=4000)))
+def first_sends(mesh: Mesh, dim: str, send: dict[str, Any], recv: dict[str, Any], obj: Any = 1) -> Any:
+    """Coord 0 sends to coord 1."""
+    if mesh.coord(dim) == 0:
+        return mesh.objects.send(dim, obj, 1, **send)
+    return mesh.objects.recv(dim, 0, **recv)
+
+
+UNSENT, PLAIN = "cannot be sent", "plain data that holds the same, or pickle=True on every rank of the call"
+FUNCTION = 'coord 2: obj["model"][1] is a function'
+OVER, MORE = "what coord 1 has is over the size cap", "a larger max_bytes on every rank"
+SIZE = f"{encode(torch.zeros(5000, dtype=torch.uint8)).numel():,} bytes"
+# A call, and of the error that every rank raises: the call's name and dim, what, given, try.
+REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
+    (lambda m: m.objects.all_gather("model", bad(m)), "all_gather model", UNSENT, FUNCTION, PLAIN),
+    (lambda m: m.objects.gather("model", bad(m), dst=0), "gather model", UNSENT, FUNCTION, PLAIN),
+    (lambda m: m.objects.broadcast("model", bad(m), src=2), "broadcast model", UNSENT, FUNCTION, PLAIN),
+    (
+        lambda m: m.objects.scatter("model", of_one(m, 2, [0, [thing], 2, 3]), src=2),
+        "scatter model", UNSENT, "coord 2: for coord 1: obj[0] is a function", PLAIN,
+    ),
+    (
+        lambda m: m.objects.scatter("model", of_one(m, 3, [1, 2, 3]), src=3),
+        "scatter model", UNSENT, "coord 3: objs has 3 elements", "None for a coord that gets nothing",
+    ),
+    (
+        lambda m: m.objects.scatter("model", of_one(m, 3, {"a": 1}), src=3),
+        "scatter model", UNSENT, "coord 3: objs is of type dict", "None on the other ranks only",
+    ),
+    (
+        lambda m: m.objects.all_gather("model", {1: lambda: 0, 2: Odd()}.get(m.coord("model")), pickle=True),
+        "all_gather model", "what coords 1 2 have cannot be sent",
+        "coord 2: obj cannot be pickled: TypeError: no size for you", "",
+    ),
+    (
+        lambda m: m.objects.all_gather("model", big(m), max_bytes=cap(m)),
+        "all_gather model", OVER, f"coord 1: {SIZE}", MORE,
+    ),
+    (
+        lambda m: m.objects.gather("model", big(m), dst=2, max_bytes=cap(m)),
+        "gather model", OVER, f"coord 1: {SIZE}", MORE,
+    ),
+    (
+        lambda m: m.objects.broadcast("model", big(m), src=1, max_bytes=cap(m)),
+        "broadcast model", OVER, f"coord 1: {SIZE}", MORE,
+    ),
+    (
+        lambda m: m.objects.scatter("model", [0, 1, 2, big(m)], src=1, max_bytes=cap(m)),
+        "scatter model", OVER, f"coord 1, for coord 3: {SIZE}", MORE,
+    ),
+    (
+        lambda m: first_sends(m, "tp", {"max_bytes": 6000}, {"max_bytes": 4000}, bytes(5000)),
+        " tp", "what coord 0 has is over the size cap", "max_bytes of coord 1", MORE,
+    ),
+    (
+        lambda m: m.objects.all_gather("model", 1, pickle=m.coord("model") == 2),
+        "all_gather model", "the ranks disagree on pickle", "coord 2: pickle=True; coords 0 1 3: pickle=False",
+        "pickle=True on every rank where every sender is trusted, or on none",
+    ),
+    (
+        lambda m: first_sends(m, "dp", {"pickle": True}, {}),
+        " dp", "the ranks disagree on pickle", "coord 0: pickle=True; coord 1: pickle=False", "or on none",
+    ),
+    (
+        lambda m: m.objects.broadcast("model", 1, src=m.coord("model") // 2),
+        "broadcast model", "the ranks made different calls", "coords 0 1: broadcast, src=0; coords 2 3: broadcast, src=1",
+        "look at the order of calls",
+    ),
+    (
+        lambda m: m.objects.gather("model", 1, dst=0) if m.coord("model") == 1 else m.objects.all_gather("model", 1),
+        " model", "the ranks made different calls", "coords 0 2 3: all_gather; coord 1: gather, dst=0",
+        "look at the order of calls",
+    ),
+    (
+        lambda m: m.objects.send("tp", 1, dst=1 - m.coord("tp")),
+        "send tp", "the ranks made different calls", "coords 0 1: send\n  expected: a recv for each send", "",
+    ),
+    (lambda m: first_sends(m, "dp", {}, {}, [thing]), " dp", UNSENT, "coord 0: obj[0] is a function", PLAIN),
+]  # fmt: skip
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    return [refused(mesh, lambda: act(mesh)) for act, *_ in REFUSED]
+
+
+def test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank(pool: Pool) -> None:
+    for found in pool.run(on_a_mesh, refusals, ranks=4):
+        for text, (_, call, what, given, hint) in zip(found, REFUSED, strict=True):
+            name, _, dim = call.partition(" ")
+            assert f'{name} along "{dim}" on RANK: ' in text and what in text.splitlines()[0], text
+            assert given in text and hint in text.partition("  try: ")[2], text
+            if what == OVER:
+                assert "expected: at most 4,000 bytes each, the max_bytes of coord 3\n" in text
+
+
+def just_within(mesh: Mesh) -> None:
     assert mesh.objects.all_gather("model", bytes(3000), max_bytes=4000) == [bytes(3000)] * 4
-    return texts
 
 
-def test_an_object_over_the_cap_raises_on_every_rank_before_its_bytes_move(pool: Pool) -> None:
-    size = encode(torch.zeros(5000, dtype=torch.uint8)).numel()
-    behind = (
-        "what coord 1 has is over the size cap\n"
-        f"  given:    coord 1{{}}: {size:,} bytes\n"
-        "  expected: at most 4,000 bytes each, the max_bytes of coord 3\n"
-        "  try:      a larger max_bytes on every rank; or send large tensors as tensors"
-    )
-    for texts in pool.run(on_a_mesh, capped, ranks=4):
-        for call, text in zip(("all_gather", "gather", "broadcast", "scatter"), texts[:4], strict=True):
-            more = ", for coord 3" if call == "scatter" else ""
-            assert text == f'objects.{call} along "model" on RANK: {behind.format(more)}'
-        assert ' along "tp" on RANK: what coord 0 has is over the size cap' in texts[4]
-        assert "at most 4,000 bytes each, the max_bytes of coord 1\n" in texts[4]
-
-
-def disagreements(mesh: Mesh) -> list[str]:
-    coord = mesh.coord("model")
-    texts = [
-        refused(mesh, lambda: mesh.objects.all_gather("model", 1, pickle=coord == 2)),
-        refused(mesh, lambda: mesh.objects.broadcast("model", 1, src=coord // 2)),
-    ]
-    act: Callable[[], Any] = lambda: mesh.objects.all_gather("model", 1)  # noqa: E731
-    if coord == 1:
-        act = lambda: mesh.objects.gather("model", 1, dst=0)  # noqa: E731
-    texts.append(refused(mesh, act))
-    if mesh.coord("dp") == 0:
-        texts.append(refused(mesh, lambda: mesh.objects.send("dp", 1, 1, pickle=True)))
-    else:
-        texts.append(refused(mesh, lambda: mesh.objects.recv("dp", 0)))
-    if mesh.coord("dp") == 0:
-        texts.append(refused(mesh, lambda: mesh.objects.send("dp", [thing], 1)))
-    else:
-        texts.append(refused(mesh, lambda: mesh.objects.recv("dp", 0)))
-    return texts
-
-
-def test_ranks_that_disagree_hear_of_it(pool: Pool) -> None:
-    for pickles, roots, calls, message, unsent in pool.run(on_a_mesh, disagreements, ranks=4):
-        assert pickles == (
-            'objects.all_gather along "model" on RANK: the ranks disagree on pickle\n'
-            "  given:    coord 2: pickle=True; coords 0 1 3: pickle=False\n"
-            "  expected: the same on every rank; a pickle can run any code on its receivers\n"
-            "  try:      pickle=True on every rank where every sender is trusted, or on none"
-        )
-        assert "given:    coords 0 1: broadcast, src=0; coords 2 3: broadcast, src=1\n" in roots
-        assert "the ranks made different calls" in calls
-        assert "given:    coords 0 2 3: all_gather; coord 1: gather, dst=0\n" in calls
-        assert "given:    coord 0: pickle=True; coord 1: pickle=False\n" in message
-        assert "given:    coord 0: obj[0] is a function\n" in unsent
+def test_the_cap_itself_crosses(pool: Pool) -> None:
+    pool.run(on_a_mesh, just_within, ranks=4)
 
 
 def wrong_arguments(mesh: Mesh) -> None:
@@ -429,16 +416,6 @@ def test_an_object_of_any_source(pool: Pool) -> None:
     for found in pool.run(on_a_mesh, from_any, ranks=4):
         for text in found if isinstance(found, list) else [found]:
             assert "cannot be sent\n  given:    coord " in text and ": obj[0] is a function\n" in text
-
-
-def both_send_first(mesh: Mesh) -> str:
-    return refused(mesh, lambda: mesh.objects.send("tp", 1, dst=1 - mesh.coord("tp")))
-
-
-def test_two_ranks_that_both_send_first_hear_of_it(pool: Pool) -> None:
-    for text in pool.run(on_a_mesh, both_send_first, ranks=4):
-        assert "the ranks made different calls" in text
-        assert "given:    coords 0 1: send\n" in text and "a recv for each send" in text
 
 
 def counted(mesh: Mesh) -> None:

@@ -20,27 +20,10 @@ def differs(shown: str, got: str, order: str = "") -> str | None:
     if order == "any order":
         missing = [line for line in wanted if line != "..." and line not in came]
         return None if not missing else _told("missing: " + "; ".join(missing), came)
-    # Between two `...` stand runs of lines; each is looked for behind the one before.
-    runs: list[list[str]] = [[]]
-    for line in wanted:
-        if line.strip() == "...":
-            runs.append([])
-        else:
-            runs[-1].append(line)
-    at = 0
-    for number, run in enumerate(runs):
-        last = number == len(runs) - 1
-        if number == 0:
-            places = [0]
-        elif last:
-            places = [len(came) - len(run)]
-        else:
-            places = list(range(at, len(came) - len(run) + 1))
-        place = next((p for p in places if p >= at and came[p : p + len(run)] == run), None)
-        if place is None or (last and place + len(run) != len(came)):
-            return _told("the page shows:\n  " + "\n  ".join(run), came)
-        at = place + len(run)
-    return None
+    pattern = "".join("(?:.*\n)*" if line.strip() == "..." else f"{re.escape(line)}\n" for line in wanted)
+    if re.fullmatch(pattern, "".join(f"{line}\n" for line in came)):
+        return None
+    return _told("the page shows:\n  " + "\n  ".join(wanted), came)
 
 
 def _lines(text: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 from functools import cache
 from pathlib import Path
 
@@ -69,10 +68,3 @@ def test_what_is_missing_is_seen() -> None:
     assert "test_nothing" not in functions("test_house.py")
     assert "1-backends" in headings(PAGE)
     assert "1-backend" not in headings(PAGE)
-
-
-def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(TESTS / "documents" / "coverage_rows.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "test_a_registered_backend_and_one_named_by_device" in printed
-    assert printed.count(PAGE) >= len(ROWS)

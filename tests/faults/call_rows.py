@@ -10,16 +10,7 @@ import torch
 
 from meshcomm.mesh import Mesh
 from tests.faults.death_rows import peers
-from tests.faults.row import (
-    DIFFERS_S,
-    MISSING_S,
-    TIMEOUT_S,
-    Program,
-    Rank,
-    Row,
-    check,
-    everyone,
-)
+from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, check, everyone, row, without
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -32,7 +23,7 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def _differs(name: str, fault: str, moment: str, call: Call, **more: Any) -> Row:
+def _differs(cells: str, call: Call, quick: bool = False, **more: Any) -> Row:
     """Rank 2 of four makes another call than the others, and after the error all make the same again."""
 
     def program(me: Rank) -> None:
@@ -49,18 +40,8 @@ def _differs(name: str, fault: str, moment: str, call: Call, **more: Any) -> Row
                 # Nothing was sent: the group is as good as before.
                 check(mesh.all_reduce("dp", _x(3)), 4.0)
 
-    return Row(
-        name,
-        fault,
-        moment,
-        "dp",
-        program,
-        everyone("CallMismatchError"),
-        (_ODD,),
-        DIFFERS_S,
-        _LINE,
-        quick=more.get("quick", False),
-    )
+    expected = everyone("CallMismatchError")
+    return row(f"{cells} | dp", program, expected, (_ODD,), DIFFERS_S, dims=_LINE, quick=quick)
 
 
 _GRADIENTS: Final[Call] = lambda m, odd: m.functional.all_reduce(  # noqa: E731
@@ -107,33 +88,17 @@ def _raises(me: Rank, mesh: Mesh) -> None:
 
 
 def _skipped(name: str, dims: dict[str, int], dim: str, victim: int, **keys: Any) -> Row:
-    return Row(
-        name,
-        "skipped call" + (", calls not compared" if keys else ""),
-        "between calls",
-        dim,
-        _on(dim, victim, _goes_elsewhere, **keys),
-        {**peers(dims, dim, victim, "CollectiveTimeout"), victim: ""},
-        (victim,),
-        MISSING_S,
-        dims,
-    )
+    cells = f"{name} | skipped call{', calls not compared' if keys else ''} | between calls | {dim}"
+    expected = {**peers(dims, dim, victim, "CollectiveTimeout"), victim: ""}
+    return row(cells, _on(dim, victim, _goes_elsewhere, **keys), expected, (victim,), dims=dims)
 
 
 def _leaves(
     name: str, fault: str, act: Callable[[Rank, Mesh], object], error: str, dim: str, **more: Any
 ) -> Row:
-    return Row(
-        name,
-        fault,
-        "between calls",
-        dim,
-        _on(dim, 5, act),
-        {**peers(_CUBE, dim, 5, "PeerLost"), 5: error},
-        (5,),
-        MISSING_S,
-        _CUBE,
-        **more,
+    expected = {**peers(_CUBE, dim, 5, "PeerLost"), 5: error}
+    return row(
+        f"{name} | {fault} | between calls | {dim}", _on(dim, 5, act), expected, (5,), dims=_CUBE, **more
     )
 
 
@@ -244,66 +209,43 @@ def _training(odd: str) -> Program:
     return program
 
 
+def _shapes(mesh: Mesh, odd: bool) -> object:
+    return mesh.all_reduce("dp", _x(6 if odd else 4))
+
+
+_WORDS: Final = (("compared", 64), ("not compared", 0))
+
 ROWS = [
+    _differs("other-shape | other shape | in all_reduce", _shapes, quick=True),
+    _differs("other-shape-late | other shape, half a second late | in all_reduce", _shapes, late=0.5),
     _differs(
-        "other-shape",
-        "other shape",
-        "in all_reduce",
-        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
-        quick=True,
-    ),
-    _differs(
-        "other-shape-late",
-        "other shape, half a second late",
-        "in all_reduce",
-        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
-        late=0.5,
-    ),
-    _differs(
-        "other-shape-call-71",
-        'other shape, validate_calls = "always"',
-        "in call 71",
-        lambda m, odd: m.all_reduce("dp", _x(6 if odd else 4)),
+        'other-shape-call-71 | other shape, validate_calls = "always" | in call 71',
+        _shapes,
         before=70,
         keys={"validate_calls": "always"},
     ),
     _differs(
-        "other-dtype",
-        "other dtype",
-        "in all_reduce",
+        "other-dtype | other dtype | in all_reduce",
         lambda m, odd: m.all_reduce("dp", _x(4, dtype=torch.float64 if odd else torch.float32)),
     ),
     _differs(
-        "other-reduce-op",
-        "other reduce op",
-        "in all_reduce",
+        "other-reduce-op | other reduce op | in all_reduce",
         lambda m, odd: m.all_reduce("dp", _x(4), "max" if odd else "sum"),
     ),
+    _differs("other-root | other root | in broadcast", lambda m, odd: m.broadcast("dp", _x(4), int(odd))),
+    _differs("other-root-scatter | other root | in scatter", lambda m, odd: m.scatter("dp", _x(4), 2 * odd)),
     _differs(
-        "other-root", "other root", "in broadcast", lambda m, odd: m.broadcast("dp", _x(4), 1 if odd else 0)
-    ),
-    _differs(
-        "other-root-scatter",
-        "other root",
-        "in scatter",
-        lambda m, odd: m.scatter("dp", _x(4), 2 if odd else 0),
-    ),
-    _differs(
-        "other-axis",
-        "other axis",
-        "in all_gather",
+        "other-axis | other axis | in all_gather",
         lambda m, odd: m.all_gather("dp", _x(4, 4), axis=1 if odd else 0),
     ),
     _differs(
-        "other-operation",
-        "other operation",
-        "in reduce_scatter",
+        "other-operation | other operation | in reduce_scatter",
         lambda m, odd: m.all_to_all("dp", _x(4)) if odd else m.reduce_scatter("dp", _x(4)),
         quick=True,
     ),
-    _differs("other-shape-gradients", "other shape", "in functional.all_reduce", _GRADIENTS),
-    _differs("swapped-calls", "swapped order of two calls", "same dim", _two_calls),
-    _differs("skipped-then-another", "skipped call, the next one differs", "same dim", _skips),
+    _differs("other-shape-gradients | other shape | in functional.all_reduce", _GRADIENTS),
+    _differs("swapped-calls | swapped order of two calls | same dim", _two_calls),
+    _differs("skipped-then-another | skipped call, the next one differs | same dim", _skips),
     _skipped("skipped-tp", _CUBE, "tp", 6),
     _skipped("skipped-pp", _CUBE, "pp", 6, validate_calls=0),
     _skipped("skipped-dp4", _LINE, "dp", 1, validate_calls=0),
@@ -311,105 +253,56 @@ ROWS = [
     _leaves("exception-tp", "exception on one rank", _raises, "ValueError", "tp", quick=True),
     _leaves("exception-dp", "exception on one rank", _raises, "ValueError", "dp"),
     *(
-        Row(
-            f"skipped-first-call-{word}",
-            f"skipped call; its rank ends {word} the timeout",
-            "first call on a group",
-            "tp",
-            _first_call(stays_s),
-            {0: "CollectiveTimeout|PeerLost", 1: "", 2: "", 3: ""},
-            (1,),
-            MISSING_S,
+        row(
+            f"skipped-first-call-{word} | skipped call; its rank ends {word} the timeout | first call on a group | tp",
+            *(_first_call(stays_s), everyone("", r0="CollectiveTimeout|PeerLost"), (1,)),
         )
         for word, stays_s in (("before", 1.0), ("after", TIMEOUT_S + 2))
     ),
     *(
-        Row(
-            f"call-on-another-dim-{word.replace(' ', '-')}",
-            f"call on another dim, calls {word}",
-            "between calls",
-            "dp, tp",
+        row(
+            f"call-on-another-dim-{word.replace(' ', '-')} | call on another dim, calls {word} | between calls | dp, tp",
             _another_dim(validate),
-            {0: "", 1: "", 2: "CollectiveTimeout", 3: "CollectiveTimeout"},
+            everyone("", r2="CollectiveTimeout", r3="CollectiveTimeout"),
             {2: (3,), 3: (1,)},
         )
-        for word, validate in (("compared", 64), ("not compared", 0))
+        for word, validate in _WORDS
     ),
     *(
-        Row(
-            f"crossed-{word.replace(' ', '-')}",
-            f"swapped order of two calls, calls {word}",
-            "two dims",
-            "dp, tp",
-            _crossed(validate),
-            everyone("CollectiveTimeout"),
-            {0: (1,), 1: (3,), 2: (0,), 3: (2,)},
+        row(
+            f"crossed-{word.replace(' ', '-')} | swapped order of two calls, calls {word} | two dims | dp, tp",
+            *(_crossed(validate), everyone("CollectiveTimeout"), {0: (1,), 1: (3,), 2: (0,), 3: (2,)}),
         )
-        for word, validate in (("compared", 64), ("not compared", 0))
+        for word, validate in _WORDS
     ),
-    Row(
-        "asynchronous",
-        "skipped call",
-        "in wait() of an asynchronous all_reduce",
-        "dp",
-        _asynchronous,
-        {0: "", 1: "", 2: "", 3: "CollectiveTimeout"},
-        (1,),
+    row(
+        "asynchronous | skipped call | in wait() of an asynchronous all_reduce | dp",
+        *(_asynchronous, everyone("", r3="CollectiveTimeout"), (1,)),
     ),
-    Row(
-        "store-barrier",
-        "skipped barrier",
-        "in barrier(timeout_s=1)",
-        "all",
-        _store_barrier,
-        everyone("BarrierTimeout", r1=""),
-        (1,),
-        3.0,
+    row(
+        "store-barrier | skipped barrier | in barrier(timeout_s=1) | all",
+        *(_store_barrier, everyone("BarrierTimeout", r1=""), (1,), 3.0),
     ),
-    Row(
-        "hierarchical",
-        "skipped call",
-        "in a hierarchical all_reduce",
-        "pp, dp, tp",
-        _hierarchical,
-        everyone("CollectiveTimeout|PeerLost", 8, r5=""),
-        {1: (5,), 4: (5,), 7: (5,)},
-        MISSING_S,
-        _CUBE,
+    row(
+        "hierarchical | skipped call | in a hierarchical all_reduce | pp, dp, tp",
+        *(_hierarchical, everyone("CollectiveTimeout|PeerLost", 8, r5=""), dict.fromkeys((1, 4, 7), (5,))),
+        dims=_CUBE,
     ),
-    Row(
-        "sigkill-objects",
-        "SIGKILL",
-        "in objects.all_gather",
-        "dp",
-        _object_dies,
-        {0: "PeerLost", 1: "PeerLost", 3: "PeerLost"},
-        (_ODD,),
-        MISSING_S,
-        _LINE,
+    row(
+        "sigkill-objects | SIGKILL | in objects.all_gather | dp",
+        *(_object_dies, without(everyone("PeerLost"), _ODD), (_ODD,)),
+        dims=_LINE,
     ),
-    Row(
-        "unpicklable-object",
-        "an object that cannot cross on one rank",
-        "in objects.all_gather",
-        "dp",
-        _unpicklable_object,
-        everyone("ObjectError"),
-        (_ODD,),
-        DIFFERS_S,
-        _LINE,
+    row(
+        "unpicklable-object | an object that cannot cross on one rank | in objects.all_gather | dp",
+        *(_unpicklable_object, everyone("ObjectError"), (_ODD,), DIFFERS_S),
+        dims=_LINE,
     ),
     *(
-        Row(
-            f"other-{name}",
-            f"other {setting}",
-            "before the first step",
-            "dp",
-            _training(f"{setting}"),
-            everyone("TrainingError"),
-            (_ODD,),
-            DIFFERS_S,
-            _LINE,
+        row(
+            f"other-{name} | other {setting} | before the first step | dp",
+            *(_training(setting), everyone("TrainingError"), (_ODD,), DIFFERS_S),
+            dims=_LINE,
         )
         for name, setting in (
             ("learning-rate", "train.lr=0.1"),

@@ -7,11 +7,10 @@ from typing import Any, Final
 
 from meshcomm.layout import Layout
 from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import MISSING_S, TIMEOUT_S, End, Program, Rank, Row
+from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, row
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
-_ENDS: Final[tuple[End, ...]] = ("SIGKILL", "SIGSTOP")
 
 
 def ends_in(call: str, dim: str, victim: int, how: End, validate: int | str = 0) -> Program:
@@ -38,18 +37,9 @@ def peers(dims: Mapping[str, int], dim: str, victim: int, error: str) -> dict[in
 
 def _row(call: str, dims: Mapping[str, int], dim: str, victim: int, how: End, **more: Any) -> Row:
     shape = "".join(f"{name}{size}" for name, size in dims.items())
-    return Row(
-        f"{how.lower()}-{call}-{shape}-{dim}",
-        how,
-        f"in {call}",
-        dim,
-        ends_in(call, dim, victim, how),
-        peers(dims, dim, victim, "PeerLost"),
-        (victim,),
-        MISSING_S,
-        dims,
-        **more,
-    )
+    cells = f"{how.lower()}-{call}-{shape}-{dim} | {how} | in {call} | {dim}"
+    expected = peers(dims, dim, victim, "PeerLost")
+    return row(cells, ends_in(call, dim, victim, how), expected, (victim,), dims=dims, **more)
 
 
 # Groups of four, where most survivors do not talk to the victim directly, and groups of two beside
@@ -58,9 +48,8 @@ _LINES: Final = ("dp", "tp", "pp")
 _SQUARES: Final = ("pp", "dp", "tp")
 
 
-def _in_validation(how: End) -> Row:
+def _in_validation(how: End) -> Program:
     """While calls are compared, the first thing that moves is the comparison."""
-    dims = {"dp": 4}
 
     def program(me: Rank) -> None:
         with me.mesh() as mesh:
@@ -69,20 +58,10 @@ def _in_validation(how: End) -> Row:
                     end_inside(me, mesh, "dp", "all_gather", how)
                 CALLS["broadcast"](mesh, "dp")
 
-    return Row(
-        f"{how.lower()}-in-validation",
-        how,
-        "in the comparison of a call",
-        "dp",
-        program,
-        peers(dims, "dp", 2, "PeerLost"),
-        (2,),
-        MISSING_S,
-        dims,
-    )
+    return program
 
 
-def _before_the_first_call(how: End) -> Row:
+def _before_the_first_call(how: End) -> Program:
     """Everyone's mesh is open, and no two ranks of the group have talked yet."""
 
     def program(me: Rank) -> None:
@@ -92,19 +71,10 @@ def _before_the_first_call(how: End) -> Row:
                 me.end(how)
             CALLS["all_reduce"](mesh, "tp")
 
-    dims = {"dp": 2, "tp": 2}
-    return Row(
-        f"{how.lower()}-before-the-first-call",
-        how,
-        "before the first call on a group",
-        "tp",
-        program,
-        peers(dims, "tp", 1, "PeerLost"),
-        (1,),
-        MISSING_S,
-    )
+    return program
 
 
+_LINE: Final = {"dp": 4}
 _CUBE: Final = {"pp": 2, "dp": 2, "tp": 2}
 
 ROWS = [
@@ -116,7 +86,14 @@ ROWS = [
         _row(call, {_SQUARES[i % 3]: 2, "cp": 2}, _SQUARES[i % 3], 3, "SIGSTOP")
         for i, call in enumerate(CALLS)
     ),
-    *(_row("all_reduce", _CUBE, dim, 5, how) for how, dim in zip((*_ENDS, "SIGKILL"), _CUBE, strict=True)),
-    *(_in_validation(how) for how in _ENDS),
-    *(_before_the_first_call(how) for how in _ENDS),
+    *(_row("all_reduce", _CUBE, dim, 5, how) for how, dim in zip((*ENDS, "SIGKILL"), _CUBE, strict=True)),
+    *both(
+        "in-validation | in the comparison of a call | dp",
+        *(_in_validation, peers(_LINE, "dp", 2, "PeerLost"), (2,)),
+        dims=_LINE,
+    ),
+    *both(
+        "before-the-first-call | before the first call on a group | tp",
+        *(_before_the_first_call, peers({"dp": 2, "tp": 2}, "tp", 1, "PeerLost"), (1,)),
+    ),
 ]

@@ -18,14 +18,15 @@ from meshcomm.mesh import Mesh
 from tests.faults.death_rows import peers
 from tests.faults.row import (
     DIFFERS_S,
-    MISSING_S,
+    ENDS,
     TIMEOUT_S,
     End,
     Program,
     Rank,
-    Row,
+    both,
     check,
     everyone,
+    row,
     without,
 )
 
@@ -59,16 +60,8 @@ def _ends_before_close(how: End) -> Program:
 def _forgets(me: Rank) -> None:
     """Rank 1 never closes its mesh; its process ends like that while the others still call."""
     if me.number == _VICTIM:
-        mesh = meshcomm.init(
-            {
-                "mesh": {
-                    "dims": _SQUARE,
-                    "device": "cpu",
-                    "timeout_s": TIMEOUT_S,
-                    "reports": str(me.folder / "reports"),
-                }
-            }
-        )
+        more = {"timeout_s": TIMEOUT_S, "reports": str(me.folder / "reports")}
+        mesh = meshcomm.init({"mesh": {"dims": _SQUARE, "device": "cpu", **more}})
         mesh.all_reduce("tp", torch.ones(2))
         me.strike()
         return
@@ -220,130 +213,70 @@ def _ends_in_write(how: End) -> Callable[[Rank], None]:
     return fault
 
 
+_OWN: Final[dict[str, Any]] = {"server": "own process"}
+_SURVIVORS: Final = without(everyone(""), _VICTIM)
+
 ROWS = [
     *(
-        Row(
-            f"{how.lower()}-{name}",
-            how,
-            moment,
-            "all",
-            program(how),
-            without(everyone(""), _VICTIM),
-            promise_s=MISSING_S,
-        )
-        for how in ("SIGKILL", "SIGSTOP")
+        row(f"{how.lower()}-{name} | {how} | {moment} | all", program(how), _SURVIVORS)
+        for how in ENDS
         for name, moment, program in (
             ("in-teardown", "in teardown", _ends_in_close),
             ("before-teardown", "before teardown", _ends_before_close),
         )
     ),
-    Row(
-        "forgotten-close",
-        "a process ends without closing its mesh",
-        "between calls",
-        "tp",
-        _forgets,
-        {0: "PeerLost", 1: "", 2: "", 3: ""},
-        (_VICTIM,),
+    row(
+        "forgotten-close | a process ends without closing its mesh | between calls | tp",
+        *(_forgets, everyone("", r0="PeerLost"), (_VICTIM,)),
     ),
-    Row(
-        "call-after-close",
-        "call on a closed mesh",
-        "after teardown",
-        "tp",
-        _calls_after_close,
-        {0: "PeerLost", 1: "MeshClosed", 2: "", 3: ""},
-        (_VICTIM,),
+    row(
+        "call-after-close | call on a closed mesh | after teardown | tp",
+        *(_calls_after_close, everyone("", r0="PeerLost", r1="MeshClosed"), (_VICTIM,)),
     ),
-    Row(
-        "store-ends-live",
-        "store server dies",
-        "between calls",
-        "dp, tp",
-        _goes_on_without,
-        everyone(""),
-        server="own process",
+    row(
+        "store-ends-live | store server dies | between calls | dp, tp",
+        *(_goes_on_without, everyone("")),
+        **_OWN,
     ),
-    Row(
-        "store-ends-then-sigkill",
-        "store server dies, then SIGKILL",
-        "in all_reduce",
-        "dp",
-        _dies_without,
-        without(everyone("CommunicationError|PeerLost"), _VICTIM),
-        (),
-        MISSING_S,
-        {"dp": 4},
-        server="own process",
-        blameless=(0, 2, 3),
+    row(
+        "store-ends-then-sigkill | store server dies, then SIGKILL | in all_reduce | dp",
+        *(_dies_without, without(everyone("CommunicationError|PeerLost"), _VICTIM)),
+        **{**_OWN, "dims": {"dp": 4}, "blameless": (0, 2, 3)},
     ),
-    Row(
-        "store-ends-then-first-call",
-        "store server dies",
-        "before the first call on a group",
-        "dp",
-        _meets_without,
-        everyone(""),
-        server="own process",
+    row(
+        "store-ends-then-first-call | store server dies | before the first call on a group | dp",
+        *(_meets_without, everyone("")),
+        **_OWN,
     ),
-    Row(
-        "store-ends-then-asked",
-        "store server dies",
-        "in store.get",
-        "all",
-        _asks_dead_store,
-        everyone("StoreError"),
-        server="own process",
+    row(
+        "store-ends-then-asked | store server dies | in store.get | all",
+        *(_asks_dead_store, everyone("StoreError")),
+        **_OWN,
     ),
-    Row(
-        "store-key",
-        "a key that nobody sets",
-        "in store.get(timeout_s=1)",
-        "all",
-        _never_set,
-        {0: "", 1: "StoreTimeout", 2: "", 3: ""},
+    row(
+        "store-key | a key that nobody sets | in store.get(timeout_s=1) | all",
+        *(_never_set, everyone("", r1="StoreTimeout")),
         promise_s=3.0,
     ),
-    Row(
-        "sigkill-host-of-the-store",
-        "SIGKILL of the rank that holds the store",
-        "in all_reduce",
-        "tp",
-        _host_dies,
-        peers(_SQUARE, "tp", 0, "PeerLost"),
-        (0,),
+    row(
+        "sigkill-host-of-the-store | SIGKILL of the rank that holds the store | in all_reduce | tp",
+        *(_host_dies, peers(_SQUARE, "tp", 0, "PeerLost"), (0,)),
         server="rank 0",
     ),
-    Row(
-        "disk-full-efbig",
-        "disk full: RLIMIT_FSIZE, EFBIG",
-        "while saving",
-        "all",
-        _saves(_small_files),
-        everyone("TrainingError"),
-        (_VICTIM,),
-        DIFFERS_S,
-    ),
-    Row(
-        "disk-full-enospc",
-        "disk full: ENOSPC from fsync",
-        "while saving",
-        "all",
-        _saves(_no_space),
-        everyone("TrainingError"),
-        (_VICTIM,),
-        DIFFERS_S,
-    ),
     *(
-        Row(
-            f"{how.lower()}-saving",
-            how,
-            "while saving",
-            "all",
-            _saves(_ends_in_write(how)),
-            {0: "PeerLost", 2: "PeerLost|CollectiveTimeout", 3: "PeerLost"},
-            {0: (1,), 2: (0,), 3: (1,)},
+        row(
+            f"disk-full-{name} | disk full: {how} | while saving | all",
+            *(_saves(fault), everyone("TrainingError"), (_VICTIM,), DIFFERS_S),
         )
-        for how in ("SIGKILL", "SIGSTOP")
+        for name, how, fault in (
+            ("efbig", "RLIMIT_FSIZE, EFBIG", _small_files),
+            ("enospc", "ENOSPC from fsync", _no_space),
+        )
+    ),
+    *both(
+        "saving | while saving | all",
+        lambda how: _saves(_ends_in_write(how)),
+        {0: "PeerLost", 2: "PeerLost|CollectiveTimeout", 3: "PeerLost"},
+        {0: (1,), 2: (0,), 3: (1,)},
     ),
 ]

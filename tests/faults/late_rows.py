@@ -14,7 +14,7 @@ import torch
 
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.mesh import Mesh
-from tests.faults.row import MISSING_S, TIMEOUT_S, Program, Rank, Row, check
+from tests.faults.row import TIMEOUT_S, Program, Rank, Row, check, everyone, row
 
 _SQUARE: Final = {"dp": 2, "tp": 2}
 
@@ -51,19 +51,11 @@ def _late(call: Call, validate: int) -> Program:
 
 
 def _row(name: str, call: Call, validate: int = 0) -> Row:
-    return Row(
-        f"late-{name}",
-        "a peer comes too late; the program catches the error and goes on along tp",
-        "in the comparison of the first call on a group"
-        if validate
-        else f"in {name}, the first call on a group",
-        "dp",
-        _late(call, validate),
-        {0: "", 1: "CollectiveTimeout", 2: "CollectiveTimeout", 3: ""},
-        {2: (0,), 1: (3,)},
-        MISSING_S,
-        _SQUARE,
-    )
+    fault = "a peer comes too late; the program catches the error and goes on along tp"
+    moment = "in the comparison of" if validate else f"in {name},"
+    cells = f"late-{name} | {fault} | {moment} the first call on a group | dp"
+    expected = everyone("", r1="CollectiveTimeout", r2="CollectiveTimeout")
+    return row(cells, _late(call, validate), expected, {2: (0,), 1: (3,)}, dims=_SQUARE)
 
 
 def _wait_for_all(mesh: Mesh, late: int) -> None:

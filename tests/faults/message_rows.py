@@ -9,10 +9,9 @@ from typing import Final
 import torch
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import MISSING_S, TIMEOUT_S, End, Rank, Row, check
+from tests.faults.row import ENDS, TIMEOUT_S, End, Rank, Row, check, row
 
 _LINE: Final = {"pp": 4}
-_ENDS: Final[tuple[End, ...]] = ("SIGKILL", "SIGSTOP")
 _LOST: Final = "PeerLost"
 _LATE: Final = "CollectiveTimeout"
 
@@ -29,13 +28,10 @@ def _stays(me: Rank, mesh: Mesh) -> None:
 
 
 def _row(
-    name: str,
-    fault: str,
-    moment: str,
+    cells: str,
     acts: Mapping[int, Act],
     errors: Mapping[int, str],
-    named: tuple[int, ...] | Mapping[int, tuple[int, ...]] = (),
-    *,
+    named: tuple[int, ...] | Mapping[int, tuple[int, ...]] = (2,),
     gone: tuple[int, ...] = (),
     quick: bool = False,
 ) -> Row:
@@ -49,7 +45,7 @@ def _row(
                 acts[me.number](me, mesh)
 
     expected = {rank: errors.get(rank, "") for rank in range(4) if rank not in gone}
-    return Row(name, fault, moment, "pp", program, expected, named, MISSING_S, _LINE, quick=quick)
+    return row(f"{cells} | pp", program, expected, named, dims=_LINE, quick=quick)
 
 
 def _receives(src: int, n: int = 4, dtype: torch.dtype = torch.float32, tag: int = 0) -> Act:
@@ -84,7 +80,7 @@ def _gone(how: End, name: str, moment: str, other: Act) -> Row:
     """Rank 2 ends where rank 1 needs it."""
     acts = {1: other, 2: _ends(how)}
     quick = (how, name) == ("SIGKILL", "recv")
-    return _row(f"{how.lower()}-{name}", how, moment, acts, {1: _LOST}, (2,), gone=(2,), quick=quick)
+    return _row(f"{how.lower()}-{name} | {how} | {moment}", acts, {1: _LOST}, gone=(2,), quick=quick)
 
 
 def _shifts(me: Rank, mesh: Mesh) -> None:
@@ -132,88 +128,66 @@ def _all_but_2(act: Act, other: Act) -> dict[int, Act]:
 # Whoever sees first that a message does not fit says so and leaves, which may be all that the other sees.
 _REFUSED: Final = "CallMismatchError|PeerLost"
 
+_MUTUAL: Final = {1: (2,), 2: (1,)}
+
 ROWS = [
     *(
-        row
-        for how in _ENDS
-        for row in (
+        each
+        for how in ENDS
+        for each in (
             _gone(how, "recv", "in recv: the sender", _receives(2)),
             _gone(how, "send", "in send: the receiver", _sends(2, _LARGE)),
             _gone(how, "exchange", "in exchange: the partner", _exchanges),
             _row(
-                f"{how.lower()}-shift",
-                how,
-                "in shift",
+                f"{how.lower()}-shift | {how} | in shift",
                 {**_all_but_2(_shifts, _ends_after_the_first(how)), 0: _shifts_first},
                 {1: _LOST, 3: _LOST},
-                (2,),
                 gone=(2,),
             ),
         )
     ),
-    _row("no-send", "skipped send", "in recv", {1: _receives(2), 2: _stays}, {1: _LATE}, (2,)),
+    _row("no-send | skipped send | in recv", {1: _receives(2), 2: _stays}, {1: _LATE}),
+    _row("recv-after-the-end | the sender is done | in recv", {1: _receives(2)}, {1: _LOST}, quick=True),
     _row(
-        "recv-after-the-end", "the sender is done", "in recv", {1: _receives(2)}, {1: _LOST}, (2,), quick=True
-    ),
-    _row(
-        "exception-sender",
-        "exception on one rank",
-        "in recv: the sender",
+        "exception-sender | exception on one rank | in recv: the sender",
         {1: _receives(2), 2: _raises},
         {1: _LOST, 2: "ValueError"},
-        (2,),
     ),
-    _row("two-sends", "two sends and no receive", "in send", {1: _two_sends, 2: _stays}, {1: _LATE}, (2,)),
+    _row("two-sends | two sends and no receive | in send", {1: _two_sends, 2: _stays}, {1: _LATE}),
     _row(
-        "wrong-coord",
-        "receive from the wrong coord",
-        "in recv",
+        "wrong-coord | receive from the wrong coord | in recv",
         {1: _receives(3), 2: _sends(1), 3: _stays},
         {1: _LATE, 2: f"{_LATE}|{_LOST}"},
         {1: (3,), 2: (1,)},
     ),
     _row(
-        "both-receive",
-        "two ranks receive from each other",
-        "in recv",
+        "both-receive | two ranks receive from each other | in recv",
         {1: _receives(2), 2: _receives(1)},
         {1: _LATE, 2: _LATE},
-        {1: (2,), 2: (1,)},
+        _MUTUAL,
     ),
     _row(
-        "other-tag",
-        "other tag",
-        "in recv",
+        "other-tag | other tag | in recv",
         {1: _receives(2, tag=7), 2: _sends(1, tag=8)},
         {1: _LATE, 2: f"{_LATE}|{_LOST}"},
-        {1: (2,), 2: (1,)},
+        _MUTUAL,
     ),
-    _row("no-exchange", "skipped exchange", "in exchange", {1: _exchanges, 2: _stays}, {1: _LATE}, (2,)),
+    _row("no-exchange | skipped exchange | in exchange", {1: _exchanges, 2: _stays}, {1: _LATE}),
     _row(
-        "no-shift",
-        "skipped shift",
-        "in shift",
-        _all_but_2(_shifts, _stays),
-        {1: _LATE, 3: _LATE},
-        (2,),
-        quick=True,
+        "no-shift | skipped shift | in shift", _all_but_2(_shifts, _stays), {1: _LATE, 3: _LATE}, quick=True
     ),
     _row(
-        "any-nobody",
-        "nobody sends",
-        "in recv_any",
+        "any-nobody | nobody sends | in recv_any",
         {0: _stays, 1: _any, 2: _stays, 3: _stays},
         {1: _LATE},
         {1: (0, 2, 3)},
     ),
     *(
         _row(
-            f"message-{name}",
-            f"other {fault} than the receiver's buffer",
-            "in recv",
+            f"message-{name} | other {fault} than the receiver's buffer | in recv",
             {1: _receives(2, room), 2: _sends(1, n, dtype)},
             {1: _REFUSED, 2: _REFUSED},
-            {1: (2,), 2: (1,)},
+            _MUTUAL,
         )
         for name, fault, room, n, dtype in (
             ("longer", "shape: longer", 4, 6, torch.float32),

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from meshcomm.mesh import agree, groups
 from tests.faults.row import (
     DIFFERS_S,
+    ENDS,
     MISSING_S,
     TIMEOUT_S,
     End,
     Program,
     Rank,
     Row,
+    both,
     check,
     everyone,
+    row,
     without,
 )
 
@@ -42,17 +45,8 @@ def _opens(odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Pr
 def _differs(
     name: str, fault: str, odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None, **more: Any
 ) -> Row:
-    return Row(
-        name,
-        fault,
-        "agreement",
-        more.pop("dim", "all"),
-        _opens(odd, usual),
-        everyone("MeshMismatchError"),
-        (_ODD,),
-        DIFFERS_S,
-        **more,
-    )
+    cells = f"{name} | {fault} | agreement | {more.pop('dim', 'all')}"
+    return row(cells, _opens(odd, usual), everyone("MeshMismatchError"), (_ODD,), DIFFERS_S, **more)
 
 
 def _other_version(me: Rank) -> None:
@@ -242,6 +236,7 @@ _MERGE = {"both": ["dp", "tp"]}
 _LOST = {"tp": {0: "PeerLost", 2: "", 3: ""}, "dp": {0: "PeerLost", 2: "PeerLost", 3: "PeerLost"}}
 _NAMED: dict[str, dict[int, tuple[int, ...]]] = {"tp": {0: (1,)}, "dp": {0: (1,), 2: (3,), 3: (1,)}}
 _NO_ONE = everyone("MeshMismatchError")
+_OWN_CONFIG = everyone("MeshMismatchError", r2="ConfigError")
 
 ROWS = [
     _differs("other-size", "wrong size", {"dims": {"dp": 1, "tp": 4}}, quick=True),
@@ -253,222 +248,96 @@ ROWS = [
     _differs("other-dim-timeout", "other timeout", {"options": {"tp": {"timeout_s": 9.0}}}, dim="tp"),
     _differs("other-validation", "other validate_calls", {"validate_calls": 0}),
     replace(_differs("other-version", "other torch version", {}), program=_other_version),
-    Row(
-        "unreadable-config",
-        "one rank's config has an unknown key",
-        "agreement",
-        "all",
-        _unreadable,
-        everyone("MeshMismatchError", r2="ConfigError"),
-        (_ODD,),
-        DIFFERS_S,
+    row(
+        "unreadable-config | one rank's config has an unknown key | agreement | all",
+        *(_unreadable, _OWN_CONFIG, (_ODD,), DIFFERS_S),
     ),
-    Row(
-        "wrong-world-size",
-        "wrong world size: WORLD_SIZE=5 on one rank",
-        "agreement",
-        "all",
-        _comes,
-        everyone("MeshMismatchError", r2="ConfigError"),
-        (_ODD,),
-        DIFFERS_S,
+    row(
+        "wrong-world-size | wrong world size: WORLD_SIZE=5 on one rank | agreement | all",
+        *(_comes, _OWN_CONFIG, (_ODD,), DIFFERS_S),
         environment=_environment(WORLD_SIZE="5"),
     ),
-    Row(
-        "wrong-world-size-minus-one",
-        "wrong world size: WORLD_SIZE=6 on one rank, dp = -1",
-        "agreement",
-        "dp",
-        _opens({}, {"dims": {"dp": -1, "tp": 2}}),
-        _NO_ONE,
-        (_ODD,),
-        DIFFERS_S,
+    row(
+        "wrong-world-size-minus-one | wrong world size: WORLD_SIZE=6 on one rank, dp = -1 | agreement | dp",
+        *(_opens({}, {"dims": {"dp": -1, "tp": 2}}), _NO_ONE, (_ODD,), DIFFERS_S),
         environment=_environment(WORLD_SIZE="6"),
     ),
-    Row(
-        "duplicate-rank",
-        "duplicate rank: two processes with RANK=1, none with 2",
-        "agreement",
-        "all",
-        _comes,
-        everyone("MeshMismatchError|LaunchError"),
-        {0: (1,), 1: (1,), 2: (1,), 3: (1,)},
+    row(
+        "duplicate-rank | duplicate rank: two processes with RANK=1, none with 2 | agreement | all",
+        *(_comes, everyone("MeshMismatchError|LaunchError"), dict.fromkeys(range(4), (1,))),
         environment=_environment(RANK="1"),
     ),
-    Row(
-        "never-starts",
-        "a rank never starts",
-        "before agreement",
-        "all",
-        _comes,
-        without(_NO_ONE, 3),
-        (3,),
+    row(
+        "never-starts | a rank never starts | before agreement | all",
+        *(_comes, without(_NO_ONE, 3), (3,)),
         absent=(3,),
     ),
-    Row(
-        "too-late",
-        "a rank comes after the others gave up",
-        "agreement",
-        "all",
-        _too_late,
-        _NO_ONE,
-        (3,),
-    ),
-    Row(
-        "two-never-start",
-        "two of eight ranks never start",
-        "before agreement",
-        "pp",
-        _comes,
-        without(everyone("MeshMismatchError", 8), 3, 6),
-        (3, 6),
+    row("too-late | a rank comes after the others gave up | agreement | all", _too_late, _NO_ONE, (3,)),
+    row(
+        "two-never-start | two of eight ranks never start | before agreement | pp",
+        *(_comes, without(everyone("MeshMismatchError", 8), 3, 6), (3, 6)),
         dims={"pp": 2, "dp": 2, "tp": 2},
         absent=(3, 6),
     ),
-    *(
-        Row(
-            f"{how.lower()}-before-agreement",
-            how,
-            "before agreement",
-            "all",
-            _ends_before(how),
-            without(_NO_ONE, 1),
-            (1,),
-        )
-        for how in ("SIGKILL", "SIGSTOP")
+    *both("before-agreement | before agreement | all", _ends_before, without(_NO_ONE, 1), (1,)),
+    *both("in-agreement | agreement, counted | all", _ends_in_agreement, without(_NO_ONE, 1), (1,)),
+    *both("signed-in | agreement, signed in | tp", _ends_signed_in, _LOST["dp"], _NAMED["dp"]),
+    *both(
+        "in-the-default-group | creation, torch's default group | all",
+        lambda how: _in_default_group(lambda me: me.end(how)),
+        *(_LOST["dp"], _NAMED["dp"]),
     ),
     *(
-        Row(
-            f"{how.lower()}-in-agreement",
-            how,
-            "agreement, counted",
-            "all",
-            _ends_in_agreement(how),
-            without(_NO_ONE, 1),
-            (1,),
+        row(
+            f"{how.lower()}-in-creation-{dim} | {how} | creation | {dim}",
+            *(_in_creation(dim, lambda me, how=how: me.end(how)), _LOST[dim], _NAMED[dim]),
         )
-        for how in ("SIGKILL", "SIGSTOP")
-    ),
-    *(
-        Row(
-            f"{how.lower()}-signed-in",
-            how,
-            "agreement, signed in",
-            "tp",
-            _ends_signed_in(how),
-            _LOST["dp"],
-            _NAMED["dp"],
-        )
-        for how in ("SIGKILL", "SIGSTOP")
-    ),
-    *(
-        Row(
-            f"{how.lower()}-in-the-default-group",
-            how,
-            "creation, torch's default group",
-            "all",
-            _in_default_group(lambda me, how=how: me.end(how)),
-            _LOST["dp"],
-            _NAMED["dp"],
-        )
-        for how in ("SIGKILL", "SIGSTOP")
-    ),
-    *(
-        Row(
-            f"{how.lower()}-in-creation-{dim}",
-            how,
-            "creation",
-            dim,
-            _in_creation(dim, lambda me, how=how: me.end(how)),
-            _LOST[dim],
-            _NAMED[dim],
-        )
-        for how in ("SIGKILL", "SIGSTOP")
+        for how in ENDS
         for dim in ("dp", "tp")
     ),
-    Row(
-        "exception-in-creation",
-        "one rank cannot create a group",
-        "creation",
-        "tp",
-        _in_creation("tp", _fails),
-        {**_LOST["tp"], 1: "CommunicationError"},
-        (1,),
+    row(
+        "exception-in-creation | one rank cannot create a group | creation | tp",
+        *(_in_creation("tp", _fails), {**_LOST["tp"], 1: "CommunicationError"}, (1,)),
     ),
-    Row(
-        "live-other-dims",
-        "mesh.create of another name on one rank",
-        "creation on a live mesh",
-        "both",
+    row(
+        "live-other-dims | mesh.create of another name on one rank | creation on a live mesh | both",
         _live(lambda mesh: mesh.create("other", ("dp", "tp"))),
-        everyone("MeshMismatchError"),
-        {0: (_ODD,), 1: (_ODD,), 3: (_ODD,)},
-        MISSING_S,
+        *(_NO_ONE, dict.fromkeys((0, 1, 3), (_ODD,)), MISSING_S),
     ),
-    Row(
-        "live-other-order",
-        "mesh.create with other dims on one rank",
-        "creation on a live mesh",
-        "both",
+    row(
+        "live-other-order | mesh.create with other dims on one rank | creation on a live mesh | both",
         _live(lambda mesh: mesh.create("both", ("tp", "dp"))),
-        everyone("MeshMismatchError"),
-        (_ODD,),
-        DIFFERS_S,
+        *(_NO_ONE, (_ODD,), DIFFERS_S),
     ),
-    Row(
-        "live-skipped",
-        "mesh.create skipped by one rank",
-        "creation on a live mesh",
-        "both",
-        _live(_not_here),
-        everyone("MeshMismatchError", r2=""),
-        (_ODD,),
+    row(
+        "live-skipped | mesh.create skipped by one rank | creation on a live mesh | both",
+        *(_live(_not_here), everyone("MeshMismatchError", r2=""), (_ODD,)),
     ),
-    Row(
-        "store-ends-before",
-        "store server dies",
-        "before agreement",
-        "all",
-        _no_server,
-        everyone("LaunchError"),
+    row(
+        "store-ends-before | store server dies | before agreement | all",
+        *(_no_server, everyone("LaunchError")),
         server="own process",
     ),
-    Row(
-        "store-ends-in-agreement",
-        "store server dies",
-        "agreement",
-        "all",
+    row(
+        "store-ends-in-agreement | store server dies | agreement | all",
         _server_ends_in_agreement,
         without(everyone("MeshMismatchError|LaunchError|StoreError"), 1),
         server="own process",
         absent=(1,),
     ),
-    Row(
-        "store-ends-in-creation",
-        "store server dies",
-        "creation",
-        "dp",
-        _server_ends_in_creation,
-        everyone("CommunicationError|StoreError|PeerLost"),
+    row(
+        "store-ends-in-creation | store server dies | creation | dp",
+        *(_server_ends_in_creation, everyone("CommunicationError|StoreError|PeerLost")),
         server="own process",
     ),
-    Row(
-        "port-taken",
-        "port taken by another program",
-        "before agreement",
-        "all",
-        _comes,
-        everyone("LaunchError"),
+    row(
+        "port-taken | port taken by another program | before agreement | all",
+        *(_comes, everyone("LaunchError")),
         server="taken by a socket",
     ),
-    Row(
-        "port-taken-by-a-store",
-        "port taken by another job's store",
-        "before agreement",
-        "all",
-        _comes,
-        everyone("MeshMismatchError", r0="LaunchError"),
-        (0,),
+    row(
+        "port-taken-by-a-store | port taken by another job's store | before agreement | all",
+        *(_comes, everyone("MeshMismatchError", r0="LaunchError"), (0,)),
         server="taken by a store",
     ),
 ]

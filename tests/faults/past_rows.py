@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, without
+from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, row, without
 
 _STEPS: Final = 60
 # Past the calls that are compared, in each program.
@@ -155,81 +155,48 @@ _LOST: Final = "PeerLost"
 
 
 def _row(
-    name: str,
-    fault: str,
-    dim: str,
-    program: Program,
-    dims: dict[str, int],
-    victim: int,
-    error: str,
-    **more: Any,
+    cells: str, program: Program, dims: dict[str, int], victim: int, error: str = _ANY, **more: Any
 ) -> Row:
+    """cells: name | fault | dim."""
+    name, fault, dim = cells.split(" | ")
     expected = everyone(error, prod(dims.values()))
     if fault == "SIGKILL":
-        expected = without(expected, victim)
+        expected = without(everyone(_LOST, prod(dims.values())), victim)
     if fault == "skipped step":
         # All its calls are like the others', one step ahead: it ends before them, without an error.
         expected[victim] = ""
-    return Row(
-        f"past-{name}",
-        fault,
-        more.pop("moment", "past the mesh"),
-        dim,
-        program,
-        expected,
-        more.pop("named", (victim,)),
-        dims=dims,
-        **more,
-    )
+    cells = f"past-{name} | {fault} | past the mesh | {dim}"
+    return row(cells, program, expected, more.pop("named", (victim,)), dims=dims, **more)
 
+
+def _late(build: Build, victim: int, does: Fault) -> Program:
+    return _trains(build, _LATE, _on(victim, does))
+
+
+_DIFFERS: Final = "CallMismatchError"
 
 ROWS: Final = [
     _row(
-        "fsdp-order",
-        "other layer order",
-        "dp",
-        _trains(_swaps, -1, _on(1, _skips)),
-        _LINE,
-        1,
-        "CallMismatchError",
+        "fsdp-order | other layer order | dp",
+        *(_trains(_swaps, -1, _on(1, _skips)), _LINE, 1, _DIFFERS),
         promise_s=DIFFERS_S,
         quick=True,
     ),
+    _row("fsdp-skip | skipped backward | dp", _trains(_fsdp, 1, _on(2, _no_backward)), _LINE, 2, _DIFFERS),
+    _row("fsdp-skip-late | skipped step | dp", _late(_fsdp, 2, _skips), _LINE, 2),
+    _row("fsdp-asleep | asleep | dp", _late(_fsdp, 3, _sleeps), _LINE, 3),
+    _row("fsdp-dead | SIGKILL | dp", _late(_fsdp, 0, _dies), _LINE, 0),
     _row(
-        "fsdp-skip",
-        "skipped backward",
-        "dp",
-        _trains(_fsdp, 1, _on(2, _no_backward)),
-        _LINE,
-        2,
-        "CallMismatchError",
-    ),
-    _row("fsdp-skip-late", "skipped step", "dp", _trains(_fsdp, _LATE, _on(2, _skips)), _LINE, 2, _ANY),
-    _row("fsdp-asleep", "asleep", "dp", _trains(_fsdp, _LATE, _on(3, _sleeps)), _LINE, 3, _ANY),
-    _row("fsdp-dead", "SIGKILL", "dp", _trains(_fsdp, _LATE, _on(0, _dies)), _LINE, 0, _LOST),
-    _row(
-        "tensor-shape",
-        "other shape",
-        "tp",
-        _trains(_tensor, 1, _on(1, _wider)),
-        _TENSOR,
-        1,
-        "CallMismatchError",
+        "tensor-shape | other shape | tp",
+        *(_trains(_tensor, 1, _on(1, _wider)), _TENSOR, 1, _DIFFERS),
         promise_s=DIFFERS_S,
     ),
     _row(
-        "fsdp-tensor-skip",
-        "skipped step",
-        "dp",
-        _trains(_both, _LATE, _on(3, _skips)),
-        _SQUARE,
-        3,
-        _ANY,
-        named={1: (3,), 2: (3,)},
+        "fsdp-tensor-skip | skipped step | dp", _late(_both, 3, _skips), _SQUARE, 3, named={1: (3,), 2: (3,)}
     ),
-    _row("tensor-dead", "SIGKILL", "tp", _trains(_tensor, _LATE, _on(2, _dies)), _TENSOR, 2, _LOST),
-    _row("ddp-skip", "skipped step", "dp", _trains(_ddp, _LATE, _on(1, _skips)), _LINE, 1, _ANY),
-    _row("ddp-asleep", "asleep", "dp", _trains(_ddp, _LATE, _on(0, _sleeps)), _LINE, 0, _ANY),
-    _row("pipeline-skip", "skipped step", "pp", _pipelines(10, _strikes), _PAIR, 1, _ANY),
-    _row("pipeline-dead", "SIGKILL", "pp", _pipelines(10, _dies), _PAIR, 1, _LOST),
+    _row("tensor-dead | SIGKILL | tp", _late(_tensor, 2, _dies), _TENSOR, 2),
+    _row("ddp-skip | skipped step | dp", _late(_ddp, 1, _skips), _LINE, 1),
+    _row("ddp-asleep | asleep | dp", _late(_ddp, 0, _sleeps), _LINE, 0),
+    _row("pipeline-skip | skipped step | pp", _pipelines(10, _strikes), _PAIR, 1),
+    _row("pipeline-dead | SIGKILL | pp", _pipelines(10, _dies), _PAIR, 1),
 ]

@@ -84,6 +84,11 @@ class Row:
         return self.named.get(rank, ())
 
     @property
+    def opens(self) -> bool:
+        """Whether its fault happens while meshes are opened."""
+        return self.moment.startswith(("before agreement", "agreement", "creation"))
+
+    @property
     def started(self) -> list[int]:
         """The ranks that get a process."""
         return [rank for rank in range(self.ranks) if rank not in self.absent]
@@ -140,6 +145,28 @@ class Rank:
     def say(self, name: str) -> None:
         """Let go whoever waits for `name`."""
         (self.folder / name).touch()
+
+
+ENDS: Final[tuple[End, ...]] = ("SIGKILL", "SIGSTOP")
+
+
+def row(
+    cells: str,
+    program: Program,
+    expected: Mapping[int, str],
+    named: tuple[int, ...] | Mapping[int, tuple[int, ...]] = (),
+    promise_s: float = MISSING_S,
+    **more: Any,
+) -> Row:
+    """A row by its first four cells on the page: name | fault | moment | dim."""
+    name, fault, moment, dim = cells.split(" | ")
+    return Row(name, fault, moment, dim, program, expected, named, promise_s, **more)
+
+
+def both(cells: str, program: Callable[[End], Program], *args: Any, **more: Any) -> list[Row]:
+    """The same by SIGKILL and by SIGSTOP. cells: without the fault; the name goes on from that of the signal."""
+    name, rest = cells.split(" | ", 1)
+    return [row(f"{how.lower()}-{name} | {how} | {rest}", program(how), *args, **more) for how in ENDS]
 
 
 def check(found: torch.Tensor | None, expected: object) -> None:

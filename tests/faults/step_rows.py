@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import TIMEOUT_S, Program, Rank, Row, check, everyone
+from tests.faults.row import TIMEOUT_S, Program, Rank, check, everyone, row
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -39,30 +39,15 @@ def _all_reduce(mesh: Mesh) -> None:
     check(mesh.all_reduce("dp", torch.ones(4)), 4.0)
 
 
-def _row(name: str, fault: str, moment: str, program: Program, promise_s: float) -> Row:
-    return Row(name, fault, moment, "dp", program, everyone("CallMismatchError"), (_ODD,), promise_s, _LINE)
-
-
 ROWS = [
-    _row(
-        "skipped-among-equal",
-        "skipped call among equal calls",
-        "in step 3 of many, mesh.step() used",
-        _program(100_000, 0.005, 0),
-        _FOUND_S + TIMEOUT_S,
-    ),
-    _row(
-        "skipped-among-equal-short",
-        "skipped call among equal calls",
-        "in step 3 of 5, mesh.step() used",
-        _program(5, 0.0, 0),
-        _FOUND_S + TIMEOUT_S,
-    ),
-    _row(
-        "once-too-often",
-        "a call made twice among equal calls",
-        "in step 3 of many, mesh.step() used",
-        _program(100_000, 0.005, 2),
-        _FOUND_S + TIMEOUT_S,
-    ),
+    row(
+        f"{name} | {fault} among equal calls | in step 3 of {length}, mesh.step() used | dp",
+        *(program, everyone("CallMismatchError"), (_ODD,), _FOUND_S + TIMEOUT_S),
+        dims=_LINE,
+    )
+    for name, fault, length, program in (
+        ("skipped-among-equal", "skipped call", "many", _program(100_000, 0.005, 0)),
+        ("skipped-among-equal-short", "skipped call", "5", _program(5, 0.0, 0)),
+        ("once-too-often", "a call made twice", "many", _program(100_000, 0.005, 2)),
+    )
 ]

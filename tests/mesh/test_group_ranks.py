@@ -54,30 +54,6 @@ def of_torch(mesh: Mesh) -> None:
             dist.recv(x, group=group, group_src=0)
             assert x.item() == 1
 
-    # Batched messages, and objects.
-    if rank in (1, 2):
-        x = own(mesh)
-        operation = dist.isend if rank == 1 else dist.irecv
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, x, peer=3 - rank, group=group)]):
-            work.wait()
-        assert x.item() == 1
-        objects = [rank]
-        if rank == 1:
-            dist.send_object_list(objects, dst=2, group=group)
-        else:
-            dist.recv_object_list(objects, src=1, group=group)
-        assert objects == [1]
-
-    # Roots of the other collectives.
-    x = own(mesh)
-    dist.reduce(x, dst=2, group=group)
-    assert rank != 2 or x.item() == 7
-    parts = [torch.empty(1) for _ in MEMBERS] if rank == 2 else None
-    dist.gather(own(mesh), parts, dst=2, group=group)
-    assert parts is None or torch.cat(parts).tolist() == MEMBERS
-    dist.scatter(x, [torch.tensor([float(each)]) for each in MEMBERS] if rank == 2 else None, 2, group)
-    assert x.item() == rank
-
 
 def of_ours(mesh: Mesh) -> None:
     """Here they are coords, and a number that is none is refused before anything is sent."""
@@ -101,26 +77,3 @@ def program() -> None:
 
 def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(pool: Pool) -> None:
     pool.run(program, ranks=5)
-
-
-def gloo_has() -> None:
-    """AVG and reduce_scatter of torch.distributed itself on Gloo, against the sums by hand."""
-    with meshcomm.init(dims={"all": 3}, device="cpu", timeout_s=30) as mesh:
-        group, rank = mesh.group("all"), mesh.rank
-        assert dist.get_backend(group) == "gloo"
-        x = torch.arange(6.0) + rank
-        mean = torch.arange(6.0) + 1
-        for op, expected in ((dist.ReduceOp.AVG, mean), (dist.ReduceOp.SUM, 3 * mean)):
-            y = x.clone()
-            dist.all_reduce(y, op, group)
-            assert torch.equal(y, expected)
-            part = torch.empty(2)
-            dist.reduce_scatter_tensor(part, x, op, group)
-            assert torch.equal(part, expected.chunk(3)[rank])
-            part = torch.empty(2)
-            dist.reduce_scatter(part, list(x.chunk(3)), op, group)
-            assert torch.equal(part, expected.chunk(3)[rank])
-
-
-def test_gloo_has_avg_and_reduce_scatter(pool: Pool) -> None:
-    pool.run(gloo_has, ranks=3)

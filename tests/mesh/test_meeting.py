@@ -36,43 +36,123 @@ def total(config: Any, **arguments: Any) -> list[int]:
         return x
 
 
-def mesh_of(process: ProcessConfig) -> Config:
-    return Config(mesh=MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30), process=process)
+MESH = MeshConfig(dims={"dp": 2}, device="cpu", timeout_s=30)
 
 
-def without_launcher() -> int:
-    """What remains when nothing but the config says how to meet: the rank is told by the test."""
+def by_process(**keys: Any) -> list[int]:
+    return total(Config(mesh=MESH, process=ProcessConfig(world_size=2, **keys)))
+
+
+def alone(variables: dict[str, str] | None = None) -> int:
+    """What remains when nothing but the config, or another launcher, says how to meet: the rank is told by the test."""
     rank = int(os.environ["RANK"])
     for name in (*LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
+    os.environ.update({name: value.replace("RANK", str(rank)) for name, value in (variables or {}).items()})
     return rank
 
 
-def by_file(path: str) -> list[int]:
-    rank = without_launcher()
-    return total(mesh_of(ProcessConfig(init="file", path=path, rank=rank, world_size=4)))
+def by_file(path: str, port: int) -> list[int]:
+    return by_process(init="file", path=path, rank=alone())
 
 
-def test_file(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(by_file, str(tmp_path / "rendezvous"), ranks=4) == [[0, 1, 2, 3]] * 4
+def by_another_file(path: str, port: int) -> list[int]:
+    """A restarted job takes another file than the one that its first attempt left."""
+    Path(path).write_bytes(b"what the first attempt left")
+    os.environ |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    return by_process(init="file", path=path, rank=int(os.environ["RANK"]))
+
+
+def by_tcp(path: str, port: int) -> list[int]:
+    return by_process(init="tcp", address=f"127.0.0.1:{port}", rank=alone())
+
+
+def by_tcp_under_an_agent(path: str, port: int) -> list[int]:
+    """Its store is elsewhere."""
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    return by_process(init="tcp", address=f"127.0.0.1:{port}", rank=int(os.environ["RANK"]))
+
+
+def by_store(path: str, port: int) -> list[int]:
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    return total(MESH, store=dist.PrefixStore("mine", store), rank=alone(), world_size=2)
+
+
+def by_slurm(path: str, port: int) -> list[int]:
+    # A name that nobody could find: on one node no host is asked for.
+    variables = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    alone({**variables, "SLURM_STEP_NODELIST": "nowhere.invalid", "MASTER_PORT": str(port)})
+    return total(MESH)
+
+
+def by_mpi(path: str, port: int) -> list[int]:
+    world = "OMPI_COMM_WORLD_"
+    sizes = {f"{world}SIZE": "2", f"{world}LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
+    alone({f"{world}RANK": "RANK", f"{world}LOCAL_RANK": "RANK", **sizes})
+    return total(MESH)
+
+
+def in_initialised(path: str, port: int) -> list[int]:
+    dist.init_process_group("gloo")
+    seen = total(MESH)
+    assert dist.is_initialized(), "it is left alone"
+    dist.destroy_process_group()
+    return seen
+
+
+WAYS = [
+    by_file,
+    by_another_file,
+    by_tcp,
+    by_tcp_under_an_agent,
+    by_store,
+    by_slurm,
+    by_mpi,
+    in_initialised,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_each_way_to_meet(pool: Pool, tmp_path: Path, way: Any) -> None:
+    assert pool.run(way, str(tmp_path / "rendezvous"), free_port(), ranks=2) == [[0, 1]] * 2
+
+
+def by_oneself() -> list[int]:
+    alone()
+    return total(MeshConfig(dims={"dp": -1}, device="cpu"))
+
+
+def test_a_single_process(pool: Pool) -> None:
+    assert pool.run(by_oneself, ranks=1) == [[0]]
+
+
+def told_nothing() -> str:
+    alone({"RANK": "RANK", "WORLD_SIZE": "2"})
+    with pytest.raises(LaunchError) as caught:
+        meshcomm.init(dims={"dp": 2}, device="cpu")
+    return str(caught.value)
+
+
+def test_nobody_to_meet(pool: Pool) -> None:
+    (text,) = pool.run(told_nothing, ranks=1)
+    assert text.startswith("rank 0 of 2 has no address at which to meet the others\n")
+    assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
 
 
 def stale_file(path: str) -> str:
-    rank = without_launcher()
-    place = ProcessConfig(init="file", path=path, rank=rank, world_size=2)
-    try:
-        meet(place, Launch("single", 0, 1, 0, 1), 5)
-    except meshcomm.MeshcommError as error:
-        return str(error)
-    return "nothing"
+    with pytest.raises(LaunchError) as caught:
+        meet(ProcessConfig(init="file", path=path, rank=alone(), world_size=2), SINGLE, 5)
+    return str(caught.value)
+
+
+SINGLE = Launch("single", 0, 1, 0, 1)
 
 
 def test_a_file_of_an_earlier_job_is_refused(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "rendezvous")
-    place = ProcessConfig(init="file", path=path, rank=0, world_size=2)
     # The same process may come again.
     for _ in range(2):
-        meet(place, Launch("single", 0, 1, 0, 1), 5)
+        meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
     _, ended = processes()
     path = f"{path}2"
     dist.FileStore(path, 2).set("meshcomm/process/0", ended)
@@ -82,154 +162,26 @@ def test_a_file_of_an_earlier_job_is_refused(pool: Pool, tmp_path: Path) -> None
     assert lines[3] == f"  try:      rm {path}, or another process.path"
 
 
-def restarted_file(path: str) -> list[int]:
-    os.environ |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
-    rank = int(os.environ["RANK"])
-    return total(mesh_of(ProcessConfig(init="file", path=path, rank=rank, world_size=4)))
-
-
-def test_a_restarted_job_takes_another_file(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "rendezvous"
-    path.write_bytes(b"what the first attempt left")
-    assert pool.run(restarted_file, str(path), ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def by_tcp(port: int) -> list[int]:
-    rank = without_launcher()
-    return total(mesh_of(ProcessConfig(init="tcp", address=f"127.0.0.1:{port}", rank=rank, world_size=4)))
-
-
-def test_tcp(pool: Pool) -> None:
-    assert pool.run(by_tcp, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def by_tcp_under_an_agent(port: int) -> list[int]:
-    rank = int(os.environ["RANK"])
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    return total(mesh_of(ProcessConfig(init="tcp", address=f"127.0.0.1:{port}", rank=rank, world_size=4)))
-
-
-def test_tcp_where_an_agent_has_a_store_elsewhere(pool: Pool) -> None:
-    assert pool.run(by_tcp_under_an_agent, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def by_store() -> list[int]:
-    port = int(os.environ["MASTER_PORT"])
-    rank = without_launcher()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    config = MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30)
-    return total(config, store=dist.PrefixStore("mine", store), rank=rank, world_size=4)
-
-
-def test_explicit_store(pool: Pool) -> None:
-    assert pool.run(by_store, ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def by_slurm(port: int) -> list[int]:
-    rank = without_launcher()
-    os.environ |= {
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "4",
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NNODES": "1",
-        # A name that nobody could find: on one node no host is asked for.
-        "SLURM_STEP_NODELIST": "nowhere.invalid",
-        "MASTER_PORT": str(port),
-    }
-    return total(MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30))
-
-
-def test_slurm(pool: Pool) -> None:
-    assert pool.run(by_slurm, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def by_mpi(port: int) -> list[int]:
-    rank = without_launcher()
-    os.environ |= {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-        "MASTER_PORT": str(port),
-    }
-    return total(MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30))
-
-
-def test_mpi(pool: Pool) -> None:
-    assert pool.run(by_mpi, free_port(), ranks=4) == [[0, 1, 2, 3]] * 4
-
-
-def in_initialised() -> tuple[list[int], bool]:
-    dist.init_process_group("gloo")
-    seen = total(MeshConfig(dims={"dp": 4}, device="cpu", timeout_s=30))
-    alive = dist.is_initialized()
-    dist.destroy_process_group()
-    return seen, alive
-
-
-def test_an_initialised_torch_distributed_is_joined_and_left_alone(pool: Pool) -> None:
-    assert pool.run(in_initialised, ranks=4) == [([0, 1, 2, 3], True)] * 4
-
-
-def alone() -> list[int]:
-    without_launcher()
-    with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
-        x: list[int] = mesh.all_gather("dp", torch.tensor([mesh.rank])).tolist()
-        return x
-
-
-def test_a_single_process(pool: Pool) -> None:
-    assert pool.run(alone, ranks=1) == [[0]]
-
-
-def told_nothing() -> str:
-    without_launcher()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
-    try:
-        meshcomm.init(dims={"dp": 2}, device="cpu")
-    except meshcomm.MeshcommError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_nobody_to_meet(pool: Pool) -> None:
-    assert pool.run(told_nothing, ranks=1) == [
-        "rank 0 of 2 has no address at which to meet the others\n"
-        "  given:    launcher torchrun, no MASTER_ADDR and MASTER_PORT\n"
-        "  expected: MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address\n"
-        '  try:      [process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun'
-    ]
-
-
-def network() -> dict[str, str | None]:
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
+def network() -> list[str | None]:
+    seen = [os.environ.get("GLOO_SOCKET_IFNAME")]
     config = {
         "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 30.0},
         "network": {"interfaces": ["lo"]},
     }
     with meshcomm.init(config) as mesh:
-        inside = os.environ.get("GLOO_SOCKET_IFNAME")
+        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
         mesh.barrier("dp")
-    return {"before": before, "inside": inside, "after": os.environ.get("GLOO_SOCKET_IFNAME")}
+    return [*seen, os.environ.get("GLOO_SOCKET_IFNAME")]
 
 
 def test_network_settings_are_set_before_and_put_back_after(pool: Pool) -> None:
-    assert pool.run(network, ranks=2) == [{"before": None, "inside": "lo", "after": None}] * 2
-
-
-def two_values() -> str:
-    try:
-        network()
-    except meshcomm.MeshcommError as error:
-        return f"{type(error).__name__}: {error.what}"
-    return "nothing"
+    assert pool.run(network, ranks=2) == [[None, "lo", None]] * 2
 
 
 def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
-    assert (
-        pool.run(two_values, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"})
-        == ["LaunchError: GLOO_SOCKET_IFNAME is set twice, differently"] * 2
-    )
+    for error in pool.run(network, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"}, allow=True):
+        assert isinstance(error, LaunchError)
+        assert error.what == "GLOO_SOCKET_IFNAME is set twice, differently"
 
 
 # -- backends, and a default group that is there already ---------------------------------------------
@@ -374,7 +326,7 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
     file = dist.FileStore(path, 2)
     file.set("meshcomm/process/0", running)
     with pytest.raises(LaunchError, match=f"rank 0 came twice.*\n *given: *{running}\n"):
-        meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), Launch("single", 0, 1, 0, 1), 5)
+        meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
 
 
 # -- an address where something else is -------------------------------------------------------------

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
+from meshcomm.errors import (
+    BarrierTimeout,
+    CommunicationError,
+    MeshClosed,
+    StoreError,
+    StoreTimeout,
+    UnsupportedOp,
+)
+from meshcomm.mesh.barriers import monitored_barrier
 from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
 from meshcomm.testing import Pool
 
@@ -316,3 +328,90 @@ def test_ranks_outside_the_mesh_share_the_store(pool: Pool) -> None:
 
 def test_kinds() -> None:
     assert kind_of(dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore()))) == "HashStore"
+
+
+# -- a rank that waits at the store answers others ------------------------------------------------------------
+
+
+def asked_while_it_waits() -> str:
+    options = {"tp": {"timeout_s": 1}}
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30, options=options) as mesh:
+        mesh.warm_up()
+        try:
+            if mesh.coord("tp") == 1:
+                mesh.all_reduce("tp", torch.ones(1))
+            elif mesh.coord("dp") == 0:
+                mesh.store.get("nobody sets it", timeout_s=4)
+            else:
+                mesh.barrier("dp", timeout_s=4)
+        except (CommunicationError, StoreTimeout, BarrierTimeout) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+def test_who_waits_at_the_store_answers(pool: Pool) -> None:
+    at_get, asks_it, at_barrier, asks_the_other = pool.run(asked_while_it_waits, ranks=4)
+    assert at_get.startswith("StoreTimeout")
+    assert at_barrier.startswith("BarrierTimeout")
+    for asked in (asks_it, asks_the_other):
+        assert "in asked_while_it_waits" in asked
+        assert "has ended" not in asked
+
+
+# -- a store whose server is stopped: torch's client would wait without end -----------------------------------
+
+SERVER = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+# Each call on a client of its own. Of the calls on one client, torch lets the others wait for the first.
+CALLS: dict[str, Callable[[dist.Store], object]] = {
+    "get": lambda client: mesh_store(client).get("there"),
+    "wait": lambda client: mesh_store(client).wait(["there"]),
+    "add": lambda client: mesh_store(client).add("n", 1),
+    "barrier": lambda client: monitored_barrier(
+        dist.PrefixStore("barrier", client), 0, [0, 1], 0.3, "barrier along dp on rank 0"
+    ),
+}
+
+
+def mesh_store(client: dist.Store) -> MeshStore:
+    return MeshStore(dist.PrefixStore("mesh", client), lambda: "rank 3 (dp=1 tp=1)", 0.3)
+
+
+def test_calls_on_a_store_that_was_stopped_end_and_name_it() -> None:
+    """All at once, on clients that were served before."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    threads = ThreadPoolExecutor(len(CALLS))
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        clients = [
+            dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+            for _ in CALLS
+        ]
+        for client in clients:
+            client.set("there", "before")
+            assert client.get("there") == b"before"
+        os.kill(server.pid, signal.SIGSTOP)
+        calls = zip(CALLS.items(), clients, strict=True)
+        ended = {name: threads.submit(call, client) for (name, call), client in calls}
+        errors = {name: each.exception(30) for name, each in ended.items()}
+    finally:
+        server.kill()
+        server.communicate()
+        threads.shutdown(wait=False)
+    silent = errors.pop("barrier")
+    assert isinstance(silent, BarrierTimeout) and silent.missing == ()
+    assert "has not answered for 0.3 s" in str(silent)
+    for name, error in errors.items():
+        assert isinstance(error, StoreTimeout)
+        assert str(error).startswith(f"store.{name} on rank 3 (dp=1 tp=1): the job's TCPStore has not")

@@ -11,10 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ import meshcomm
 from meshcomm.comm.counters import counter_of
 from meshcomm.comm.diagnosis import absent, diagnose, root_cause
 from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.errors import CollectiveTimeout, PeerLost
+from meshcomm.errors import CollectiveTimeout
 from meshcomm.jobs.report import report
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog
@@ -42,20 +41,12 @@ Outcome = tuple[str, str, tuple[int, ...], float]
 
 
 def outcome(
-    program: Any,
-    reports: str,
-    timeout_s: float = TIMEOUT,
-    *,
-    stay: bool = True,
-    dp_s: float = 0.0,
-    leave_by: Sequence[Any] = (),
-    **more: Any,
+    program: Any, reports: str, timeout_s: float = TIMEOUT, stay: bool = True, dp_s: float = 0.0, **more: Any
 ) -> Outcome:
-    """Run a program as this rank.
+    """Run a program as this rank; the errors by which it leaves the mesh count, too.
 
     stay: keep the mesh, and so the thread that answers, until every rank has ended its program.
     dp_s: the timeout along dp, where it is another one.
-    leave_by: its second item, where the program has put one there, is raised at the end.
     """
     seconds = {"pp": timeout_s, "dp": dp_s or timeout_s, "tp": timeout_s}
     config = {
@@ -65,25 +56,33 @@ def outcome(
             "timeout_s": 60.0,  # for meeting; the groups' own is short
             "options": {dim: {"timeout_s": each} for dim, each in seconds.items()},
             "reports": reports,
+            "validate_calls": 0,
             **more,
         }
     }
-    with meshcomm.init(config) as mesh:
-        mesh.warm_up()
-        began = time.monotonic()
-        found: Outcome = ("none", "", (), 0.0)
-        try:
-            program(mesh)
-        except CollectiveTimeout as error:
-            found = type(error).__name__, str(error), error.missing, 0.0
-        finally:
-            took = time.monotonic() - began
-            mesh.store.set(f"over/{mesh.rank}", b"")
-        if stay:
-            until(mesh, *range(8))
-        if leave_by[1:]:
-            raise leave_by[1]
-        return *found[:3], took
+    own: BaseException | None = None
+    try:
+        with meshcomm.init(config) as mesh:
+            mesh.warm_up()
+            began = time.monotonic()
+            try:
+                program(mesh)
+            except (RuntimeError, ValueError, meshcomm.MeshcommError) as error:  # leaves the mesh by it
+                own = error
+            finally:
+                took = time.monotonic() - began
+                mesh.store.set(f"over/{mesh.rank}", b"")
+            if stay:
+                until(mesh, *range(8))
+            if own is not None:
+                raise own
+    except CollectiveTimeout as error:
+        if error is not own and error.__cause__ is not own:
+            raise
+        return type(error).__name__, str(error), error.missing, took
+    except ValueError as error:
+        return "ValueError", str(error), (), took
+    return "none", "", (), took
 
 
 def until(mesh: Any, *ranks: int) -> None:
@@ -98,31 +97,6 @@ def skipped(mesh: Any) -> None:
             time.sleep(0.02)
         return
     mesh.all_reduce("tp", torch.ones(4))
-
-
-def run_skipped(folder: str) -> Outcome:
-    return outcome(skipped, folder, validate_calls=64)
-
-
-def skipped_by(text: str, missing: tuple[int, ...]) -> None:
-    assert missing == (6,)
-    lines = text.splitlines()
-    assert lines[0] == 'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time'
-    assert lines[1].startswith("  given:    call 2 on tp[pp=1 dp=1], ranks [6, 7], at ")
-    assert f"{__file__}:" in lines[1]
-    assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in lines[2]
-    assert " in skipped, after barrier, call 1" in lines[2]
-
-
-def test_a_skipped_call_names_who_has_not_come(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_skipped, str(tmp_path))
-    assert [kind for kind, *_ in found] == ["none"] * 7 + ["CollectiveTimeout"]
-    _, text, missing, took = found[7]
-    skipped_by(text, missing)
-    assert took < TIMEOUT + 10  # on a busy machine; the asking itself ends in time
-    assert sorted(path.name for path in tmp_path.glob("*/*.json")) == ["rank6.json", "rank7.json"]
-    assert "rank 6 (pp=1 dp=1 tp=0) is at " in report(tmp_path).splitlines()[1]
-    assert 'rank 7 waits for it in all_reduce along "tp", call 2' in report(tmp_path).splitlines()[1]
 
 
 def several(mesh: Any) -> None:
@@ -140,23 +114,6 @@ def several(mesh: Any) -> None:
         mesh.all_reduce("dp", x, async_op=True).wait()
 
 
-def run_several(folder: str) -> Outcome:
-    return outcome(several, folder, validate_calls=0)
-
-
-def test_calls_that_were_never_compared_name_who_has_not_come_too(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_several, str(tmp_path))
-    assert [rank for rank in range(8) if found[rank][0] == "CollectiveTimeout"] == [0, 3, 7]
-    skipped_by(*found[7][1:3])
-    # A call that a rank refused has not come.
-    _, text, missing, _ = found[0]
-    assert missing == (1,) and "rank 1 (pp=0 dp=0 tp=1) has not come: it is at " in text
-    # An asynchronous one fails by name.
-    _, text, missing, _ = found[3]
-    assert missing == (1,)
-    assert 'all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time' in text
-
-
 def crossed(mesh: Any) -> None:
     x = torch.ones(4)
     first, second = ("dp", "tp") if mesh.rank in (1, 2) else ("tp", "dp")
@@ -164,24 +121,237 @@ def crossed(mesh: Any) -> None:
     mesh.all_reduce(second, x)
 
 
-def run_crossed(folder: str) -> Outcome:
-    return outcome(crossed, folder, validate_calls=0)
+def killed(mesh: Any) -> None:
+    mesh.all_reduce("dp", torch.ones(1))
+    if mesh.rank == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(1000):
+        mesh.all_reduce("dp", torch.ones(1))
 
 
-def test_a_circular_wait_across_dims_is_found(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_crossed, str(tmp_path))
+def never_sent(mesh: Any) -> None:
+    x = torch.ones(4)
+    if mesh.coord("pp") == 0:
+        mesh.send("pp", x, dst=1)
+        until(mesh, 6)
+    else:
+        mesh.recv("pp", x, src=0)
+        if mesh.rank == 6:
+            mesh.recv("pp", x, src=0)
+        mesh.all_reduce("dp", x)
+
+
+def crossed_messages(mesh: Any) -> None:
+    if mesh.coord("pp") == 1 or mesh.coord("dp") == 1:
+        return
+    x = torch.ones(1)
+    # Each waits for the other's message, sent with another tag.
+    handle = mesh.isend("tp", x, dst=1 - mesh.coord("tp"), tag=7)
+    try:
+        mesh.recv("tp", x, src=1 - mesh.coord("tp"), tag=8)
+    finally:
+        with contextlib.suppress(CollectiveTimeout):
+            handle.wait()
+
+
+def left(mesh: Any) -> None:
+    mesh.all_reduce("tp", torch.ones(1))
+    if mesh.rank == 7:
+        raise ValueError("no batch\nin the file")
+    if mesh.rank != 3:
+        mesh.all_reduce("tp", torch.ones(1))
+
+
+def past(mesh: Any) -> None:
+    """Ranks 3, 6 and 7 leave out what their neighbours along dp do past the mesh."""
+    group, x = mesh.group("dp"), torch.ones(4)
+    dist.all_reduce(x, group=group)
+    if mesh.rank in (3, 6, 7):
+        until(mesh, mesh.rank - 2)
+    elif mesh.rank == 4:
+        dist.recv(x, 6, group=group)
+    elif mesh.rank == 5:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        time.sleep(TIMEOUT + 2)  # elsewhere, while the backend gives up
+        work.wait()
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def by_hand(mesh: Any) -> None:
+    if mesh.rank == 6:
+        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+    elif mesh.rank == 7:
+        mesh.all_reduce("tp", torch.ones(4))
+    elif mesh.rank == 4:
+        until(mesh, 7)  # so long, along dp it keeps rank 6 waiting
+        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+
+
+class Story(NamedTuple):
+    """A program, and of the ranks that raise: which error, which ranks it names, and words of its text.
+
+    report: what `meshcomm report` says, as patterns. alone: whether no other rank raises. more: for `outcome`.
+    """
+
+    program: Any
+    told: dict[int, tuple[str, tuple[int, ...], list[str]]]
+    report: list[str] = []  # noqa: RUF012 (read only)
+    alone: bool = True
+    more: dict[str, Any] = {}  # noqa: RUF012
+
+
+LATE, LOST = "CollectiveTimeout", "PeerLost"
+SKIPPED = (
+    LATE,
+    (6,),
+    [
+        'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time\n  given:    call 2 on tp[pp=1 dp=1], '
+        "ranks [6, 7], at ",
+        f"{__file__}:",
+        "rank 6 (pp=1 dp=1 tp=0) has not come: it is at ",
+        " in skipped, after barrier, call 1",
+    ],
+)
+BY_HAND = (
+    'it is in all_reduce along "dp", call 2, at '
+    if HAS_HOOKS
+    else ", in gloo:all_reduce, call 2 on torch's group meshcomm"  # torch's flight recorder has it
+)
+
+
+def made_past(rank: int, call: str, does: str) -> tuple[str, tuple[int, ...], list[str]]:
+    pp, tp = rank // 4, rank % 2
+    first = f'{call} made past the mesh along "dp" on rank {rank} (pp={pp} dp=0 tp={tp}) did not end in time'
+    return LATE, (rank + 2,), [first, f"rank {rank + 2} (pp={pp} dp=1 tp={tp}) {does}"]
+
+
+STORIES = {
+    "a skipped call": Story(
+        skipped,
+        {7: SKIPPED},
+        [
+            r"rank 6 \(pp=1 dp=1 tp=0\) is at .*; rank 7 waits for it in all_reduce along \"tp\", call 2",
+            "2 report",
+        ],
+        more={"validate_calls": 64},
+    ),
+    "several, never compared": Story(
+        several,
+        {
+            7: SKIPPED,
+            # A call that a rank refused has not come.
+            0: (LATE, (1,), ["rank 1 (pp=0 dp=0 tp=1) has not come: it is at "]),
+            # An asynchronous one fails by name.
+            3: (LATE, (1,), ['all_reduce along "dp" on rank 3 (pp=0 dp=1 tp=1) did not end in time']),
+        },
+    ),
     # 0 waits along tp for 1, which waits along dp for 3, which waits along tp for 2, along dp for 0.
-    assert [kind for kind, *_ in found] == ["CollectiveTimeout"] * 4 + ["none"] * 4
-    assert [missing for _, _, missing, _ in found[:4]] == [(1,), (3,), (0,), (2,)]
-    # It is in that call, or was until its time ran out a moment before.
-    assert re.search(
-        r'rank 1 \(pp=0 dp=0 tp=1\) has not come: it (is|was) in all_reduce along "dp", call 2, at ',
-        found[0][1],
-    )
-    lines = report(tmp_path).splitlines()
-    assert lines[1] == "circular wait:"
-    circle = [(line.split()[1], line.split()[-1]) for line in lines[2:6]]
-    assert circle == [("0", "1"), ("1", "3"), ("3", "2"), ("2", "0")]
+    "a circle across dims": Story(
+        crossed,
+        {
+            0: (
+                LATE,
+                (1,),
+                ['rank 1 (pp=0 dp=0 tp=1) has not come: it is in all_reduce along "dp", call 2, at '],
+            ),
+            **{rank: (LATE, (other,), []) for rank, other in ((1, 3), (2, 0), (3, 2))},
+        },
+        [
+            r"circular wait:\n  rank 0 .* rank 1\n  rank 1 .* rank 3\n  rank 3 .* rank 2\n  rank 2 .* rank 0\n?"
+        ],
+    ),
+    "a dead peer": Story(
+        killed,
+        {7: (LOST, (5,), ["rank 5 does not answer: it has ended, or is stopped"])},
+        ["rank 5 does not answer: it has ended, or is stopped; rank 7 waits"],
+        alone=False,
+        more={"timeout_s": 40.0, "stay": False, "validate_calls": 64},
+    ),
+    "a message that is never sent": Story(
+        never_sent,
+        {
+            6: (
+                LATE,
+                (2,),
+                [
+                    'recv from 0 along "pp" on rank 6 (pp=1 dp=1 tp=0) did not end in time\n'
+                    "  given:    recv from rank 2, message 2 with tag 0 on pp[dp=1 tp=0], ranks [2, 6], at ",
+                    "rank 2 (pp=0 dp=1 tp=0) has sent 1 of 2 with tag 0; it is at ",
+                ],
+            ),
+            # It waits for rank 6 in a collective, which is said to wait for a message.
+            4: (LATE, (6,), ['has not come: it is in recv from rank 2, message 2 with tag 0 along "pp"']),
+        },
+        [r"rank 2 \(pp=0 dp=1 tp=0\) is at .*rank 6 waits for it in recv from rank 2, message 2 with tag 0"],
+        alone=False,
+    ),
+    # Whose time runs out first says so; the other may hear of it as a peer that broke off.
+    "messages with other tags": Story(
+        crossed_messages,
+        {
+            0: (
+                f"{LATE}|{LOST}",
+                (1,),
+                ["rank 1 (pp=0 dp=0 tp=1) has sent 0 of 1 with tag 8, and 1 with tag 7; it is in recv from"],
+            ),
+            1: (f"{LATE}|{LOST}", (0,), []),
+        },
+        [
+            r"circular wait:\n  rank 0 \(pp=0 dp=0 tp=0\) in recv from rank 1, message 1 with tag 8 along \"tp\", "
+            r"at .* waits for rank 1\n"
+        ],
+    ),
+    "ranks that left": Story(
+        left,
+        {
+            2: (LOST, (3,), ["has not come: it has closed the mesh, after all_reduce, call 2"]),
+            6: (LOST, (7,), ["after all_reduce, call 2, when it raised ValueError: no batch\n"]),
+            7: ("ValueError", (), []),
+        },
+        more={"timeout_s": 40.0, "stay": False},
+    ),
+    "calls past the mesh": Story(
+        past,
+        {
+            1: made_past(1, "all_reduce", "has not come: it "),
+            4: made_past(4, "recv", "has sent 0 of 1 with tag 0"),
+            5: made_past(5, "all_reduce", "has not come: it "),
+        },
+    ),
+    "a rank in a call past the mesh": Story(
+        by_hand,
+        {7: (LATE, (6,), ["rank 6 (pp=1 dp=1 tp=0) has not come: it is ", BY_HAND])},
+        alone=False,
+        more={"dp_s": 60.0},
+    ),
+}
+
+
+def run_story(name: str, folder: str) -> Outcome:
+    return outcome(STORIES[name].program, folder, **STORIES[name].more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[needs_group_hooks] if "calls past" in each else []) for each in STORIES],
+)
+def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, name: str) -> None:
+    story = STORIES[name]
+    found = pool.run(run_story, name, str(tmp_path), allow=True)
+    if story.program is killed:
+        assert isinstance(found[5], ChildProcessError)
+    if story.alone:
+        assert [rank for rank in range(8) if found[rank][0] != "none"] == sorted(story.told)
+    for rank, (kinds, named, words) in story.told.items():
+        kind, text, missing, took = found[rank]
+        assert kind in kinds.split("|") and missing == named, text
+        # It is in that call, or was until its time ran out a moment before.
+        text = text.replace("it was in", "it is in")
+        assert all(word in text for word in words), text
+        assert took < 30  # on a busy machine; the group's own timeout may be longer
+    said = report(tmp_path) if story.report else ""
+    assert all(re.search(pattern, said) for pattern in story.report), said
 
 
 def test_the_circle_itself() -> None:
@@ -297,33 +467,6 @@ def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPat
         idle.limited(lambda: time.sleep(20))
 
 
-def killed(mesh: Any) -> None:
-    mesh.all_reduce("dp", torch.ones(1))
-    if mesh.rank == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(1000):
-        mesh.all_reduce("dp", torch.ones(1))
-
-
-def run_killed(folder: str) -> Outcome:
-    return outcome(killed, folder, timeout_s=40.0, stay=False)
-
-
-def test_a_dead_peer_is_named(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_killed, str(tmp_path), allow=True)
-    assert isinstance(found[5], ChildProcessError)
-    kind, text, missing, took = found[7]
-    assert kind == PeerLost.__name__
-    assert missing == (5,)
-    assert "rank 5 does not answer: it has ended, or is stopped" in text
-    assert took < 30
-    assert (
-        report(tmp_path)
-        .splitlines()[1]
-        .startswith("rank 5 does not answer: it has ended, or is stopped; rank 7 waits")
-    )
-
-
 def functional(mesh: Any) -> list[str]:
     x = torch.ones(2, requires_grad=True)
     sites = []
@@ -386,99 +529,6 @@ def test_a_folder_without_reports(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
         report(tmp_path)
-
-
-def message_outcome(program: Any, reports: str) -> Outcome:
-    return outcome(program, reports, validate_calls=0)
-
-
-def never_sent(mesh: Any) -> None:
-    x = torch.ones(4)
-    if mesh.coord("pp") == 0:
-        mesh.send("pp", x, dst=1)
-        until(mesh, 6)
-    else:
-        mesh.recv("pp", x, src=0)
-        if mesh.rank == 6:
-            mesh.recv("pp", x, src=0)
-        mesh.all_reduce("dp", x)
-
-
-def test_a_message_that_is_never_sent_names_its_sender(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(message_outcome, never_sent, str(tmp_path))
-    kind, text, missing, took = found[6]
-    assert (kind, missing) == ("CollectiveTimeout", (2,))
-    lines = text.splitlines()
-    assert lines[0] == 'recv from 0 along "pp" on rank 6 (pp=1 dp=1 tp=0) did not end in time'
-    assert lines[1].startswith(
-        "  given:    recv from rank 2, message 2 with tag 0 on pp[dp=1 tp=0], ranks [2, 6], at "
-    )
-    assert "rank 2 (pp=0 dp=1 tp=0) has sent 1 of 2 with tag 0; it is at " in lines[2]
-    assert took < TIMEOUT + 10
-    # Rank 4 waits for rank 6 in a collective: rank 6 is said to wait for a message.
-    assert re.search(
-        r'rank 6 \(pp=1 dp=1 tp=0\) has not come: it (is|was) in recv from rank 2, message 2 with tag 0 along "pp"',
-        found[4][1],
-    )
-    text = report(tmp_path)
-    assert "rank 2 (pp=0 dp=1 tp=0) is at " in text
-    assert "rank 6 waits for it in recv from rank 2, message 2 with tag 0" in text
-
-
-def crossed_messages(mesh: Any) -> None:
-    if mesh.coord("pp") == 1 or mesh.coord("dp") == 1:
-        return
-    x = torch.ones(1)
-    # Each waits for the other's message, sent with another tag.
-    handle = mesh.isend("tp", x, dst=1 - mesh.coord("tp"), tag=7)
-    try:
-        mesh.recv("tp", x, src=1 - mesh.coord("tp"), tag=8)
-    finally:
-        with contextlib.suppress(CollectiveTimeout):
-            handle.wait()
-
-
-def test_ranks_that_wait_for_each_others_messages(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(message_outcome, crossed_messages, str(tmp_path))
-    assert [missing for _, _, missing, _ in found[:3]] == [(1,), (0,), ()]
-    # Whose time runs out first says so; the other may hear of it as a peer that broke off.
-    assert "CollectiveTimeout" in {kind for kind, *_ in found[:2]}
-    assert re.search(
-        r"rank 1 \(pp=0 dp=0 tp=1\) has sent 0 of 1 with tag 8, and 1 with tag 7; it (is|was) in recv from",
-        found[0][1],
-    )
-    lines = report(tmp_path).splitlines()
-    assert lines[1] == "circular wait:"
-    assert lines[2].startswith(
-        '  rank 0 (pp=0 dp=0 tp=0) in recv from rank 1, message 1 with tag 8 along "tp", at '
-    )
-    assert lines[2].endswith(" waits for rank 1")
-
-
-def left(mesh: Any) -> None:
-    mesh.all_reduce("tp", torch.ones(1))
-    if mesh.rank == 7:
-        raise ValueError("no batch\nin the file")
-    if mesh.rank != 3:
-        mesh.all_reduce("tp", torch.ones(1))
-
-
-def run_left(folder: str) -> Outcome:
-    try:
-        return outcome(left, folder, timeout_s=40.0, stay=False, validate_calls=0)
-    except ValueError:
-        return "left", "", (), 0.0
-
-
-def test_a_rank_that_closed_its_mesh_or_left_it_by_an_error_is_said_to(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(run_left, str(tmp_path))
-    kind, text, missing, took = found[2]
-    assert (kind, missing) == ("PeerLost", (3,))
-    assert "rank 3 (pp=0 dp=1 tp=1) has not come: it has closed the mesh, after all_reduce, call 2" in text
-    assert took < 30  # the group's own timeout is longer
-    kind, text, missing, _ = found[6]
-    assert (kind, missing) == ("PeerLost", (7,))
-    assert "after all_reduce, call 2, when it raised ValueError: no batch\n" in text
 
 
 def test_a_call_is_overdue_by_the_clock_alone() -> None:
@@ -831,82 +881,6 @@ def test_the_threads_of_a_mesh_that_is_dropped_end() -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert str(kept.inquire(kept, "all_reduce", RuntimeError("timed out"))).startswith("all_reduce failed")
-
-
-def past(mesh: Any) -> None:
-    """Ranks 3, 6 and 7 leave out what their neighbours along dp do past the mesh."""
-    group, x = mesh.group("dp"), torch.ones(4)
-    dist.all_reduce(x, group=group)
-    if mesh.rank in (3, 6, 7):
-        until(mesh, mesh.rank - 2)
-    elif mesh.rank == 4:
-        dist.recv(x, 6, group=group)
-    elif mesh.rank == 5:
-        work = dist.all_reduce(x, group=group, async_op=True)
-        time.sleep(TIMEOUT + 2)  # elsewhere, while the backend gives up
-        work.wait()
-    else:
-        dist.all_reduce(x, group=group)
-
-
-def run_past(folder: str) -> Outcome:
-    """As `outcome`, of errors that are raised when the mesh is left."""
-    kept: list[Any] = []
-
-    def program(mesh: Any) -> None:
-        kept.append(mesh)
-        try:
-            past(mesh)
-        except RuntimeError as error:
-            kept.append(error)
-
-    try:
-        found = outcome(program, folder, validate_calls=0, leave_by=kept)
-    except CollectiveTimeout as error:
-        own = "" if error.__cause__ is kept[1] else "from another error: "
-        return type(error).__name__, own + str(error), error.missing, 0.0
-    return found
-
-
-@needs_group_hooks
-def test_a_call_past_the_mesh_that_fails_is_explained_when_the_mesh_is_left(
-    pool: Pool, tmp_path: Path
-) -> None:
-    found = pool.run(run_past, str(tmp_path))
-    assert [rank for rank in range(8) if found[rank][0] != "none"] == [1, 4, 5]
-    for rank, call, dp, tp in ((1, "all_reduce", 0, 1), (4, "recv", 0, 0), (5, "all_reduce", 0, 1)):
-        kind, text, missing, _ = found[rank]
-        assert (kind, missing) == ("CollectiveTimeout", (rank + 2,)), text
-        pp = rank // 4
-        assert text.startswith(
-            f'{call} made past the mesh along "dp" on rank {rank} (pp={pp} dp={dp} tp={tp}) did not end in time'
-        )
-        short = "has sent 0 of 1 with tag 0" if call == "recv" else "has not come: it "
-        assert f"rank {rank + 2} (pp={pp} dp=1 tp={tp}) {short}" in text
-
-
-def by_hand(mesh: Any) -> None:
-    if mesh.rank == 6:
-        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
-    elif mesh.rank == 7:
-        mesh.all_reduce("tp", torch.ones(4))
-    elif mesh.rank == 4:
-        until(mesh, 7)  # so long, along dp it keeps rank 6 waiting
-        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
-
-
-def run_by_hand(folder: str) -> Outcome:
-    return outcome(by_hand, folder, dp_s=60.0, validate_calls=0)
-
-
-def test_a_call_made_past_the_mesh_is_told(pool: Pool, tmp_path: Path) -> None:
-    kind, text, missing, _ = pool.run(run_by_hand, str(tmp_path))[7]
-    assert (kind, missing) == ("CollectiveTimeout", (6,))
-    if HAS_HOOKS:
-        assert 'rank 6 (pp=1 dp=1 tp=0) has not come: it is in all_reduce along "dp", call 2, at ' in text
-    else:  # torch's flight recorder has it
-        assert "rank 6 (pp=1 dp=1 tp=0) has not come: it is at " in text
-        assert ", in gloo:all_reduce, call 2 on torch's group meshcomm" in text
 
 
 @needs_group_hooks

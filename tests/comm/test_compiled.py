@@ -1,4 +1,4 @@
-"""What a transform or a compiler cannot do with a call is refused by name; what it can is checked and recorded."""
+"""What a compiler cannot do with a call is refused by name; what it can is checked and recorded."""
 
 from __future__ import annotations
 
@@ -20,54 +20,9 @@ from meshcomm.errors import (
     MeshClosed,
     MeshcommError,
     PeerLost,
-    UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-
-PLAIN: dict[str, Callable[[Mesh, Tensor], Any]] = {
-    "all_reduce": lambda m, x: m.all_reduce("tp", x),
-    "reduce": lambda m, x: m.reduce("tp", x, 0),
-    "broadcast": lambda m, x: m.broadcast("tp", x, 0),
-    "all_gather": lambda m, x: m.all_gather("tp", x),
-    "gather": lambda m, x: m.gather("tp", x, 0),
-    "scatter": lambda m, x: m.scatter("tp", x, 0),
-    "reduce_scatter": lambda m, x: m.reduce_scatter("tp", x),
-    "all_to_all": lambda m, x: m.all_to_all("tp", x),
-    "shift": lambda m, x: m.shift("tp", x),
-}
-
-
-def both_do(mesh: Mesh, x: Tensor) -> None:
-    """A call of each kind, so that those that follow are made again without being checked again."""
-    for call in PLAIN.values():
-        call(mesh, x)
-
-
-@pytest.mark.mesh(tp=2, via="gloo", validate_calls=2)
-def test_plain_calls_refuse_a_tensor_with_a_tangent(mesh: Mesh) -> None:
-    x = torch.ones(4)
-    both_do(mesh, x)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones(4))
-        for name, call in PLAIN.items():
-            # Only the source of a scatter has an x; the others hear of it.
-            kind = AutogradError if name != "scatter" or mesh.coord("tp") == 0 else MeshcommError
-            with pytest.raises(kind, match=rf"{name} along"):
-                call(mesh, dual)
-        # A tensor that nobody differentiates is nothing else than before.
-        assert torch.equal(mesh.all_reduce("tp", torch.ones(4)), torch.full((4,), 2.0))
-
-
-@pytest.mark.mesh(tp=2, via=("gloo", "simulator"))
-def test_plain_calls_refuse_a_batch_of_vmap(mesh: Mesh) -> None:
-    both_do(mesh, torch.ones(4))
-    for name, call in PLAIN.items():
-        if name == "scatter":  # only its source has an x
-            continue
-        with pytest.raises(UnsupportedOp, match=rf"{name} along.*no rule for vmap"):
-            torch.vmap(lambda x: call(mesh, x))(torch.ones(3, 4))
-        assert torch.equal(mesh.all_gather("tp", torch.ones(1)), torch.ones(2))
 
 
 def slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:

@@ -1,0 +1,360 @@
+"""Arguments and tensors that nobody meant: refused by name on every rank, cold and prepared, and the group goes on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+import meshcomm
+from meshcomm.errors import (
+    AutogradError,
+    CommunicationError,
+    LayoutError,
+    MeshcommError,
+    PatternError,
+    ShapeError,
+    UnknownDim,
+    UnsupportedOp,
+)
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+
+DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 2, "one": 1}, "merge": {"both": ("dp", "tp")}}
+LEVELS: dict[str, Any] = {"algorithm": "hierarchical"}
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape or (4, 4))
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(ones(), 0.1, 0, torch.quint8)
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([ones(2, 2), ones(3, 2)])
+
+
+def watched(*shape: int) -> Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+def peer(mesh: Mesh) -> int:
+    return 1 - mesh.coord("dp")
+
+
+def both(mesh: Mesh, *outs: Tensor) -> object:
+    """As many messages to and from the peer."""
+    return mesh.exchange("dp", [(ones(), peer(mesh))] * len(outs), [(out, peer(mesh)) for out in outs])
+
+
+Refused = tuple[Callable[[Any], object], type[MeshcommError], str]
+
+# What is refused, with which error, and words of its text. None of it may reach torch.
+REFUSED: list[Refused] = [
+    # Tensors of a kind, or in a memory, that no call carries.
+    (lambda m: m.broadcast("dp", quantized(), 0), ShapeError, "quantized tensor"),
+    (lambda m: m.broadcast("dp", [quantized()], 0), ShapeError, "quantized"),
+    (lambda m: m.all_reduce(("dp", "tp"), quantized(), **LEVELS), ShapeError, "quantized"),
+    (lambda m: m.all_gather("dp", nested()), ShapeError, "nested tensor of 2"),
+    (lambda m: m.rearrange(nested(), "a b -> b a"), ShapeError, "nested"),
+    (lambda m: m.all_reduce("dp", [ones(), ones().to_sparse()]), ShapeError, "cannot carry"),
+    (lambda m: m.broadcast("dp", torch.eye(3).to_sparse(), 1), ShapeError, "cannot carry"),
+    (lambda m: m.send("dp", ones().to_sparse(), peer(m)), ShapeError, "cannot carry"),
+    (lambda m: m.all_gather("dp", ones().to("meta")), ShapeError, "cannot carry"),
+    (lambda m: m.functional.slice("dp", ones().to_sparse()), ShapeError, "to_dense"),
+    (lambda m: m.functional.all_reduce("dp", 1.5, "max", grad="sum"), ShapeError, "given a float"),
+    (lambda m: m.all_reduce("dp", 3.0), ShapeError, "given a float"),
+    (lambda m: m.broadcast("dp", [ones(), 3.0], src=0), ShapeError, "of a list along.*given a float"),
+    (lambda m: m.all_to_all("dp", [1.0]), ShapeError, "given a list"),
+    (lambda m: m.all_reduce("dp", ones(1).expand(3)), ShapeError, "one place in memory"),
+    (lambda m: m.broadcast("dp", [ones(1).expand(3)], 0), ShapeError, "one place"),
+    (lambda m: m.all_reduce(("dp", "tp"), ones(1).expand(3), **LEVELS), ShapeError, "one place"),
+    (lambda m: m.all_reduce("dp", ones(5).unfold(0, 3, 1), algorithm="ring"), ShapeError, "one place"),
+    (lambda m: m.all_gather("dp", ones(2), out=ones(1).expand(4)), ShapeError, "out cannot write"),
+    (lambda m: both(m, ones(1).expand(3)), ShapeError, "one place"),
+    (lambda m: (lambda x: both(m, x, x[1:]))(ones()), ShapeError, "that overlap"),
+    (lambda m: (lambda x: m.exchange("dp", [(x, peer(m))], [(x, peer(m))]))(ones()), ShapeError, "of its own"),
+    (lambda m: (lambda x: both(m, x[:, 0], x[:, 1], x[1]))(ones(3, 2)), ShapeError, "that overlap"),
+    (lambda m: m.all_gather("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
+    (lambda m: m.all_reduce("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
+    # An out.
+    (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),
+    (lambda m: m.all_gather("dp", [ones()], out=ones()), UnsupportedOp, "of a list.*out has no effect"),
+    (lambda m: m.all_gather("dp", ones(4), out=ones(4)), ShapeError, "out does not fit the result"),
+    (lambda m: m.all_gather("dp", ones(2), out=ones(4).double()), ShapeError, "out does not fit the result"),
+    # Dims, axes, coords, tags, offsets.
+    (lambda m: m.all_reduce(["dp", "tp"], ones()), UnknownDim, "tuple"),
+    (lambda m: m.group(["dp", "tp"]), UnknownDim, "tuple"),
+    (lambda m: m.all_reduce(None, ones(), algorithm="ring"), UnknownDim, "None"),
+    (lambda m: m.all_reduce("dpp", ones()), UnknownDim, 'did you mean "dp"'),
+    (lambda m: m.all_reduce(("tp", "one", "dp"), ones()), UnknownDim, "no group was declared over"),
+    (lambda m: m.all_reduce(ones(), "dp"), UnknownDim, "a Tensor stands where dims are expected"),
+    (lambda m: m.all_gather("dp", ones(), None), ShapeError, "not a whole number"),
+    (lambda m: m.all_to_all("dp", ones(), 0, 1.0), ShapeError, "not a whole number"),
+    (lambda m: m.functional.slice("dp", ones(), "0"), ShapeError, "whole number"),
+    (lambda m: m.functional.all_gather("dp", ones(), 2, grad="slice"), ShapeError, "has no axis 2"),
+    (lambda m: m.reduce_scatter("dp", ones(7)), ShapeError, "cannot split axis 0"),
+    (lambda m: m.reduce_scatter("dp", ones(4, 5), axis=1), ShapeError, "cannot split axis 1"),
+    (lambda m: m.functional.reduce_scatter("dp", ones(3)), ShapeError, "cannot split axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), splits=[1.5, 2.5]), ShapeError, "splits do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), splits=[1, 2]), ShapeError, "splits do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), splits=4), ShapeError, "splits do not cut axis 0"),
+    (lambda m: m.gather("dp", ones(), dst=2), LayoutError, "dst=2 is not a coord"),
+    (lambda m: m.broadcast("dp", ones(2), [1]), LayoutError, "is not a coord"),
+    # A prepared call of src=1 is found for True as well.
+    (lambda m: m.broadcast("dp", ones(2), True), LayoutError, "is not a coord"),
+    (lambda m: m.reduce("dp", ones(2), True), LayoutError, "is not a coord"),
+    (lambda m: m.broadcast("dp", ones(2), src=7), LayoutError, "src=7 is not a coord"),
+    (lambda m: m.recv("dp", ones(), src=m.coord("dp")), CommunicationError, "has sent itself nothing"),
+    (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),
+    (lambda m: m.exchange("dp", [(ones(), peer(m), -1)]), LayoutError, "not a tag"),
+    (lambda m: m.exchange("dp", [(ones(), peer(m), 1 << 30)]), LayoutError, "not a tag"),
+    (lambda m: m.exchange("dp", [(ones(),)]), ShapeError, "not a list of messages"),
+    (lambda m: m.exchange("dp", [(ones(), peer(m), 0, 7)]), ShapeError, "a tuple of 4"),
+    # Operations and their factors.
+    (lambda m: m.all_reduce("dp", ones(), "premul_sum", factor="2"), ShapeError, "not a number"),
+    (lambda m: m.all_reduce("dp", ones(), "premul_sum", factor=ones(8)), ShapeError, "not a number"),
+    (lambda m: m.reduce("dp", ones(), 0, "premul_sum", factor=1j), ShapeError, "for float32"),
+    (lambda m: m.all_reduce("dp", ones(), factor=2.0), ShapeError, "factor has no effect with op='sum'"),
+    (lambda m: m.all_reduce("dp", ones(), "premul_sum"), ShapeError, "without a factor"),
+    (lambda m: m.all_reduce("dp", ones(), "all_gather"), MeshcommError, "no reduce op"),
+    (lambda m: m.all_reduce("dp", ones(), ("broadcast", 1)), MeshcommError, "no reduce op"),
+    (lambda m: m.all_reduce("dp", ones(), ["sum"]), MeshcommError, "no reduce op"),
+    (lambda m: m.all_reduce("dp", ones(), "mean"), UnsupportedOp, "no reduce op 'mean'.*op=\"avg\""),
+    (lambda m: m.all_reduce("dp", ones(), algorithm="star"), MeshcommError, "no algorithm 'star'"),
+    (lambda m: m.all_reduce("dp", ones(), **LEVELS), MeshcommError, "no algorithm 'hierarchical'"),
+    # Gradients.
+    (lambda m: m.functional.all_reduce("dp", watched(2), grad="both"), MeshcommError, "rule 'both'"),
+    (lambda m: m.functional.all_gather("dp", watched(2), grad="mine"), MeshcommError, "rule 'mine'"),
+    (lambda m: m.functional.all_reduce("dp", watched(2), "max", grad="sum"), AutogradError, "for op='max'"),
+    (lambda m: m.functional.reduce_scatter("dp", watched(2), 0, "max"), AutogradError, "for op='max'"),
+    # Times, and what there is nothing of.
+    (lambda m: m.barrier("dp", timeout_s=float("nan")), UnsupportedOp, "not a time"),
+    (lambda m: m.barrier(async_op=True), UnsupportedOp, "async_op without dims"),
+    (lambda m: m.scatter("dp", ones(7), 0), ShapeError, "scatter"),
+    (lambda m: m.scatter("dp", None, 0), ShapeError, "has nothing t"),
+    (lambda m: m.scatter("dp", ones(2, *[1] * 15), 0), ShapeError, "scatter"),
+    (lambda m: meshcomm.explain_pattern("a b -> b a", {"dp": 2}, (4, "4")), PatternError, "not a shape"),
+    (lambda m: meshcomm.explain_pattern("a -> a", ["dp"], (4,)), LayoutError, "needs a mesh"),
+]  # fmt: skip
+ON_GLOO_ALONE: list[Refused] = [
+    (
+        lambda m: m.all_reduce("dp", DTensor.from_local(ones(), m["dp"], [Replicate()], run_check=False)),
+        ShapeError,
+        "given a DTensor",
+    ),
+    (lambda m: m.all_reduce("dp", ones().to(torch.float8_e4m3fn)), UnsupportedOp, "sum of float8_e4m3fn is not"),
+    (lambda m: m.all_reduce("dp", ones(), "band"), UnsupportedOp, "band of float32 is not possible on gloo"),
+    (lambda m: m.all_reduce("dp", ones().int(), "avg"), UnsupportedOp, "avg of int32 is not possible on gloo"),
+]  # fmt: skip
+
+# Each call with a tensor of each odd kind; and the peers and tags that only equal those of prepared messages.
+CALLS: list[Callable[[Any, Any], object]] = [
+    lambda m, x: m.all_reduce("dp", x),
+    lambda m, x: m.all_reduce("dp", x, async_op=True),
+    lambda m, x: m.reduce("dp", x, 1),
+    lambda m, x: m.broadcast("dp", x, 1),
+    lambda m, x: m.all_gather("dp", x),
+    lambda m, x: m.all_gather("dp", torch.ones(2), out=x),
+    lambda m, x: m.reduce_scatter("dp", x),
+    lambda m, x: m.reduce_scatter("dp", torch.ones(8), out=x),
+    lambda m, x: m.all_to_all("dp", x),
+    lambda m, x: m.all_to_all("dp", torch.ones(4), out=x),
+    lambda m, x: m.recv("dp", x, src=peer(m)),
+    lambda m, x: m.irecv("dp", x, peer(m)),
+    lambda m, x: m.exchange("dp", [], [(x, peer(m))]),
+    lambda m, x: m.shift("dp", x),
+    lambda m, x: m.send("dp", x, peer(m)),
+    lambda m, x: m.isend("dp", x, peer(m)),
+    lambda m, x: m.exchange("dp", [(x, peer(m))]),
+]
+ODD: list[Callable[[], Any]] = [
+    nested,
+    lambda: torch.ones(4).to_mkldnn(),
+    lambda: torch.ones(4, device="meta"),
+    lambda: torch.ones(4).to_sparse(),
+    lambda: [1.0, 2.0],
+]
+TO: list[Callable[[Any, Any, Any], object]] = [
+    lambda m, to, tag: m.send("dp", ones(4), to, tag),
+    lambda m, to, tag: m.isend("dp", ones(4), to, tag),
+    lambda m, to, tag: m.recv("dp", ones(4), src=to, tag=tag),
+    lambda m, to, tag: m.irecv("dp", ones(4), to, tag),
+    lambda m, to, tag: m.exchange("dp", [(ones(4), to, tag)]),
+]
+
+
+def told(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def refusals(mesh: Mesh, table: list[Refused] = REFUSED) -> list[tuple[str, str]]:
+    """How each call ends, with the group in use in between."""
+    warnings.simplefilter("ignore")  # torch's: prototypes
+    found = []
+    for call, _, _ in table:
+        found.append(told(lambda: call(mesh)))
+        assert mesh.all_reduce("dp", ones(1)).item() == 2
+    return found
+
+
+def odd_ones(mesh: Mesh) -> list[tuple[str, str]]:
+    found = [told(lambda: call(mesh, make())) for call in CALLS for make in ODD]
+    # What a message carries as it is, where a call in place would change what autograd watches.
+    found += [told(lambda: call(mesh, watched(4))) for call in CALLS[:-3]]
+    own, to = bool(peer(mesh)), peer(mesh)
+    for at, tag in ((own, 0), (float(to), 0), (to, False), (to, 0.0), (to, 1 << 30)):
+        found += [told(lambda: call(mesh, at, tag)) for call in TO]
+    return found
+
+
+def all_once(mesh: Mesh) -> None:
+    for _ in range(2):
+        for call in CALLS[:10]:
+            call(mesh, torch.ones(4))
+        mesh.broadcast("dp", torch.ones(4), 0)
+        mesh.all_reduce("dp", torch.ones(4), async_op=True).wait()
+        both(mesh, torch.ones(4, 4))
+        mesh.shift("dp", torch.ones(4))
+        mesh.all_reduce("dp", torch.ones(4), algorithm="ring")  # over a tag of the library's own
+
+
+def cold_and_warm() -> list[list[tuple[str, str]]]:
+    with meshcomm.init(**DIMS, device="cpu", timeout_s=60, validate_calls=0) as mesh:
+        every = REFUSED + ON_GLOO_ALONE
+        cold = refusals(mesh, every), odd_ones(mesh)
+        warnings.simplefilter("ignore")
+        all_once(mesh)
+        return [*cold, refusals(mesh, every), odd_ones(mesh)]
+
+
+def check(found: list[tuple[str, str]], table: list[Refused]) -> None:
+    for (how, text), (_, kind, words) in zip(found, table, strict=True):
+        names = {kind.__name__} if kind is not MeshcommError else {each.__name__ for each in KINDS}
+        assert how in names, (words, how, text)
+        assert all(part in text for part in words.split(".*")), text
+        assert all(label in text for label in ("given:", "expected:", "try:")), text
+
+
+KINDS = [MeshcommError, *MeshcommError.__subclasses__()]
+
+
+def test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on(pool: Pool) -> None:
+    for cold, odd_cold, warm, odd_warm in pool.run(cold_and_warm, ranks=4):
+        check(cold, REFUSED + ON_GLOO_ALONE)
+        assert warm == cold and odd_warm == odd_cold
+        assert not [each for each in odd_cold if each[0] not in {kind.__name__ for kind in KINDS}]
+
+
+def test_the_simulator_refuses_the_same() -> None:
+    for found in meshcomm.simulate(refusals, **DIMS):
+        check(found, REFUSED)
+
+
+# A misfit that one rank alone can see is said when the others have had their part of the call: by which coords.
+ALONE: list[tuple[Callable[[Mesh], object], tuple[int, ...]]] = [
+    (lambda m: m.gather("dp", ones(), 1, out=ones(3)), (1,)),
+    (lambda m: m.gather("dp", ones(), 1, uneven=True, out=ones(3)), (1,)),
+    (lambda m: m.all_gather("dp", ones(), uneven=True, out=ones(8 if m.coord("dp") else 3, 4)), (0,)),
+    (lambda m: m.all_to_all("dp", ones(), 0, 1, splits=[1, 3] if m.coord("dp") else [2, 2]), (0, 1)),
+    (lambda m: m.scatter("dp", ones(7) if m.coord("dp") else None, 1), (0, 1)),
+]
+
+
+def alone(mesh: Mesh) -> None:
+    for call, coords in ALONE:
+        assert (told(lambda: call(mesh))[0] == "ShapeError") == (mesh.coord("dp") in coords)
+        assert mesh.all_reduce("dp", ones(1)).item() == 2
+
+
+def test_what_one_rank_refuses_leaves_no_other_waiting() -> None:
+    meshcomm.simulate(alone, dims={"dp": 2})
+
+
+# -- tensors that autograd or a transform watches -----------------------------------------------------------
+
+PLAIN: dict[str, Callable[[Mesh, Tensor], Any]] = {
+    "all_reduce": lambda m, x: m.all_reduce("dp", x),
+    "reduce": lambda m, x: m.reduce("dp", x, 0),
+    "broadcast": lambda m, x: m.broadcast("dp", x, 0),
+    "all_gather": lambda m, x: m.all_gather("dp", x),
+    "gather": lambda m, x: m.gather("dp", x, 0),
+    "scatter": lambda m, x: m.scatter("dp", x, 0),
+    "reduce_scatter": lambda m, x: m.reduce_scatter("dp", x),
+    "all_to_all": lambda m, x: m.all_to_all("dp", x),
+    "shift": lambda m, x: m.shift("dp", x),
+}
+
+
+@pytest.mark.mesh(dp=2, via="gloo", validate_calls=2)
+def test_plain_calls_refuse_a_tensor_with_a_tangent(mesh: Mesh) -> None:
+    x = torch.ones(4)
+    for call in PLAIN.values():
+        call(mesh, x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(4))
+        for name, call in PLAIN.items():
+            # Only the source of a scatter has an x; the others hear of it.
+            kind = AutogradError if name != "scatter" or mesh.coord("dp") == 0 else MeshcommError
+            with pytest.raises(kind, match=rf"{name} along"):
+                call(mesh, dual)
+        # A tensor that nobody differentiates is nothing else than before.
+        assert torch.equal(mesh.all_reduce("dp", torch.ones(4)), torch.full((4,), 2.0))
+
+
+@pytest.mark.mesh(dp=2, via=("gloo", "simulator"))
+def test_plain_calls_refuse_a_batch_of_vmap(mesh: Mesh) -> None:
+    for name, call in PLAIN.items():
+        call(mesh, torch.ones(4))
+        if name == "scatter":  # only its source has an x
+            continue
+        with pytest.raises(UnsupportedOp, match=rf"{name} along.*no rule for vmap"):
+            torch.vmap(lambda x: call(mesh, x))(torch.ones(3, 4))
+        assert torch.equal(mesh.all_gather("dp", torch.ones(1)), torch.ones(2))
+
+
+def received(mesh: Mesh, receive: Callable[[int], object]) -> None:
+    sent = mesh.isend("dp", torch.ones(4), peer(mesh))
+    receive(peer(mesh))
+    sent.wait()
+
+
+# All that write to memory of the user's; torch then refuses a backward that has saved it, instead of a wrong gradient.
+WRITES: list[Callable[[Mesh, Any], object]] = [
+    *(CALLS[at] for at in (0, 3, 5, 7, 9)),
+    lambda m, x: m.all_reduce("dp", x, async_op=True).wait(),
+    lambda m, x: m.all_reduce("dp", x, op="max"),
+    lambda m, x: m.all_reduce("dp", x, algorithm="ring"),
+    lambda m, x: m.all_reduce("dp", [x, torch.ones(3)]),
+    lambda m, x: m.broadcast("dp", [x, torch.ones(3)], src=1),
+    lambda m, x: m.gather("dp", torch.ones(2), dst=0, out=x if m.coord("dp") == 0 else None),
+    lambda m, x: m.scatter("dp", torch.ones(8) if m.coord("dp") == 0 else None, src=0, out=x),
+    lambda m, x: received(m, lambda at: m.recv("dp", x, src=at)),
+    lambda m, x: received(m, lambda at: m.irecv("dp", x, at).wait()),
+    lambda m, x: m.exchange("dp", [(torch.ones(4), peer(m))], [(x, peer(m))]),
+    lambda m, x: m.exchange("dp", [(torch.ones(4), peer(m))], [(x, peer(m))], async_op=True).wait(),
+]
+ONE_RANK = 10  # gives only one rank its result
+
+
+@pytest.mark.mesh(dp=2, via=("gloo", "simulator"), validate_calls=2)
+def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
+    for number, call in enumerate(WRITES):
+        for _ in range(6):  # as a first and as a prepared one
+            x = torch.full((4,), 2.0)
+            loss = (watched(4) * x).sum()
+            call(mesh, x)
+            if number != ONE_RANK or mesh.coord("dp") == 0:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()  # type: ignore[no-untyped-call]
