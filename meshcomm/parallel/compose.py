@@ -14,13 +14,11 @@ from meshcomm.errors import ConfigError, LayoutError, TrainingError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import ContextSplit
-from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
-from meshcomm.parallel.nonfinite import nonfinite
-from meshcomm.parallel.norm import GradientNorm, split_dims
+from meshcomm.parallel.norm import GradientNorm, nonfinite
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
-from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tied import TiedWeight
@@ -84,7 +82,7 @@ class Trainer:
         for dim in part.data_dims:
             self.data_coord = self.data_coord * mesh.size(dim) + mesh.coord(dim)
         self.microbatches = train.global_batch // (self.data_size * train.microbatch)
-        ranks, coord = _place(mesh, part.pipeline)
+        ranks, coord = (mesh.size(part.pipeline), mesh.coord(part.pipeline)) if part.pipeline else (1, 0)
         each = part.stages_per_rank if ranks > 1 else 1
 
         split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel)
@@ -101,25 +99,28 @@ class Trainer:
         if across:
             self._tied_across().copy()
         schedule = schedule_properties(part.schedule)
-        self.gradients = self._summed(
-            schedule.hooks_fire or ranks == 1, schedule.splits_backward and ranks > 1
-        )
+        if part.shard is not None:
+            halves = schedule.splits_backward and ranks > 1
+            sharded = Sharded(
+                mesh, list(self.modules), part.shard, part.data, part.context, keep_gathered=halves
+            )
+            self.gradients: list[GradientSync | Sharded] = [sharded]
+        else:
+            self.gradients = self._synced(schedule.hooks_fire or ranks == 1)
         # Only now: sharding puts other parameters into the modules.
         self._tied = self._tied_across() if across else None
         # The first stage counts the weight that the last one has too.
         held = self._tied_weight()
-        self._copies = (
-            [held] if self._tied is not None and not self._tied.is_owner and held is not None else []
-        )
+        counts = self._tied is None or self._tied.is_owner
+        self._copies = [] if counts or held is None else [held]
 
         self._tokens = 1.0
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(split, logits, targets, reduction="sum") / self._tokens
 
-        self._run: Runner = Accumulate(
-            self.modules[0], loss, self.microbatches, self.gradients.microbatch, mesh
-        )
+        before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
+        self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh)
         if part.pipeline and ranks > 1:
             here = (train.microbatch, data.sequence // context.size)
             between = here[1] // split.size if split.sequence_parallel else here[1]
@@ -133,21 +134,9 @@ class Trainer:
                 shapes=(here, (here[0], between, model.width), (*here, model.vocabulary // split.size)),
                 dtype=dtype,
             )
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(self.modules),
-            lr=train.lr,
-            betas=train.betas,
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-        self._norm = GradientNorm(
-            mesh,
-            [(parameter, split_dims(parameter)) for _, parameter in self.named_parameters()],
-            pipeline=part.pipeline,
-            skip=self._copies,
-            names=[name for name, _ in self.named_parameters()],
-        )
+        settings = (train.lr, train.betas, train.eps, train.weight_decay)
+        self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *settings, fused=True)
+        self._norm = GradientNorm(mesh, self.named_parameters(), pipeline=part.pipeline, skip=self._copies)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name, each once, stage by stage.
@@ -174,7 +163,8 @@ class Trainer:
         part, model, _, train = self.sections
         context = self.splits.context
         self._tokens = self._sum_over_data((targets != -100).sum())
-        self.gradients.start()
+        for gradients in self.gradients:
+            gradients.start()
         more: dict[str, Any] = {}
         if model.dropout:
             for module in self.modules:
@@ -182,7 +172,8 @@ class Trainer:
             first = self.data_coord * len(tokens)
             more["samples"] = torch.arange(first, first + len(tokens), device=tokens.device)
         loss = self._run(context.split(tokens, 1), context.split(targets, 1), **more)
-        self.gradients.finish()
+        for gradients in self.gradients:
+            gradients.finish()
         for module in self.modules:
             self.split.finish_gradients(module)
         if self._tied is not None:
@@ -219,7 +210,8 @@ class Trainer:
         if not self.optimizer.state:
             # The optimiser makes its state in its first step; with gradients and a rate of zero
             # that step changes nothing else.
-            self.gradients.zero()
+            for _, parameter in self.named_parameters():
+                parameter.grad = torch.zeros_like(parameter)
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
             self.optimizer.step()
@@ -251,43 +243,23 @@ class Trainer:
     def _tied_across(self) -> TiedWeight:
         return TiedWeight(self.mesh, self.sections.parallel.pipeline or "", self._tied_weight())
 
-    def _summed(self, hooks: bool, halves: bool) -> Summed:
-        """What sums the gradients of this rank's parameters. halves: backward passes run in two."""
+    def _synced(self, hooks: bool) -> list[GradientSync | Sharded]:
+        """What sums the gradients of dense parameters, and of experts, which lie on other dims."""
         part, mesh = self.sections.parallel, self.mesh
-        if part.shard is not None:
-            blocks = [block for module in self.modules for block in _blocks(module)]
-            return Sharded(
-                mesh,
-                list(self.modules),
-                blocks,
-                shard=part.shard,
-                replicate=part.data,
-                context=part.context,
-                keep_gathered=halves,
-            )
         kinds = [separate(module) for module in self.modules]
-        dense = [pair for each, _ in kinds for pair in each.items()]
-        experts = [pair for _, each in kinds for pair in each.items()]
-        over = [
-            (dense, part.gradient_dims),
-            (experts, part.expert_gradient_dims(mesh.layout.views) if part.expert else part.gradient_dims),
-        ]
-        return Several(
-            [
-                GradientSync(
-                    mesh,
-                    along(mesh, dims),
-                    parameters,
-                    op="sum",
-                    microbatches=self.microbatches,
-                    bucket_mb=part.bucket_mb,
-                    broadcast=False,
-                    hooks=hooks,
-                )
-                for parameters, dims in over
-                if parameters
-            ]
-        )
+        expert_dims = part.expert_gradient_dims(mesh.layout.views) if part.expert else part.gradient_dims
+        settings: dict[str, Any] = {
+            "microbatches": self.microbatches,
+            "bucket_mb": part.bucket_mb,
+            "hooks": hooks,
+        }
+        found: list[GradientSync | Sharded] = []
+        for kind, dims in enumerate((part.gradient_dims, expert_dims)):
+            parameters = [pair for each in kinds for pair in each[kind].items()]
+            if parameters:
+                over = along(mesh, dims)
+                found.append(GradientSync(mesh, over, parameters, op="sum", broadcast=False, **settings))
+        return found
 
     def _sum_over_data(self, count: Tensor) -> float:
         """The sum of `count` over the ranks that have other samples."""
@@ -317,39 +289,6 @@ class Trainer:
         return mean, size + elsewhere
 
 
-@final
-class Several:
-    """Several GradientSyncs as one."""
-
-    def __init__(self, syncs: list[GradientSync]) -> None:
-        self.syncs = syncs
-
-    @property
-    def buckets(self) -> list[list[str]]:
-        """The names in each bucket, of one after the other."""
-        return [bucket for sync in self.syncs for bucket in sync.buckets]
-
-    def start(self) -> None:
-        """See GradientSync.start."""
-        for sync in self.syncs:
-            sync.start()
-
-    def microbatch(self, last: bool) -> None:
-        """Buckets count for themselves."""
-
-    def finish(self) -> None:
-        """See GradientSync.finish."""
-        for sync in self.syncs:
-            sync.finish()
-
-    def zero(self) -> None:
-        """Gradients of zero, for an optimiser that is to make its state."""
-        self.start()
-
-
-Summed: TypeAlias = Several | Sharded
-
-
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     """Dims of size above 1, for one call along all of them: a group is created where none was declared.
 
@@ -364,16 +303,6 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
             name += "_all"
         mesh.create(name, used)
     return used
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    layers = getattr(module, "layers", None)
-    return list(layers.children()) if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else []
-
-
-def _place(mesh: Mesh, dim: str | None) -> tuple[int, int]:
-    """Size and coord of a part's dim."""
-    return (1, 0) if dim is None else (mesh.size(dim), mesh.coord(dim))
 
 
 def sections(mesh: Mesh, config: Config) -> Sections:

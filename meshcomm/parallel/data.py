@@ -1,14 +1,15 @@
-"""Data parallelism: gradients averaged or summed along dims of the mesh while backward is still running."""
+"""Data parallelism: gradients averaged or summed along dims of the mesh, of whole parameters or of FSDP2's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, final
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
@@ -43,7 +44,6 @@ class GradientSync:
     backward runs outside of one, and where a `.grad` is replaced.
 
     Args:
-        mesh: an open mesh.
         dims: along which gradients are averaged or summed; None or a size of 1 sends nothing.
         model: a module, or (name, parameter) in order of registration; plain tensors or DTensors.
         op: "avg", or "sum" for losses that are shares of the global batch's: divided by the number of samples or
@@ -83,12 +83,13 @@ class GradientSync:
         self._microbatches = microbatches
         if broadcast and self._dims is not None:
             buffers = model.buffers() if isinstance(model, nn.Module) else ()
-            for some in _at_most(bucket_mb * 1e6, (*(pair[1] for pair in parameters), *buffers)):
-                mesh.broadcast(self._dims, some, src=0)
-        self._buckets = [_Bucket(slots) for slots in _fill(parameters, bucket_mb * 1e6)]
-        for bucket in self._buckets if hooks else ():
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), ref(bucket), ref(slot)))
+            for some in _cut((*(parameter for _, parameter in parameters), *buffers), bucket_mb):
+                mesh.broadcast(self._dims, [local(each.detach()) for each in some], src=0)
+        needed = {parameter: name for name, parameter in reversed(parameters) if parameter.requires_grad}
+        self._buckets = [_Bucket([(needed[each], each) for each in some]) for some in _cut(needed, bucket_mb)]
+        for place, bucket in enumerate(self._buckets) if hooks else ():
+            for slot in range(len(bucket.slots)):
+                bucket.slots[slot].parameter.register_post_accumulate_grad_hook(_hook(ref(self), place, slot))
         self._sent = 0
         self._active = False
 
@@ -135,13 +136,7 @@ class GradientSync:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        if missing:
-            raise TrainingError(
-                f"{len(missing)} of {len(slots)} parameters got no gradient",
-                given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
-                expected="every parameter of the model to take part in the loss",
-                hint="remove them, use them in forward, or set requires_grad = False",
-            )
+        check_complete(missing, len(slots))
         replaced = [slot.name for slot in slots if slot.parameter.grad is not slot.grad]
         if replaced:
             raise TrainingError(
@@ -186,15 +181,15 @@ class GradientSync:
         self._sent = end
 
 
-def _hook(sync: ref[GradientSync], bucket: ref[_Bucket], slot: ref[_Slot]) -> Callable[[Tensor], None]:
+def _hook(sync: ref[GradientSync], bucket: int, slot: int) -> Callable[[Tensor], None]:
     """What a parameter calls. The garbage collector does not see what such a hook holds on to: a parameter that its own
     hook led to would live for ever, with its model and its gradients.
     """
 
     def accumulated(_: Tensor) -> None:
-        owner, its, own = sync(), bucket(), slot()
-        if owner is not None and its is not None and own is not None:
-            owner._accumulated(its, own)
+        owner = sync()
+        if owner is not None:
+            owner._accumulated(owner._buckets[bucket], owner._buckets[bucket].slots[slot])
 
     return accumulated
 
@@ -235,34 +230,97 @@ class _Bucket:
         self.work: Any = None
 
 
-def _fill(
-    parameters: Iterable[tuple[str, nn.Parameter]], most_bytes: float
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters that need gradients, last registered first, cut into buckets of one dtype."""
-    buckets: list[list[tuple[str, nn.Parameter]]] = []
-    kind: tuple[torch.dtype, torch.device] | None = None
-    used = 0
-    for name, parameter in reversed([pair for pair in parameters if pair[1].requires_grad]):
-        size = local(parameter.detach()).nbytes
-        this = (parameter.dtype, parameter.device)
-        if this != kind or used + size > most_bytes:
-            buckets.append([])
+def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
+    """Runs of one dtype and device, of which a rank holds at most so many megabytes, or of one tensor."""
+    runs: list[list[Any]] = []
+    kind, used = None, 0
+    for tensor in tensors:
+        size, this = local(tensor.detach()).nbytes, (tensor.dtype, tensor.device)
+        if this != kind or used + size > most_mb * 1e6:
+            runs.append([])
             kind, used = this, 0
-        buckets[-1].append((name, parameter))
+        runs[-1].append(tensor)
         used += size
-    return buckets
+    return runs
 
 
-def _at_most(most_bytes: float, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """What ranks hold of `tensors`, in lists of at most so many bytes, or of one tensor."""
-    some: list[Tensor] = []
-    used = 0
-    for each in tensors:
-        held = local(each.detach())
-        if some and used + held.nbytes > most_bytes:
-            yield some
-            some, used = [], 0
-        some.append(held)
-        used += held.nbytes
-    if some:
-        yield some
+def check_complete(missing: Sequence[str], total: int) -> None:
+    """Raises TrainingError where some of `total` parameters got no gradient in a step."""
+    if missing:
+        raise TrainingError(
+            f"{len(missing)} of {total} parameters got no gradient",
+            given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+            expected="every parameter of the model to take part in the loss",
+            hint="remove them, use them in forward, or set requires_grad = False",
+        )
+
+
+@final
+class Sharded:
+    """Parameters, gradients and optimiser state of modules, sharded along one dim by FSDP2.
+
+    Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
+    gradients are summed and scattered as soon as backward is through it. With `replicate` there are copies of the
+    shards along that dim (hybrid sharding), and gradients are summed over them too. Along `context` ranks have
+    other tokens of the same samples and the same shards: what remains of the gradients there is summed once a step.
+
+    Args:
+        modules: the root modules of this rank's stages; changed in place.
+        shard, replicate, context: dims of the mesh; None: not used.
+        keep_gathered: layers stay gathered from a step's first forward pass to its last backward
+            pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks
+            for the very parameters that the forward pass used.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        modules: Sequence[nn.Module],
+        shard: str,
+        replicate: str | None,
+        context: str | None,
+        *,
+        keep_gathered: bool = False,
+    ) -> None:
+        self._mesh = mesh
+        self._context = context if context is not None and mesh.size(context) > 1 else None
+        over = mesh[shard] if replicate is None else mesh[replicate, shard]
+        self._roots: list[FSDPModule] = []
+        for module in modules:
+            layers = getattr(module, "layers", None)
+            for layer in layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ():
+                _sum(fully_shard(layer, mesh=over, reshard_after_forward=not keep_gathered))
+            self._roots.append(_sum(fully_shard(module, mesh=over)))
+        self._parameters = {
+            name: parameter for module in modules for name, parameter in module.named_parameters()
+        }
+
+    def start(self) -> None:
+        """Begin a step: no gradient is there."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def microbatch(self, last: bool) -> None:
+        """Before a forward pass without a pipeline: gradients are summed over ranks in the last one."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+
+    def finish(self) -> None:
+        """Every `.grad` is this rank's shard of the sum. Call after the last backward.
+
+        Raises TrainingError, naming the parameters, where some got no gradient in this step.
+        """
+        missing = [name for name, parameter in self._parameters.items() if parameter.grad is None]
+        check_complete(missing, len(self._parameters))
+        if self._context is not None:
+            grads = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+            self._mesh.all_reduce(self._context, grads)
+
+
+def _sum(module: Any) -> FSDPModule:
+    """Gradients are summed, as those of whole tensors are; torch divides them by the ranks."""
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    # Gloo has no reduction that multiplies first, which torch would choose for float32.
+    module.set_force_sum_reduction_for_comms(True)
+    return module

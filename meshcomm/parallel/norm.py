@@ -1,17 +1,19 @@
-"""The 2-norm of all gradients over a whole mesh, every parameter counted once, and clipping by it."""
+"""The 2-norm of all gradients over a whole mesh, every parameter counted once; and which of them is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshcomm.config import ParallelConfig
 from meshcomm.errors import LayoutError, TrainingError
+from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import local, parts_of
+from meshcomm.parallel.tensor.parameters import local, split_dims
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20
@@ -20,6 +22,11 @@ _BLOCK = 1 << 20
 class _Held(NamedTuple):
     name: str
     parameter: nn.Parameter
+
+    def gradient(self) -> Tensor:
+        """This rank's part of a gradient that is there."""
+        assert self.parameter.grad is not None
+        return local(self.parameter.grad)
 
 
 @final
@@ -30,69 +37,46 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        mesh: an open mesh.
-        parameters: each with the dims along which it is split, by name: ("tp",), ("fsdp", "tp"),
-            ("ep", "tp"), a merged dim's name, or () for one that every rank has whole. Dims of size 1
-            change nothing. Those that need no gradient are left out. After fully_shard: the parameters
-            that it put into the module.
+        model: a module, or (name, parameter). Along which dims a parameter is split it says itself: a DTensor by
+            its placements, those of a TensorSplit in the simulator too; any other is the same on all ranks.
+            Those that need no gradient are left out, and one with two names counts once. After fully_shard:
+            the parameters that it put into the module.
         pipeline: the dim along which ranks hold different parameters.
         skip: parameters that another coord along the pipeline counts (tied embeddings), out of
-            `parameters`; they are clipped all the same.
-        names: of the parameters, in their order, for errors.
+            the model's; they are clipped all the same.
 
-    Called by: every rank, with the same dims for the same parameter.
-    Raises:    UnknownDim; LayoutError where dims name a dim twice, differ from those a DTensor is
-               sharded along, or where a parameter comes twice or is skipped without being there.
+    Called by: every rank, with parameters that are split alike.
+    Raises:    UnknownDim, LayoutError where a DTensor is on no DeviceMesh of this mesh, or split along the pipeline's
+               dim, or where a parameter is skipped without being there.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        parameters: Iterable[tuple[nn.Parameter, Sequence[str]]],
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
         *,
         pipeline: str | None = None,
         skip: Iterable[nn.Parameter] = (),
-        names: Iterable[str] = (),
     ) -> None:
         self._mesh = mesh
         self._pipeline = pipeline if pipeline is not None and mesh.size(pipeline) > 1 else None
-        pairs = list(parameters)
-        named = list(names) or [f"number {i}, {tuple(p.shape)}" for i, (p, _) in enumerate(pairs)]
-        if len(named) != len(pairs):
-            raise LayoutError(
-                "names and parameters of a norm do not go together",
-                given=f"{len(named)} names, {len(pairs)} parameters",
-                expected="one name for each, or none at all",
-            )
+        named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         skipped = {id(parameter) for parameter in skip}
-        seen: set[int] = set()
-        self._held: list[_Held] = []
-        self._uncounted: list[_Held] = []
-        self._classes: dict[tuple[str, ...], list[_Held]] = {}
-        for (parameter, given), name in zip(pairs, named, strict=True):
-            if id(parameter) in seen:
-                raise LayoutError(
-                    f"parameter {name} is in the norm twice",
-                    given=f"dims {tuple(given)} and others",
-                    expected="every parameter once",
-                    hint="module.parameters() names each once",
-                )
-            seen.add(id(parameter))
-            dims = _checked(mesh, parameter, given, name, pipeline)
-            if not parameter.requires_grad:
-                continue
-            self._held.append(_Held(name, parameter))
-            if id(parameter) in skipped:
-                self._uncounted.append(self._held[-1])
-            else:
-                self._classes.setdefault(dims, []).append(self._held[-1])
-        if skipped - seen:
+        unknown = skipped - {id(parameter) for _, parameter in named}
+        if unknown:
             raise LayoutError(
                 "a parameter is to be skipped that is not there",
-                given=f"{len(skipped - seen)} of {len(skipped)} in skip are not among the parameters",
+                given=f"{len(unknown)} of {len(skipped)} in skip are not among the parameters",
                 expected="parameters of this rank",
                 hint="skip=[parameter] only on the rank that holds the second copy",
             )
+        needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
+        self._held = [_Held(name, parameter) for parameter, name in reversed(needed.items())]
+        self._uncounted = [held for held in self._held if id(held.parameter) in skipped]
+        self._classes: dict[tuple[str, ...], list[_Held]] = {}
+        for held in self._held:
+            if id(held.parameter) not in skipped:
+                self._classes.setdefault(_dims_of(mesh, held, pipeline), []).append(held)
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in self._classes for dim in dims})
 
@@ -110,15 +94,11 @@ class GradientNorm:
                    placed otherwise than their parameters; nothing has been sent then.
         """
         self._complete()
-        squares = {
-            dims: _squares([_gradient(held) for held in self._classes[dims]]).to(self._mesh.device)
-            for dims in sorted(self._classes)
-        }
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for square in squares.values():
-            total = total + square
-        if self._uncounted:
-            total = total + _squares([_gradient(held) for held in self._uncounted]).to(total.device)
+        device = self._mesh.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        squares = {dims: _squares(self._classes[dims]).to(device) for dims in sorted(self._classes)}
+        uncounted = [_squares(self._uncounted).to(device)] if self._uncounted else []
+        total = sum([*squares.values(), *uncounted], zero)
         # 0, inf or nan: this travels also along dims along which what it comes from is no summand.
         total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
@@ -126,8 +106,7 @@ class GradientNorm:
             stacked = torch.stack([*(squares[dims] for dims in along), total])
             *sums, total = self._mesh.all_reduce(dim, stacked).unbind()
             squares.update(zip(along, sums, strict=True))
-        for square in squares.values():
-            total = total + square
+        total = sum(squares.values(), total)
         if self._pipeline is not None:
             total = self._mesh.all_reduce(self._pipeline, total)
         return total.sqrt()
@@ -152,7 +131,7 @@ class GradientNorm:
         if scale.device.type == "cpu" and scale.item() == 1.0:
             return norm
         for held in self._held:
-            gradient = _gradient(held)
+            gradient = held.gradient()
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
         return norm
 
@@ -178,96 +157,106 @@ class GradientNorm:
                 )
 
 
-def _checked(
-    mesh: Mesh, parameter: nn.Parameter, given: Sequence[str], name: str, pipeline: str | None
-) -> tuple[str, ...]:
+def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None) -> tuple[str, ...]:
     """The dims of more than one rank along which a parameter is split, in one order."""
-    dims = (given,) if isinstance(given, str) else tuple(given)
-    for dim in dims:
-        mesh.size(dim)
-    mesh.layout.home((*dims, *([pipeline] if pipeline else [])))
-    flat = mesh.layout.expand(dims)
-    twice = sorted({dim for dim in flat if flat.count(dim) > 1} | ({pipeline or ""} & set(flat)))
-    if twice:
+    dims = tuple(sorted(dim for dim in split_dims(held.parameter) if mesh.size(dim) > 1))
+    if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
-            f"parameter {name} cannot be split along {', '.join(twice)} twice",
+            f"parameter {held.name} cannot be split along {pipeline} twice",
             given=f"dims {dims}, pipeline {pipeline}",
-            expected="dims that share none, and not the pipeline's",
-            hint="either a merged dim or the dims it merges; the pipeline is counted for all",
+            expected="parameters that are not split along the pipeline's dim, which is counted for all",
+            hint="no pipeline, or a DeviceMesh without its dim",
         )
-    split = {dim for dim in flat if mesh.size(dim) > 1}
-    sharded = _sharded(mesh, parameter)
-    if sharded is not None and sharded != split:
-        raise LayoutError(
-            f"parameter {name} is split along other dims than it is said to be",
-            given=f"dims {dims}; a DTensor with placements {_placements(parameter)}",
-            expected=f"the dims that it is sharded along: {tuple(sorted(sharded))}",
-            hint="split_dims(parameter) reads them",
-        )
-    return tuple(sorted(dim for dim in dims if mesh.size(dim) > 1))
+    return dims
 
 
-def split_dims(parameter: Tensor) -> tuple[str, ...]:
-    """The dims that a parameter is split along, as it says itself: what GradientNorm asks for.
-
-    Those a DTensor is sharded along; in the simulator, where parameters are plain, those that whoever
-    split it has noted; () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without
-    names, which is none of a mesh's own.
-    """
-    if not isinstance(parameter, DTensor):
-        return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
-    where = parameter.device_mesh
-    if where.mesh_dim_names is None:
-        raise LayoutError(
-            "the dims of a parameter's DeviceMesh have no names",
-            given=f"a DTensor of shape {tuple(parameter.shape)} on {where}",
-            expected='a DeviceMesh such as mesh["tp"]',
-        )
-    # Whatever is neither whole nor a summand is a shard; FSDP's on top of another's has its own type.
-    return tuple(
-        name
-        for axis, (name, placement) in enumerate(zip(where.mesh_dim_names, parameter.placements, strict=True))
-        if not placement.is_replicate() and not placement.is_partial() and where.size(axis) > 1
-    )
-
-
-def _sharded(mesh: Mesh, parameter: Tensor) -> set[str] | None:
-    """`split_dims` without merged names; None where no names say it."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names is None:
-        return None
-    return {dim for dim in mesh.layout.expand(split_dims(parameter)) if mesh.size(dim) > 1}
-
-
-def _placements(parameter: Tensor) -> str:
-    if not isinstance(parameter, DTensor):
-        return "none"
-    return f"{parameter.placements} on {parameter.device_mesh.mesh_dim_names}"
-
-
-def _gradient(held: _Held) -> Tensor:
-    """This rank's part of a gradient that is there."""
-    gradient = held.parameter.grad
-    assert gradient is not None
-    return local(gradient)
-
-
-def _squares(gradients: list[Tensor]) -> Tensor:
-    """The sum of all elements' squares, float64 ().
+def _squares(held: Sequence[_Held]) -> Tensor:
+    """The sum of the squares of all elements of their gradients, float64 ().
 
     On CPU all of it is added up in float64: a long float32 sum loses digits there. An accelerator adds
     up in a tree, so its float32 sums are good, and float64 may be slow.
     """
+    gradients, norm = [each.gradient() for each in held], torch.linalg.vector_norm
     if gradients[0].device.type == "cpu":
-        norms = [
-            torch.linalg.vector_norm(block, dtype=torch.float64)
-            for gradient in gradients
-            for block in gradient.reshape(-1).split(_BLOCK)
-        ]
+        blocks = [block for gradient in gradients for block in gradient.reshape(-1).split(_BLOCK)]
+        norms = [norm(block, dtype=torch.float64) for block in blocks]
     else:
-        norms = [
-            torch.linalg.vector_norm(
-                gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
-            ).double()
-            for gradient in gradients
-        ]
+        wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
+        norms = [norm(each, dtype=dtype).double() for each, dtype in zip(gradients, wide, strict=True)]
     return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def nonfinite(
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    stage: int,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    loss: Tensor | None,
+) -> str:
+    """One line or more: the first gradient, as backward computes them, that is not finite, and where it is.
+
+    First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
+    summed along a dim are the same on all its ranks, so there the losses of the ranks' own samples tell more.
+
+    stage:      of the last of `parameters`, which are in the order of the forward pass, gradients summed.
+    loss:       of this rank's own samples; None before the last stage.
+    Called by:  every rank of the mesh. One gather of objects per dim.
+    Returns:    the same text on every rank.
+    """
+    bad = [
+        (index, name, "nan" if bool(local(parameter.grad).isnan().any()) else "inf")
+        for index, (name, parameter) in enumerate(parameters)
+        if parameter.grad is not None and not _finite(parameter.grad)
+    ]
+    mine: dict[str, Any] = {
+        "rank": mesh.rank,
+        "label": mesh.label,
+        "first": [stage, *bad[-1]] if bad else None,
+        "more": len(bad) - 1,
+        "of": len(parameters),
+        "loss": loss is not None and not _finite(loss),
+        "weight": next((name for name, parameter in parameters if not _finite(parameter)), None),
+    }
+    table = [mine]
+    for dim in reversed(list(mesh.layout.dims)):
+        table = [row for rows in mesh.objects.all_gather(dim, table) for row in rows]
+    table.sort(key=lambda row: int(row["rank"]))
+    lines = []
+    found = [row for row in table if row["first"]]
+    if found:
+        _, _, name, kind = max(row["first"] for row in found)
+        there = [row for row in found if row["first"][2] == name]
+        more = (
+            f", and of {there[0]['more']} more of its {there[0]['of']} parameters" if there[0]["more"] else ""
+        )
+        lines.append(f"{there[0]['label']}: {kind} in the gradient of {name}{more}")
+        lines += _dims(mesh, parallel, [row["rank"] for row in there])
+    else:
+        lines.append("every element of every gradient is finite, and their squares are too large to add up")
+    if own := [row["rank"] for row in table if row["loss"]]:
+        lines.append(f"the loss of its own samples is not finite on rank {fold(own)}")
+    if weights := [row for row in table if row["weight"]]:
+        lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
+    return "\n".join(lines)
+
+
+def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
+    """What the ranks have in common, dim by dim, and along which dims a sum has told all of them."""
+    parts: dict[str, str] = {dim: part for part, dim in parallel.parts.items()}
+    only, summed = [], []
+    for dim, size in mesh.layout.dims.items():
+        coords = {mesh.coords_of(rank)[dim] for rank in ranks}
+        part = f" ({parts[dim]})" if dim in parts else ""
+        if size > 1 and len(coords) == 1:
+            only.append(f"{dim}={coords.pop()}{part}")
+        elif size > 1 and len(coords) == size and dim in parallel.gradient_dims:
+            summed.append(f"{dim}{part}")
+    lines = [f"only at {' '.join(only)}, on rank {fold(ranks)}"] if only else []
+    if summed:
+        lines.append(f"alike along {', '.join(summed)}, where gradients are summed")
+    return lines
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(local(tensor).isfinite().all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -175,25 +174,21 @@ class Pipelined:
 class _ToldStage(PipelineStage):
     """A stage that says when its gradients are complete, and a trace when each of its passes runs."""
 
+    mesh: Mesh
     position: int = 0
     on_done: Callable[[int], None] | None = None
-    mesh: Mesh | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with self._pass("forward", fwd_chunk_id):
+        with stretch(self.mesh.spans, PASSES, f"forward {fwd_chunk_id} of stage {self.stage_index}"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with self._pass("backward", bwd_chunk_id):
+        with stretch(self.mesh.spans, PASSES, f"backward {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with self._pass("weights", bwd_chunk_id):
+        with stretch(self.mesh.spans, PASSES, f"weights {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
-
-    def _pass(self, what: str, microbatch: int) -> AbstractContextManager[None]:
-        spans = None if self.mesh is None else self.mesh.spans
-        return stretch(spans, PASSES, f"{what} {microbatch} of stage {self.stage_index}")
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # Every schedule calls this right after the stage's last backward pass of a step.
@@ -203,10 +198,9 @@ class _ToldStage(PipelineStage):
 
 
 def _schedule(schedule: PipelineSchedule, stages: list[_ToldStage], microbatches: int, loss: Loss) -> Any:
-    if schedule == "gpipe":
-        return ScheduleGPipe(stages[0], microbatches, loss_fn=loss, scale_grads=False)
-    if schedule == "1f1b":
-        return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    if schedule in ("gpipe", "1f1b"):
+        single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        return single(stages[0], microbatches, loss_fn=loss, scale_grads=False)
     many: list[Any] = list(stages)
     if schedule == "interleaved_1f1b":
         return ScheduleInterleaved1F1B(many, microbatches, loss_fn=loss, scale_grads=False)
@@ -248,18 +242,18 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
         )
     if runs(schedule, microbatches, ranks):
         return
+    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}"
     if microbatches < ranks:
-        what = "stages" if schedule == "1f1b" else "ranks"
         raise LayoutError(
-            f"{microbatches} microbatches cannot fill a {schedule} pipeline of {ranks} {what}",
-            given=f"{microbatches} microbatches per step, {ranks} ranks along {dim}",
+            f"{microbatches} microbatches cannot fill a {schedule} pipeline of {ranks} {'ranks' if several else 'stages'}",
+            given=given,
             expected=f"at least {ranks} microbatches",
             hint='a smaller microbatch, a larger global batch, or schedule = "gpipe"',
         )
-    rounds = 1 if schedule == "interleaved_1f1b" else microbatches // ranks
+    rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
     raise LayoutError(
         f"{schedule} cannot divide {microbatches} microbatches into equal rounds",
-        given=f"{microbatches} microbatches per step, {ranks} ranks along {dim}",
-        expected=f"a multiple of {ranks if schedule == 'interleaved_1f1b' else rounds}",
+        given=given,
+        expected=f"a multiple of {rounds}",
         hint=f"{microbatches // ranks * ranks} microbatches",
     )

@@ -33,7 +33,7 @@ from meshcomm.parallel.context.block import (
     plain_gradients,
     wide,
 )
-from meshcomm.parallel.context.turns import block_at, rows, source_at
+from meshcomm.parallel.context.ring import block_at
 from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]
@@ -147,12 +147,17 @@ def test_narrow_dtypes(dtype: torch.dtype, autocast: bool, bound: float) -> None
         assert all(error < min(bound, 3 * plain) for error in errors)
 
 
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("causal", "keys"), [(True, 10), (False, 6)])
-def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys: int) -> None:
+def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys: int, strided: bool) -> None:
     torch.manual_seed(0)
     q, dout = torch.randn(2, BATCH, 6, 10, HEAD).to(dtype)
     k, v = torch.randn(2, BATCH, 2, keys, HEAD).to(dtype)
+    if strided:
+        # As torch.cat leaves them for heads of 2 elements; torch's kernel would read other memory.
+        q, k, v, dout = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, dout))
+        assert q.stride(-1) != 1
     out, lse = plain_attention(q, k, v, causal, 0.3)
     assert out.dtype == lse.dtype == wide(dtype)
     # More keys elsewhere: a larger denominator than this block's.
@@ -162,22 +167,6 @@ def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys:
     exact = plain_gradients(*(x.double() for x in (dout, q, k, v, *more)), causal, 0.3)
     for gradients in (block_gradients, plain_gradients):
         assert farthest(list(gradients(dout, q, k, v, *more, causal, 0.3)), list(exact)) < bound
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_elements_of_a_head_need_not_lie_side_by_side(causal: bool) -> None:
-    # As torch.cat leaves them for heads of 2 elements; torch's kernel would read other memory.
-    torch.manual_seed(0)
-    q, k, v, dout = torch.randn(4, BATCH, 6, 10, HEAD, dtype=torch.float64)
-    given = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, dout)]
-    assert all(x.stride(-1) != 1 for x in given)
-    out, lse = plain_attention(q, k, v, causal, 0.3)
-    assert farthest(list(attend_block(*given[:3], causal, 0.3)), [out, lse]) < 1e-12
-    exact = plain_gradients(dout, q, k, v, out, lse, causal, 0.3)
-    for outer in (given[3], dout):
-        strided = out.transpose(1, 3).contiguous().transpose(1, 3)
-        found = block_gradients(outer, *given[:3], strided, lse, causal, 0.3)
-        assert farthest(list(found), list(exact)) < 1e-12
 
 
 def test_the_formula_carries_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,83 +187,56 @@ def test_blocks_cover_each_pair_once(n: int, order: Any, causal: bool) -> None:
     counted = torch.zeros(n * length, n * length, dtype=torch.int64)
     area = torch.zeros(n, n)
     for coord, turn in product(range(n), range(n)):
-        block = block_at(turn, n, coord, order, causal)
+        block = block_at(turn, n, coord, order, causal, length, length)
         if block is None:
             continue
-        mine = sequence_positions(n * length, n, coord, order)[rows(block.queries, length)]
-        theirs = sequence_positions(n * length, n, source_at(turn, n, coord), order)[rows(block.keys, length)]
-        assert turn or block.queries == "all"
+        queries, keys, masked = block
+        mine = sequence_positions(n * length, n, coord, order)[queries]
+        theirs = sequence_positions(n * length, n, (coord - turn) % n, order)[keys]
+        assert turn or len(mine) == length
         pairs = torch.ones(len(mine), len(theirs), dtype=torch.int64)
-        area[coord, turn] = pairs.numel() / (2 if block.causal else 1)
-        counted[mine[:, None], theirs] += pairs.tril() if block.causal else pairs
+        area[coord, turn] = pairs.numel() / (2 if masked else 1)
+        counted[mine[:, None], theirs] += pairs.tril() if masked else pairs
     wanted = torch.ones_like(counted)
     assert torch.equal(counted, wanted.tril() if causal else wanted)
     if causal and order == "zigzag":
         assert (area == length * length / 2).all()
 
 
-class Trace:
-    """What each rank's thread does, in its order."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.events: dict[int, list[Any]] = {}
-        for name in ("attend_block", "block_gradients"):
-            patch.setattr(ring, name, self._computing(getattr(ring, name)))
-        start, wait = Mesh.exchange, Handle.wait
-
-        def exchange(mesh: Any, *args: Any, **more: Any) -> Any:
-            self.add("start")
-            return start(mesh, *args, **more)
-
-        def waiting(handle: Any, *args: Any) -> Any:
-            self.add("wait")
-            return wait(handle, *args)
-
-        patch.setattr(Mesh, "exchange", exchange)
-        patch.setattr(Handle, "wait", waiting)
-
-    def add(self, event: Any) -> None:
-        self.events.setdefault(threading.get_ident(), []).append(event)
-
-    def _computing(self, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            q, k = args[:2] if len(args) == 5 else args[1:3]
-            causal, sizes = args[-2], (q.shape[2], k.shape[2])
-            self.add(sizes[0] * sizes[1] / (2 if causal else 1))
-            return function(*args)
-
-        return call
-
-
-def both_ways(mesh: Mesh, order: Any) -> None:
-    q, k, v, dout = (split_sequence(x, 2, mesh, "cp", order) for x in draw(2, 1))
-    q.requires_grad_()
-    ring_attention(mesh, "cp", q, k, v, order=order).backward(dout)
+def both_ways(mesh: Mesh) -> None:
+    q, k, v, dout = (split_sequence(x, 2, mesh, "cp", "zigzag") for x in draw(2, 1))
+    ring_attention(mesh, "cp", q.requires_grad_(), k, v).backward(dout)
 
 
 def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = Trace(monkeypatch)
-    meshcomm.simulate(both_ways, dims={"cp": 3}, args=("zigzag",))
+    """And no more is computed than a mask would leave: half of a rank's pairs at each turn."""
+    events: dict[int, list[Any]] = {}
+
+    def noted(owner: Any, name: str, event: Any) -> None:
+        known = getattr(owner, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            events.setdefault(threading.get_ident(), []).append(event(*args))
+            return known(*args, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def pairs(*args: Any) -> float:
+        q, k = args[:2] if len(args) == 5 else args[1:3]
+        return float(q.shape[2] * k.shape[2] / (2 if args[-2] else 1))
+
+    noted(ring, "attend_block", pairs)
+    noted(ring, "block_gradients", pairs)
+    noted(Mesh, "exchange", lambda *_: "start")
+    noted(Handle, "wait", lambda *_: "wait")
+    meshcomm.simulate(both_ways, dims={"cp": 3})
     half = (SEQUENCE // 3) ** 2 / 2
     forward = ["start", half, "wait"] * 2 + [half]
     # The first start and the last wait of a turn are those of keys and values; between them those of
     # their gradients, which come while a block is computed and go on while the next one is.
     backward = ["start", half, "start", "wait", "start", half, "wait", "start", "wait"]
     backward += [half, "wait", "start", "wait"]
-    assert list(trace.events.values()) == [forward + backward] * 3
-
-
-def test_what_a_mask_would_hide_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = Trace(monkeypatch)
-    meshcomm.simulate(both_ways, dims={"cp": 4}, args=("contiguous",))
-    work = sorted(sum(e for e in events if not isinstance(e, str)) for events in trace.events.values())
-    whole = (SEQUENCE // 4) ** 2
-    # Forward and backward: a rank with c before it computes half a block and c whole ones.
-    assert work == [2 * (0.5 + c) * whole for c in range(4)]
-    trace.events.clear()
-    meshcomm.simulate(both_ways, dims={"cp": 4}, args=("zigzag",))
-    work = [sum(e for e in events if not isinstance(e, str)) for events in trace.events.values()]
-    assert work == [2 * 4 * whole / 2] * 4
+    assert list(events.values()) == [forward + backward] * 3
 
 
 def cross(mesh: Mesh) -> float:
@@ -286,26 +248,6 @@ def cross(mesh: Mesh) -> float:
 
 def test_keys_of_another_sequence() -> None:
     assert max(meshcomm.simulate(cross, dims={"cp": 4})) < 1e-12
-
-
-def under_way(mesh: Mesh) -> list[float]:
-    n, coord = mesh.size("cp"), mesh.coord("cp")
-    sent, coming = torch.full((3,), float(coord)), [torch.empty(3), torch.empty(3)]
-    handle = mesh.exchange(
-        "cp",
-        [(sent, (coord + 1) % n, 5), (sent, (coord - 1) % n, 6)],
-        [(coming[0], (coord - 1) % n, 5), (coming[1], (coord + 1) % n, 6)],
-        async_op=True,
-    )
-    received = handle.wait()
-    assert received[0] is coming[0] and received[1] is coming[1] and handle.wait() is received
-    assert mesh.exchange("cp", async_op=True).wait() == []
-    return [x[2].item() for x in received]
-
-
-def test_an_exchange_that_is_only_started() -> None:
-    found = meshcomm.simulate(under_way, dims={"cp": 3})
-    assert found == [[2.0, 1.0], [0.0, 2.0], [1.0, 0.0]]
 
 
 # -- the split ---------------------------------------------------------------------------------
@@ -386,15 +328,6 @@ def switched(mesh: Mesh) -> None:
 
 def test_one_object_for_a_model() -> None:
     meshcomm.simulate(switched, dims={"dp": 2, "cp": 2, "tp": 1})
-
-
-def named_like_an_axis(mesh: Mesh) -> float:
-    whole = draw(4, 2)
-    return farthest(split_up(mesh, "s", ulysses_attention, "zigzag", whole), one_process(*whole, True, None))
-
-
-def test_a_dim_may_be_called_like_an_axis() -> None:
-    assert max(meshcomm.simulate(named_like_an_axis, dims={"b": 1, "s": 2, "d": 1})) < 1e-12
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm
 from meshcomm.config import TrainConfig
-from meshcomm.errors import LayoutError, RankFailed, ShapeError, TrainingError, UnknownDim
+from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit, assign, whole
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.dropout import Dropout, Drops, _number
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.norm import GradientNorm, split_dims
+from meshcomm.parallel.norm import GradientNorm
+from meshcomm.parallel.tensor.parameters import parameter_of, split_dims
 from meshcomm.testing import Pool
 from meshcomm.train.rates import learning_rate
 
@@ -63,29 +65,18 @@ def parameters(mesh: Mesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         value = gradient(mesh.coord("pp"), name, dtype)
         for dim, axis in axes.items():
             value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
-        found[name] = nn.Parameter(torch.zeros_like(value))
+        found[name] = parameter_of(mesh, torch.zeros_like(value), axes)
         found[name].grad = value.clone()
     return found
 
 
-def measured(mesh: Mesh, plant: str = "", dtype: torch.dtype = torch.float64) -> tuple[float, float, bool]:
+def measured(mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[float, float, bool]:
     """The norm; the norm after clipping to a third of it; whether every gradient was scaled so."""
-    held = parameters(mesh, dtype)
-    dims = {name: tuple(axes) for name, (_, axes) in KINDS.items()}
-    if plant == "replicated counted twice":
-        dims["norm"] = ("tp",)
-    if plant == "expert's dim forgotten":
-        dims["expert"] = ("tp",)
-    skip = [held["tied"]] if mesh.coord("pp") == 1 and plant != "tied counted twice" else []
-    norm = GradientNorm(
-        mesh,
-        [(held[name], dims[name]) for name in KINDS],
-        pipeline=None if plant == "pipeline not summed" else "pp",
-        skip=skip,
-    )
+    held, fresh = parameters(mesh, dtype), parameters(mesh, dtype)
+    skip = [held["tied"]] if mesh.coord("pp") == 1 else []
+    norm = GradientNorm(mesh, held.items(), pipeline="pp", skip=skip)
     before = norm.clip_(expected_norm() / 3)
     assert before.dtype == torch.float64 and before.shape == ()
-    fresh = parameters(mesh, dtype)
     scale = expected_norm() / 3 / before.item()
     scaled = all(
         torch.allclose(held[name].grad, fresh[name].grad * scale, rtol=1e-6)  # type: ignore[arg-type, operator]
@@ -94,90 +85,57 @@ def measured(mesh: Mesh, plant: str = "", dtype: torch.dtype = torch.float64) ->
     return before.item(), norm.norm().item(), scaled
 
 
-def on_eight(plant: str = "", dtype: torch.dtype = torch.float64, **sizes: int) -> list[tuple[Any, ...]]:
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"dp": 2, "tp": 1}, {"fsdp": 1}], ids=str)
+def test_every_parameter_counts_once_and_is_added_up_in_float64(sizes: dict[str, int]) -> None:
     dims = {"pp": 2, "dp": 1, "fsdp": 2, "tp": 2} | sizes
     data = dims["dp"] * dims["fsdp"]
-    ep = 2 if data > 1 else 1
-    return meshcomm.simulate(
-        measured,
-        dims=dims,
-        merge={"data": ["dp", "fsdp"]},
-        views={"expert": {"pp": 2, "edp": data // ep, "ep": ep, "tp": dims["tp"]}},
-        args=(plant, dtype),
-    )
-
-
-@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "tp": 1}, {"dp": 2}, {"fsdp": 1}], ids=str)
-def test_every_parameter_counts_once(sizes: dict[str, int]) -> None:
-    for before, after, scaled in on_eight(**sizes):
-        assert before == pytest.approx(expected_norm(), rel=1e-13)
-        assert after == pytest.approx(expected_norm() / 3, rel=1e-13)
-        assert scaled
-
-
-def test_float32_is_added_up_in_float64() -> None:
-    for before, _, _ in on_eight(dtype=torch.float32):
-        assert before == pytest.approx(expected_norm(torch.float32), rel=1e-14)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    ["replicated counted twice", "expert's dim forgotten", "tied counted twice", "pipeline not summed"],
-)
-def test_a_wrong_norm_is_seen(plant: str) -> None:
-    for before, _, _ in on_eight(plant):
-        assert abs(before / expected_norm() - 1) > 1e-3
+    views = {"expert": {"pp": 2, "edp": data // min(data, 2), "ep": min(data, 2), "tp": dims["tp"]}}
+    for dtype, room in ((torch.float64, 1e-13), (torch.float32, 1e-14)):
+        for before, after, scaled in meshcomm.simulate(
+            measured, dims=dims, merge={"data": ["dp", "fsdp"]}, views=views, args=(dtype,)
+        ):
+            assert before == pytest.approx(expected_norm(dtype), rel=room)
+            assert after == pytest.approx(expected_norm() / 3, rel=1e-13 if room == 1e-13 else 1e-6)
+            assert scaled
 
 
 def test_what_is_not_finite_is_returned_and_nothing_is_scaled() -> None:
     def program(mesh: Mesh, bad: float) -> tuple[float, list[float]]:
-        parameter = nn.Parameter(torch.zeros(3))
+        parameter = parameter_of(mesh, torch.zeros(3), {"tp": 0})
         parameter.grad = torch.tensor([1.0, 2.0, bad if mesh.rank == 1 else 3.0])
-        norm = GradientNorm(mesh, [(parameter, ("tp",))]).clip_(0.1)
+        norm = GradientNorm(mesh, [("weight", parameter)]).clip_(0.1)
         return norm.item(), parameter.grad.tolist()
 
     for bad, check in ((math.inf, math.isinf), (math.nan, math.isnan)):
         results = meshcomm.simulate(program, dims={"tp": 2}, args=(bad,))
         assert all(check(norm) for norm, _ in results)
         assert results[0][1] == [1.0, 2.0, 3.0]
-    # A small norm, and one of zero, leave gradients as they are.
-    one = nn.Parameter(torch.zeros(2))
+    # A small norm, and one of zero, leave gradients as they are; what is frozen has no part in it, two names count once.
+    one, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
         for values in ([0.0, 0.0], [0.25, -0.5]):
             one.grad = torch.tensor(values)
-            assert GradientNorm(mesh, [(one, ("tp",))]).clip_(1.0).item() == math.hypot(*values)
+            norm = GradientNorm(mesh, [("one", one), ("frozen", frozen), ("again", one)])
+            assert norm.clip_(1.0).item() == math.hypot(*values)
             assert one.grad.tolist() == values
 
 
 def test_mistakes_in_a_norm_are_named() -> None:
-    def fails(kind: type[Exception], text: str, **given: Any) -> None:
-        def program(mesh: Mesh) -> None:
-            a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, 4))
-            a.grad = torch.zeros(2)
-            pairs = {"a": (a, given.get("dims", ())), "b": (b, ()), "again": (a, ())}
-            chosen = [pairs[name] for name in given.get("of", "a").split()]
-            skip = [b] if given.get("skip") else []
-            norm = GradientNorm(
-                mesh, chosen, pipeline=given.get("pipeline"), skip=skip, names=given.get("names", ())
-            )
-            norm.clip_(given.get("most", 1.0))
+    def program(mesh: Mesh) -> None:
+        a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, 4))
+        a.grad = torch.zeros(2)
+        along = {name: parameter_of(mesh, torch.zeros(2), {name: 0}) for name in ("pp", "all")}
+        with pytest.raises(TrainingError, match=r"1 of 2 parameters have no gradient.*\n.*head.weight"):
+            GradientNorm(mesh, [("norm", a), ("head.weight", b)]).norm()
+        with pytest.raises(TrainingError, match=r"given:    max_norm = 0\.0"):
+            GradientNorm(mesh, [("norm", a)]).clip_(0.0)
+        with pytest.raises(LayoutError, match="1 of 1 in skip are not among"):
+            GradientNorm(mesh, [("norm", a)], skip=[b])
+        for parameter in along.values():
+            with pytest.raises(LayoutError, match="wq cannot be split along pp twice"):
+                GradientNorm(mesh, [("wq", parameter)], pipeline="pp")
 
-        with pytest.raises(RankFailed) as caught:
-            meshcomm.simulate(program, dims={"pp": 2, "tp": 2}, merge={"all": ["pp", "tp"]})
-        error = caught.value.__cause__
-        assert type(error) is kind
-        assert text in str(error)
-
-    fails(TrainingError, "1 of 2 parameters have no gradient", of="a b")
-    fails(TrainingError, "given:    number 1, (3, 4)", of="a b")
-    fails(TrainingError, "given:    head.weight", of="a b", names=["norm", "head.weight"])
-    fails(TrainingError, "given:    max_norm = 0.0", most=0.0)
-    fails(UnknownDim, "tq", dims=("tq",))
-    fails(LayoutError, "split along tp twice", dims=("all", "tp"))
-    fails(LayoutError, "split along pp twice", dims=("all",), pipeline="pp")
-    fails(LayoutError, "is in the norm twice", of="a again")
-    fails(LayoutError, "1 of 1 in skip are not among", skip=True)
-    fails(LayoutError, "1 names, 2 parameters", of="a b", names=["norm"])
+    meshcomm.simulate(program, dims={"pp": 2, "tp": 2}, merge={"all": ["pp", "tp"]})
 
 
 def test_parameters_say_how_they_are_split() -> None:
@@ -188,13 +146,6 @@ def test_parameters_say_how_they_are_split() -> None:
 
     found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2, "one": 1})
     assert found == [[("tp",), ("tp",), (), (), (), (), (), (), ()]] * 4
-
-
-def test_frozen_parameters_have_no_part() -> None:
-    frozen, free = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
-    free.grad = torch.tensor([3.0, 4.0])
-    with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
-        assert GradientNorm(mesh, [(frozen, ()), (free, ())]).norm().item() == 5.0
 
 
 # -- dropout --------------------------------------------------------------------------------------
@@ -247,78 +198,45 @@ def test_a_mask_is_that_of_python_integers(p: float, site: str) -> None:
     assert keep.shape == (BATCH, SEQUENCE, FEATURES)
 
 
-def part_of_the_mask(mesh: Mesh, plant: str) -> tuple[bool, Tensor]:
-    """Two microbatches and an uneven slice of the features: are they one process's? And the first mask."""
+def part_of_the_mask(mesh: Mesh) -> Tensor:
+    """Two microbatches and an uneven slice of the features are one process's. The first mask, of all features."""
     share, width = BATCH // mesh.size("dp"), SEQUENCE // mesh.size("cp")
-    first = mesh.coord("dp") * share
     positions = torch.arange(SEQUENCE).view(-1, mesh.size("cp"))[:, mesh.coord("cp")]
     features = range(3, FEATURES) if mesh.coord("tp") else range(3)
     drop = Dropout(0.5, "3.attn")
-    masks, right = [], True
-    for micro in (0, 1):
-        samples = torch.arange(first + micro * share // 2, first + (micro + 1) * share // 2)
-        if plant == "the same along dp":
-            samples = samples - first
-        if plant == "by the place in the microbatch":
-            samples = torch.arange(share // 2)
-        there = torch.arange(width) if plant == "by the place on the rank" else positions
-        at = 0 if plant == "features counted from the rank's" else features[0]
-        drops = Drops.at(SEED, STEP, samples, there)
-        keep = drop.keep(drops, torch.Size((share // 2, width, len(features))), at)
-        rows = slice(first + micro * share // 2, first + (micro + 1) * share // 2)
-        right &= torch.equal(keep, one_process(0.5, "3.attn")[rows, positions][..., list(features)])
-        # What tp ranks hold whole.
-        masks.append(drop.keep(drops, torch.Size((share // 2, width, FEATURES))))
-    return right, masks[0]
-
-
-def masks_on_eight(plant: str = "") -> list[tuple[bool, Tensor]]:
-    return meshcomm.simulate(part_of_the_mask, dims={"dp": 2, "cp": 2, "tp": 2}, args=(plant,))
+    samples = torch.arange(BATCH).view(mesh.size("dp"), 2, -1)[mesh.coord("dp")]
+    for some in samples:
+        keep = drop.keep(
+            Drops.at(SEED, STEP, some, positions), torch.Size((share // 2, width, len(features))), features[0]
+        )
+        assert torch.equal(keep, one_process(0.5, "3.attn")[some][:, positions][..., list(features)])
+    return drop.keep(Drops.at(SEED, STEP, samples[0], positions), torch.Size((share // 2, width, FEATURES)))
 
 
 def test_every_mesh_drops_what_one_process_drops() -> None:
-    found = masks_on_eight()
-    assert all(right for right, _ in found)
+    found = meshcomm.simulate(part_of_the_mask, dims={"dp": 2, "cp": 2, "tp": 2})
     for rank in range(0, 8, 2):
-        assert torch.equal(found[rank][1], found[rank + 1][1]), "ranks along tp hold the same activations"
+        assert torch.equal(found[rank], found[rank + 1]), "ranks along tp hold the same activations"
     for rank in range(4):
-        assert not torch.equal(found[rank][1], found[rank + 4][1]), "ranks along dp hold other samples"
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        "the same along dp",
-        "by the place in the microbatch",
-        "by the place on the rank",
-        "features counted from the rank's",
-    ],
-)
-def test_a_mask_of_another_place_is_seen(plant: str) -> None:
-    assert not all(right for right, _ in masks_on_eight(plant))
+        assert not torch.equal(found[rank], found[rank + 4]), "ranks along dp hold other samples"
 
 
 def test_masks_are_independent_and_uniform() -> None:
     """Bounds of five standard deviations; chi-square over byte values to about 1e-6."""
-    batch, sequence, features = 32, 64, 128
-    samples, positions = torch.arange(batch), torch.arange(sequence)
+    shape = torch.Size((32, 64, 128))
+    n, samples, positions = shape.numel(), torch.arange(32), torch.arange(64)
 
-    def words(step: int, site: str, p: float = 0.5, of: Tensor = samples) -> Tensor:
-        keep = Dropout(p, site).keep(
-            Drops.at(SEED, step, of, positions), torch.Size((batch, sequence, features))
-        )
-        return keep.double()
+    def words(step: int, site: str, p: float = 0.5, first: int = 0) -> Tensor:
+        return Dropout(p, site).keep(Drops.at(SEED, step, samples + first, positions), shape).double()
 
-    n = batch * sequence * features
     for p in (0.5, 0.1, 0.9):
-        keep = words(1, "0.attn", p)
-        assert abs(keep.mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+        assert abs(words(1, "0.attn", p).mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
     here = words(1, "0.attn") - 0.5
     neighbours = {
         "feature": (here[..., 1:], here[..., :-1]),
         "position": (here[:, 1:], here[:, :-1]),
         "sample": (here[1:], here[:-1]),
-        "far sample": (here, words(1, "0.attn", of=samples + 2**40) - 0.5),
+        "far sample": (here, words(1, "0.attn", first=2**40) - 0.5),
         "step": (here, words(2, "0.attn") - 0.5),
         "site": (here, words(1, "0.ff") - 0.5),
         "layer": (here, words(1, "1.attn") - 0.5),
@@ -333,7 +251,6 @@ def test_masks_are_independent_and_uniform() -> None:
     for axes in ((0, 1), (0, 2), (1, 2)):
         means = here.mean(axes)
         assert (means.abs() * 2 * math.sqrt(n / means.numel()) < 5).all()
-
     bits = _number(torch.arange(64)[:, None], torch.arange(2048)).view(torch.uint8)
     for byte in range(8):
         counts = torch.bincount(bits.view(-1, 8)[:, byte].int(), minlength=256).double()
@@ -431,27 +348,17 @@ def rates(**given: Any) -> list[float]:
     return [learning_rate(train, step) for step in range(1, train.steps + 1)]
 
 
-def test_the_default_rates_are_those_they_were() -> None:
-    """Warm-up, then 0.1 + 0.45 (1 + cos): to the last bit."""
-    lr, warmup, steps = 3e-3, 5, 60
-
-    def before(step: int) -> float:
-        if step <= warmup:
-            return lr * step / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-    assert rates(steps=steps, warmup_steps=warmup, lr=lr) == [before(step) for step in range(1, steps + 1)]
-
-
-def test_schedules_end_where_they_say() -> None:
-    for schedule in ("cosine", "linear"):
-        for least in (0.0, 0.25, 1.0):
-            found = rates(steps=20, warmup_steps=4, lr=2.0, schedule=schedule, min_lr_ratio=least)
-            assert found[:4] == [0.5, 1.0, 1.5, 2.0]
-            assert found[-1] == pytest.approx(2 * least, abs=1e-15)
-            assert found[11] == pytest.approx(1 + least), "halfway"
-            assert found[4:] == sorted(found[4:], reverse=True)
+def test_rates_warm_up_and_end_where_their_schedule_says() -> None:
+    # By default: 0.1 + 0.45 (1 + cos), to the last bit.
+    shape = [0.1 + 0.45 * (1 + math.cos(math.pi * ((step - 5) / 55))) for step in range(6, 61)]
+    warm = [3e-3 * step / 5 for step in range(1, 6)]
+    assert rates(steps=60, warmup_steps=5, lr=3e-3) == warm + [3e-3 * each for each in shape]
+    for schedule, least in product(("cosine", "linear"), (0.0, 0.25, 1.0)):
+        found = rates(steps=20, warmup_steps=4, lr=2.0, schedule=schedule, min_lr_ratio=least)
+        assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+        assert found[-1] == pytest.approx(2 * least, abs=1e-15)
+        assert found[11] == pytest.approx(1 + least), "halfway"
+        assert found[4:] == sorted(found[4:], reverse=True)
     linear = rates(steps=11, lr=1.0, schedule="linear", min_lr_ratio=0.0)
     assert np.allclose(np.diff(linear), -1 / 11)
     assert rates(steps=5, warmup_steps=2, lr=1.0, schedule="constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
@@ -498,12 +405,9 @@ def on_processes(shard: bool) -> None:
             assign(parameter, value)
             parameter.grad = parameter.detach().clone()
             assert torch.equal(whole(parameter.grad), value), name
-        norm = GradientNorm(mesh, [(p, split_dims(p)) for p in held.values()], names=held)
+        norm = GradientNorm(mesh, model)
         assert norm.clip_(1.0).item() == pytest.approx(math.sqrt(squares), rel=1e-13)
         assert norm.norm().item() == pytest.approx(1.0, rel=1e-13)
-
-        with pytest.raises(LayoutError, match=r"column\.weight is split along other dims"):
-            GradientNorm(mesh, [(held["column.weight"], ())], names=["column.weight"])
 
         groups = decay_groups(model)
         assert sum(len(group["params"]) for group in groups) == len(held)

@@ -1,200 +1,37 @@
-"""Layers, gradients and stages in parallel, against the same thing on one process.
-
-float64 throughout: what is left of a difference is the order of additions, a few 1e-15, so 1e-12
-leaves room and no real mistake fits into it.
-"""
+"""A split model, gradients and stages in parallel on processes, against the same thing on one."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
-from meshcomm.config import MeshConfig, ModelConfig, load
+from meshcomm.config import MeshConfig, load
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import (
-    Accumulate,
     ColumnParallel,
     GradientSync,
     Pipelined,
     RowParallel,
-    Stage,
     TensorSplit,
-    VocabParallelEmbedding,
     assign,
-    cross_entropy,
-    local,
-    split_layers,
     whole,
 )
 from meshcomm.parallel.compose import sections
-from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
-from meshcomm.train.model import Transformer, initialise
+from tests.parallel.same import close, randn
 
 
 def cpu(**dims: int) -> MeshConfig:
     return MeshConfig(dims=dims, device="cpu", timeout_s=30.0)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    """The same numbers on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(actual: Tensor | None, expected: Tensor | None) -> None:
-    assert actual is not None
-    assert expected is not None
-    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-12, atol=1e-13)
-
-
-# -- tensor ---------------------------------------------------------------------------------------
-
-
-def part(mesh: Mesh, x: Tensor, axis: int) -> Tensor:
-    return x.chunk(mesh.size("tp"), axis)[mesh.coord("tp")]
-
-
-def linear_layers() -> None:
-    with meshcomm.init(cpu(tp=4)) as mesh:
-        split = TensorSplit(mesh, "tp", torch.float64)
-        full, x = randn(12, 8).requires_grad_(), randn(3, 5, 8, seed=1).requires_grad_()
-        upstream = randn(3, 5, 12, seed=2)
-        expected = x @ full.mT
-        expected.backward(upstream)
-
-        column = ColumnParallel(split, 8, 12)
-        assign(column.weight, full)
-        assert isinstance(column.weight, DTensor)
-        assert column.weight.placements == (Shard(0),)
-        assert column.weight.shape == (12, 8)
-        mine = x.detach().requires_grad_()
-        y = column(split.enter(mine))
-        close(y, part(mesh, expected, -1))
-        y.backward(part(mesh, upstream, -1))
-        close(mine.grad, x.grad)
-        close(whole(cast(Tensor, column.weight.grad)), full.grad)
-
-        row = RowParallel(split, 8, 12)
-        assign(row.weight, full)
-        assert isinstance(row.weight, DTensor)
-        assert row.weight.placements == (Shard(1),)
-        mine = part(mesh, x.detach(), -1).requires_grad_()
-        y = row(mine)
-        close(y, expected)
-        y.backward(upstream)
-        close(mine.grad, part(mesh, cast(Tensor, x.grad), -1))
-        close(whole(cast(Tensor, row.weight.grad)), full.grad)
-
-
-def embedding() -> None:
-    with meshcomm.init(cpu(tp=4)) as mesh:
-        split = TensorSplit(mesh, "tp", torch.float64)
-        table = randn(16, 6).requires_grad_()
-        ids = torch.tensor([[0, 3, 4, 15], [7, 8, 8, 0]])
-        upstream = randn(2, 4, 6, seed=1)
-        expected = table[ids]
-        expected.backward(upstream)
-        layer = VocabParallelEmbedding(split, 16, 6)
-        assign(layer.weight, table)
-        y = layer(ids)
-        close(y, expected)
-        y.backward(upstream)
-        close(whole(cast(Tensor, layer.weight.grad)), table.grad)
-
-
-def loss_of_split_logits() -> None:
-    with meshcomm.init(cpu(tp=4)) as mesh:
-        split = TensorSplit(mesh, "tp", torch.float64)
-        targets = torch.tensor([[0, 5, 15], [4, 11, 8]])
-        plain = randn(2, 3, 16)
-        huge = plain * 1e4
-        peak = plain.clone()
-        peak[..., 7] = 1e300
-        flat = torch.full((2, 3, 16), -1e8, dtype=torch.float64)
-        never = plain.clone()
-        never[..., 1:4] = -torch.inf
-        for logits in (plain, huge, peak, flat, never, plain - 1e12):
-            logits = logits.clone().requires_grad_()
-            expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            (expected * 3).backward()
-            mine = part(mesh, logits.detach(), -1).requires_grad_()
-            loss = cross_entropy(split, mine, targets)
-            close(loss, expected)
-            (loss * 3).backward(retain_graph=True)
-            close(mine.grad, part(mesh, cast(Tensor, logits.grad), -1))
-            (loss * 3).backward()  # what was saved for backward is still what it was
-            close(mine.grad, part(mesh, 2 * cast(Tensor, logits.grad), -1))
-
-
-@pytest.mark.parametrize("check", [linear_layers, embedding, loss_of_split_logits])
-def test_split_layers_give_the_outputs_and_every_gradient_of_one_process(
-    pool: Pool, check: Callable[[], None]
-) -> None:
-    pool.run(check, ranks=4)
-
-
-def indivisible() -> None:
-    with meshcomm.init(cpu(tp=4)) as mesh:
-        split = TensorSplit(mesh, "tp")
-        with pytest.raises(ShapeError) as caught:
-            ColumnParallel(split, 8, 10)
-        assert str(caught.value) == (
-            'axis 0 of a weight of shape (10, 8) cannot be split along "tp"\n'
-            "  given:    10, and 4 ranks along tp\n"
-            "  expected: a multiple of 4; 10 % 4 = 2\n"
-            "  try:      12, or a smaller tp"
-        )
-
-
-def test_a_weight_that_does_not_divide_is_refused(pool: Pool) -> None:
-    pool.run(indivisible, ranks=4)
-
-
-MODEL = ModelConfig(layers=2, width=32, heads=8, kv_heads=4, ff=48)
-
-
-def whole_model() -> None:
-    with meshcomm.init(cpu(tp=4)) as mesh:
-        tokens, targets = torch.randint(256, (2, 3, 10), generator=torch.Generator().manual_seed(3))
-        stage = Stage(0, 1, range(2))
-        found: list[dict[str, Tensor]] = []
-        for dim in (None, "tp"):
-            split = TensorSplit(mesh, dim, torch.float64)
-            model = Transformer(Splits.of(split), MODEL, stage, 10)
-            initialise(model, MODEL.layers, seed=5)
-            loss = cross_entropy(split, model(tokens), targets)
-            loss.backward()
-            found.append({"loss": loss})
-            for name, parameter in model.named_parameters():
-                assert isinstance(parameter, DTensor) == (dim is not None)
-                if dim is not None and name.endswith("norm.weight"):
-                    assert cast(DTensor, parameter).placements == (Replicate(),)
-                    # Replicate is a promise that nobody keeps for us: ranks must agree bit by bit.
-                    grads = mesh.all_gather(dim, local(cast(Tensor, parameter.grad)).unsqueeze(0))
-                    assert all(torch.equal(grad, grads[0]) for grad in grads)
-                found[-1][name] = whole(parameter)
-                found[-1][name + ".grad"] = whole(cast(Tensor, parameter.grad))
-        one, split_four = found
-        assert list(one) == list(split_four)
-        assert len(one) == 1 + 2 * (2 * 9 + 3)
-        for name, expected in one.items():
-            close(split_four[name], expected)
-
-
-def test_a_split_transformer_has_the_loss_and_every_gradient_of_one_process(pool: Pool) -> None:
-    pool.run(whole_model, ranks=4)
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -242,7 +79,8 @@ def test_buckets_are_sent_in_order_while_backward_runs() -> None:
     assert not [event for event in recorder.events if event.startswith("send")]
     recorder.events.clear()
     model(x).sum().backward()
-    assert recorder.events.index("send 21") < recorder.events.index("layer 0")
+    first, second = recorder.events.index("send 21"), recorder.events.index("send 18")
+    assert first < recorder.events.index("layer 1") < second
     assert [event for event in recorder.events if event.startswith("send")] == ["send 21", "send 18"]
     sync.finish()
     assert recorder.events[-2:] == ["wait", "wait"]
@@ -265,10 +103,8 @@ def test_a_parameter_larger_than_a_bucket_has_its_own_and_dtypes_do_not_mix() ->
 def test_nothing_is_sent_where_there_is_nobody_to_send_to(dims: str | None, size: int) -> None:
     recorder = Recorder(size)
     model = chain(recorder)
-    sync = GradientSync(cast(Mesh, recorder), dims, model)
-    sync.start()
-    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    sync.finish()
+    with GradientSync(cast(Mesh, recorder), dims, model):
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     assert not [event for event in recorder.events if not event.startswith("layer")]
 
 
@@ -354,8 +190,10 @@ def beside_ddp() -> None:
     with meshcomm.init(cpu(dp=2)) as mesh:
         torch.manual_seed(mesh.rank)  # as DDP does, coord 0's weights and buffers are taken
         ours = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        cast(Tensor, ours[1].running_mean).fill_(mesh.rank)
         theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=mesh.group("dp"))
         sync = GradientSync(mesh, "dp", ours)
+        assert not cast(Tensor, ours[1].running_mean).any()
         states = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs)]
         for step in range(3):
             x = randn(4, 3, seed=10 * step + mesh.rank)
@@ -391,90 +229,6 @@ def test_another_operation_and_an_exception_within_a_step() -> None:
 
 
 # -- pipeline -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "expected"),
-    [
-        (4, 1, [4]),
-        (4, 2, [2, 2]),
-        (5, 2, [3, 2]),
-        (5, 4, [1, 2, 1, 1]),
-        (6, 4, [1, 2, 2, 1]),
-        (7, 4, [2, 2, 2, 1]),
-        (3, 3, [1, 1, 1]),
-    ],
-)
-def test_layers_are_split_evenly_and_the_last_stage_gets_no_extra(
-    layers: int, stages: int, expected: list[int]
-) -> None:
-    parts = split_layers(layers, stages)
-    assert [len(part) for part in parts] == expected
-    assert [layer for part in parts for layer in part] == list(range(layers))
-
-
-def test_a_stage_without_a_layer_is_refused() -> None:
-    with pytest.raises(LayoutError, match="3 layers cannot fill 4 pipeline stages"):
-        split_layers(3, 4)
-
-
-def stages() -> None:
-    with meshcomm.init(cpu(pp=4)) as mesh:
-        weights = [randn(5, 5, seed=seed) for seed in range(4)]
-        inputs = torch.randint(5, (6, 3), generator=torch.Generator().manual_seed(1))
-        targets = torch.randint(5, (6, 3), generator=torch.Generator().manual_seed(2))
-
-        def layer(index: int) -> nn.Module:
-            made = (
-                nn.Linear(5, 5, bias=False, dtype=torch.float64)
-                if index
-                else nn.Embedding(5, 5, dtype=torch.float64)
-            )
-            assign(made.weight, weights[index])
-            return made
-
-        def loss(logits: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-
-        one = nn.Sequential(*(layer(index) for index in range(4)))
-        expected = Accumulate(one, loss, 3)(inputs, targets)
-        close(expected, loss(one(inputs), targets))
-        tokens, hidden = (2, 3), (2, 3, 5)
-
-        def pipelined(module: nn.Module, schedule: Any, microbatches: int) -> Pipelined:
-            return Pipelined(
-                mesh,
-                "pp",
-                module,
-                loss,
-                microbatches=microbatches,
-                schedule=schedule,
-                shapes=(tokens, hidden, hidden),
-                dtype=torch.float64,
-            )
-
-        mine = layer(mesh.coord("pp"))
-        run = pipelined(mine, "gpipe", 3)
-        for again in (1, 2):  # gradients of the second batch are added
-            found = run(inputs, targets)
-            if mesh.coord("pp") == 3:
-                close(found, expected)
-            else:
-                assert found is None
-            reference = cast(Tensor, one[mesh.coord("pp")].weight.grad)
-            close(next(mine.parameters()).grad, again * reference)
-        with pytest.raises(LayoutError) as caught:
-            pipelined(mine, "1f1b", 3)
-        assert str(caught.value) == (
-            "3 microbatches cannot fill a 1f1b pipeline of 4 stages\n"
-            "  given:    3 microbatches per step, 4 ranks along pp\n"
-            "  expected: at least 4 microbatches\n"
-            '  try:      a smaller microbatch, a larger global batch, or schedule = "gpipe"'
-        )
-
-
-def test_stages_give_the_loss_and_gradients_of_one_process(pool: Pool) -> None:
-    pool.run(stages, ranks=4)
 
 
 class Wall(nn.Module):

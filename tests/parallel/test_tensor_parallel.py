@@ -1,8 +1,7 @@
 """Modules that know nothing of meshes, split by a plan, against themselves before: every value.
 
-float64 throughout: what is left of a difference is the order of additions, so 1e-12 leaves room and
-no real mistake fits into it. Ranks are threads of this process (`simulate`), where parameters are
-plain parts; one test is on processes, where they are DTensors.
+Ranks are threads of this process (`simulate`), where parameters are plain parts; one test is on
+processes, where they are DTensors.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,6 +29,7 @@ from meshcomm.errors import (
     MeshMismatchError,
     RankFailed,
     ShapeError,
+    TrainingError,
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
@@ -44,22 +46,14 @@ from meshcomm.parallel.tensor import (
     tensor_parallel,
     unsplit_state,
     whole,
+    whole_shape,
 )
-from meshcomm.parallel.tensor import modules as modules_file
-from meshcomm.parallel.tensor.fused import kept
-from meshcomm.parallel.tensor.parameters import parts_of
+from meshcomm.parallel.tensor.parameters import kept
 from meshcomm.testing import Pool
 from meshcomm.train.sharded import read, write
+from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
-
-
-def close(actual: Tensor | None, expected: Tensor | None, what: str = "") -> None:
-    assert actual is not None
-    assert expected is not None
-    torch.testing.assert_close(
-        actual.detach(), expected.detach(), rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}"
-    )
 
 
 # -- modules of users -----------------------------------------------------------------------------
@@ -71,6 +65,7 @@ class Fused(nn.Module):
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, WIDTH // heads
+        self.config = SimpleNamespace(kv_heads=kv_heads)
         self.qkv = nn.Linear(WIDTH, (heads + 2 * kv_heads) * self.size)
         self.out = nn.Linear(WIDTH, WIDTH)
 
@@ -125,6 +120,7 @@ class Small(nn.Module):
         makes: dict[str, Callable[[], nn.Module]] = {
             "fused": lambda: Fused(4, 4),
             "gqa": lambda: Fused(8, 4),
+            "mqa": lambda: Fused(4, 1),
             "separate": Separate,
             "multihead": MultiHead,
         }
@@ -136,11 +132,12 @@ class Small(nn.Module):
         self.head.weight = self.embed.weight
         self.recompute = recompute
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return cast(Tensor, self.head(self.norm(x)))
+        logits = cast(Tensor, self.head(self.norm(x)))
+        return logits if labels is None else F.cross_entropy(logits.view(-1, VOCAB), labels.flatten())
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -187,6 +184,7 @@ def made(kind: str, recompute: bool) -> Small:
 
 
 IDS = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+IDS[0, 0] = 3  # the padding
 TARGETS = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
 TARGETS[0, 2:5] = -100
 
@@ -209,41 +207,27 @@ def step(module: nn.Module, split: TensorSplit | None) -> tuple[Tensor, dict[str
     return logits, grads, unsplit_state(module)
 
 
-def expected_of(kind: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    return step(module_of(kind), None)
-
-
 def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> None:
     module = module_of(kind, recompute)
     names = list(module.state_dict())
     split = tensor_parallel(module, mesh, "tp", plan_of(kind), sequence_parallel=sequence, example=(IDS,))
     assert list(module.state_dict()) == names
-    compare(module, split, kind)
-
-
-def compare(module: nn.Module, split: TensorSplit, kind: str) -> None:
-    logits, grads, weights = step(module, split)
-    ref_logits, ref_grads, ref_weights = expected_of(kind)
-    close(logits, ref_logits, "logits")
+    found, expected = step(module, split), step(module_of(kind), None)
+    close(found[0], expected[0], "logits")
     sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "multihead": [16] * 3, "separate": []}[kind]
-    assert list(grads) == list(ref_grads)
-    for name, grad in ref_grads.items():
-        close(grads[name], kept(grad, sizes) if "qkv" in name or "in_proj" in name else grad, name)
-    assert list(weights) == list(ref_weights)
-    for name, weight in ref_weights.items():
-        close(weights[name], weight, name)
+    for mine, other in zip(found[1:], expected[1:], strict=True):
+        assert list(mine) == list(other)
+    for name, grad in expected[1].items():
+        close(found[1][name], kept(grad, sizes) if "qkv" in name or "in_proj" in name else grad, name)
+    for name, weight in expected[2].items():
+        close(found[2][name], weight, name)
 
 
-@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, True)], ids=["tp2", "tp4 sequence"])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", list(ATTENTION))
-def test_a_split_module_has_the_outputs_gradients_and_steps_of_the_whole_one(
-    size: int, kind: str, sequence: bool
-) -> None:
-    meshcomm.simulate(parity, dims={"tp": size}, args=(kind, sequence))
-
-
-def test_blocks_that_are_recomputed_in_backward() -> None:
-    meshcomm.simulate(parity, dims={"dp": 2, "tp": 2}, args=("separate", True, True))
+def test_a_split_module_has_the_outputs_gradients_and_steps_of_the_whole_one(size: int, kind: str) -> None:
+    """Along 4 ranks the sequence is split too; one kind of block is recomputed in backward."""
+    meshcomm.simulate(parity, dims={"tp": size}, args=(kind, size == 4, kind == "separate" and size == 4))
 
 
 def entries(mesh: Mesh, sequence: bool) -> int:
@@ -277,10 +261,10 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first, self.a, self.b, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * 1.0
+        x = self.first(x)
         with torch.no_grad():
             a = self.a(x)
         x.mul_(2.0)
@@ -300,39 +284,21 @@ def test_a_tensor_that_was_written_to_enters_again() -> None:
 # -- wrong on purpose -----------------------------------------------------------------------------
 
 
-def fails(kind: str, sequence: bool, match: str) -> RankFailed:
-    with pytest.raises(RankFailed, match=match) as caught:
-        meshcomm.simulate(parity, dims={"tp": 2}, args=(kind, sequence))
-    return caught.value
-
-
-def test_a_missing_sum_behind_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorSplit, "leave", lambda split, x: x)
-    fails("separate", False, "output 0: off by")
-
-
-def test_a_missing_sum_of_input_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorSplit, "enter", lambda split, x: x)
-    error = fails("separate", False, "gradient of embed.weight: off by")
-    assert "output" not in str(error).split("expected:")[0]
-
-
-def test_norms_whose_gradients_are_not_summed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorSplit, "partial_parameters", lambda split, module: {})
-    fails("separate", True, r"gradient of layers.0.norm1.weight: off by")
-
-
-def test_q_k_and_v_that_are_cut_as_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION["fused"], "layers.*.attn.qkv", "column")
-    fails("fused", False, "output 0: off by")
-
-
-def test_a_plan_that_splits_norms_work_as_replicated_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules_file, "work_on_slices_of_the_sequence", lambda split, module: None)
-    monkeypatch.setattr(
-        "meshcomm.parallel.tensor.apply.work_on_slices_of_the_sequence", lambda split, module: None
-    )
-    fails("separate", True, r"gradient of layers.0.norm1.weight: off by")
+@pytest.mark.parametrize(
+    ("name", "broken", "sequence", "seen"),
+    [
+        ("leave", lambda split, x: x, False, "output 0: off by"),
+        ("enter", lambda split, x: x, False, "gradient of embed.weight: off by"),
+        ("partial_parameters", lambda split, module: {}, True, r"gradient of layers.0.norm1.weight: off by"),
+    ],
+)
+def test_an_example_shows_what_is_computed_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, sequence: bool, seen: str
+) -> None:
+    monkeypatch.setattr(TensorSplit, name, broken)
+    with pytest.raises(RankFailed, match=seen) as caught:
+        meshcomm.simulate(parity, dims={"tp": 2}, args=("separate", sequence))
+    assert "output" in seen or "output" not in str(caught.value).split("expected:")[0]
 
 
 def other_weights(mesh: Mesh) -> None:
@@ -420,6 +386,44 @@ def test_plans_that_do_not_fit_are_refused_with_everything_that_is_wrong() -> No
     meshcomm.simulate(wrong, dims={"tp": 4}, args=(module,))
 
 
+def without(*names: str, kind: str = "fused", **more: Any) -> dict[str, Any]:
+    return {name: style for name, style in {**plan_of(kind), **more}.items() if name not in names}
+
+
+MQA = {
+    "layers.*.attn": {"set": {"heads": "split"}},
+    "layers.*.attn.qkv": {"style": "column", "parts": [16, 4, 4]},
+    "layers.*.attn.out": "row",
+}
+FAILING: list[tuple[str, dict[str, Any], str, bool, str, str]] = [
+    ("fused", without("layers.*.mlp.2"), "", False, '"layers.0.mlp.2", a Linear', '"layers.0.mlp.2": "row", as it gets 16 of its 32 inputs'),
+    ("fused", without("layers.*.mlp.0"), "", False, '"layers.0.mlp.2", a Linear', '"layers.0.mlp.2" gets all of its 32 inputs: a "column" before it'),
+    ("fused", without("layers.*.attn"), "", False, '"layers.0.attn", a Fused', '"layers.0.attn": {"set": {"heads": "split"}}, 4 now'),
+    ("mqa", without(**MQA), "", False, '"layers.0.attn", a Fused', "a size of tp that divides kv_heads = 1, which cannot be split by tp = 2"),
+    ("fused", plan_of("fused"), "labels", False, "the module itself, a Small", '"head": "column:whole", or no labels'),
+    ("separate", without(places="sequence", kind="separate"), "", True, "the module itself, a Small", '{"style": "replicate", "input": "whole", "axis": 0} for a part'),
+    ("gqa", without(kind="gqa", **{"layers.*.attn": {"set": {"heads": "split", "kv_heads": "split"}}}), "", True, '"layers.0.attn", a Fused', '"layers.0.attn": "enter" if it takes the length from its input, "replicate" if it needs all: it gets 4 of 8 places'),
+]  # fmt: skip
+
+
+def failing(mesh: Mesh) -> None:
+    for kind, plan, labels, sequence, where, cure in FAILING:
+        example = {"ids": IDS} | ({"labels": IDS} if labels else {})
+        with pytest.raises(TrainingError) as caught:
+            tensor_parallel(module_of(kind), mesh, "tp", plan, sequence_parallel=sequence, example=example)
+        text = str(caught.value)
+        assert f" fails on its example in {where}" in text.splitlines()[0], text
+        assert text.count(cure) == 1, text
+        assert isinstance(caught.value.__cause__, Exception)
+    # What the error says is what makes the module come out equal.
+    cured = plan_of("fused") | {"head": "column:whole"}
+    tensor_parallel(module_of("fused"), mesh, "tp", cured, example={"ids": IDS, "labels": IDS})
+
+
+def test_a_part_that_fails_behind_the_split_its_size_and_the_cure_are_named() -> None:
+    meshcomm.simulate(failing, dims={"tp": 2})
+
+
 def states(mesh: Mesh) -> None:
     module = module_of("gqa")
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -465,11 +469,7 @@ class Own(nn.Module):
         self.alike = nn.Parameter(torch.full((TOKENS, 1), 0.5, dtype=torch.float64))
         self.head = ColumnParallel(split, WIDTH, VOCAB)
         for number, p in enumerate(self.parameters()):
-            shape, generator = tuple(p.shape), torch.Generator().manual_seed(number)
-            part = next(iter(parts_of(p)), None)
-            if part is not None:
-                shape = tuple(n * (split.size if a == part.axis else 1) for a, n in enumerate(shape))
-            assign(p, torch.randn(shape, generator=generator, dtype=torch.float64))
+            assign(p, randn(*whole_shape(p), seed=number))
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.split
@@ -507,6 +507,14 @@ def refusals(mesh: Mesh) -> None:
     with pytest.raises(UnsupportedOp, match="overlap without sequence_parallel would have no effect"):
         TensorSplit(mesh, "tp", overlap=True)
     split = TensorSplit(mesh, "tp", torch.float64, True)
+    with pytest.raises(ShapeError) as caught:
+        ColumnParallel(split, 8, 10)
+    assert str(caught.value) == (
+        'axis 0 of a weight of shape (10, 8) cannot be split along "tp"\n'
+        "  given:    10, and 4 ranks along tp\n"
+        "  expected: a multiple of 4; 10 % 4 = 2\n"
+        "  try:      12, or a smaller tp"
+    )
     assert split.positions(3).tolist() == [3 * mesh.rank, 3 * mesh.rank + 1, 3 * mesh.rank + 2]
     assert TensorSplit(mesh, "tp").positions(3).tolist() == [0, 1, 2]
     with pytest.raises(ShapeError):
@@ -540,29 +548,34 @@ def test_what_cannot_be_is_refused() -> None:
 
 def losses(mesh: Mesh) -> None:
     split = TensorSplit(mesh, "tp", torch.float64)
-    plain = torch.randn(2, TOKENS, VOCAB, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    plain = randn(2, TOKENS, VOCAB, seed=7)
+    peak, never = plain.clone(), plain.clone()
+    peak[..., 7], never[..., 1:4] = 1e300, -torch.inf
     none, some = torch.full_like(TARGETS, 5), torch.where(TARGETS < 0, 5, TARGETS)
-    for targets, ignore in ((TARGETS, -100), (none, 5), (some, 5)):
-        for reduction in ("mean", "sum"):
-            how: Any = {"ignore_index": ignore, "reduction": reduction}
-            ref = plain.clone().requires_grad_()
-            expected = F.cross_entropy(ref.flatten(0, 1), targets.flatten(), **how)
-            expected.backward()
-            mine = plain.chunk(split.size, -1)[split.coord].clone().requires_grad_()
-            loss = cross_entropy(split, mine, targets, **how)
-            loss.backward()
-            if targets is none and reduction == "mean":
-                assert loss.isnan() and expected.isnan()
-                continue
-            close(loss, expected)
-            close(mine.grad, cast(Tensor, ref.grad).chunk(split.size, -1)[split.coord])
+    cases = [(plain, TARGETS, -100), (plain, none, 5), (plain, some, 5)]
+    cases += [(logits, some % 4 + 8, -100) for logits in (plain * 1e4, peak, never, plain - 1e12)]
+    for (logits, targets, ignore), reduction in product(cases, ("mean", "sum")):
+        how: Any = {"ignore_index": ignore, "reduction": reduction}
+        ref = logits.clone().requires_grad_()
+        expected = F.cross_entropy(ref.flatten(0, 1), targets.flatten(), **how)
+        (expected * 3).backward()
+        mine = part(mesh, "tp", logits, -1).clone().requires_grad_()
+        loss = cross_entropy(split, mine, targets, **how)
+        (loss * 3).backward(retain_graph=True)
+        if targets is none and reduction == "mean":
+            assert loss.isnan() and expected.isnan()
+            continue
+        close(loss, expected)
+        close(mine.grad, part(mesh, "tp", cast(Tensor, ref.grad), -1))
+        (loss * 3).backward()  # what was saved for backward is still what it was
+        close(mine.grad, 2 * part(mesh, "tp", cast(Tensor, ref.grad), -1))
     half = plain.bfloat16()
     loss = cross_entropy(split, half.chunk(split.size, -1)[split.coord], TARGETS)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(half.float().flatten(0, 1), TARGETS.flatten()))
 
 
-def test_the_loss_leaves_out_what_does_not_count() -> None:
+def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count() -> None:
     meshcomm.simulate(losses, dims={"tp": 4})
 
 
@@ -584,7 +597,7 @@ def on_processes(folder: str) -> None:
             optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
             optimiser.step()
             state = unsplit_state(module)
-            for name, weight in expected_of("gqa")[2].items():
+            for name, weight in step(module_of("gqa"), None)[2].items():
                 close(state[name], weight, name)
         write(mesh, module.state_dict(), Path(folder) / "saved")
     with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:

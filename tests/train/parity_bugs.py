@@ -28,12 +28,12 @@ def sum_after_split_inputs_missing(config: Config) -> Patch:
 
 
 def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
-    right = norm._checked
+    right = norm._dims_of
 
     def wrong(mesh: Any, *args: Any) -> tuple[str, ...]:
         return right(mesh, *args) or (("tp",) if mesh.size("tp") > 1 else ())
 
-    return patch.object(norm, "_checked", wrong)
+    return patch.object(norm, "_dims_of", wrong)
 
 
 def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
@@ -93,7 +93,7 @@ def tied_gradients_not_exchanged(config: Config) -> Patch:
 def clipped_by_the_ranks_own_norm(config: Config) -> Patch:
     def wrong(self: GradientNorm, max_norm: float) -> Tensor:
         whole = self.norm()
-        own = norm._squares([norm._gradient(held) for held in self._held]).sqrt()
+        own = norm._squares(self._held).sqrt()
         for held in self._held:
             assert held.parameter.grad is not None
             local(held.parameter.grad).mul_((max_norm / own).clamp(max=1.0))

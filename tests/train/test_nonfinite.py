@@ -43,7 +43,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
 
     def trainer_for(mesh: Mesh, config: Config) -> Trainer:
         trainer: Any = make(mesh, config)
-        step, finish = trainer.step, trainer.gradients.finish
+        step, finish = trainer.step, trainer.gradients[-1].finish
         now = [0]
 
         def stepping(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
             if how == "backward":
                 parameter.register_hook(lambda grad: grad * math.nan if now[0] in steps else grad)
             else:
-                trainer.gradients.finish = finishing
+                trainer.gradients[-1].finish = finishing
         return trainer
 
     class Told(Silent):  # type: ignore[misc]

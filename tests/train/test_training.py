@@ -23,8 +23,7 @@ import meshcomm
 from meshcomm.config import Config, DataConfig, ModelConfig, TrainConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel import Stage, TensorSplit, whole
-from meshcomm.parallel.compose import Several
+from meshcomm.parallel import GradientSync, Stage, TensorSplit, whole
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Silent, Start, Step, Summary, learning_rate, run, trainer_for
@@ -78,8 +77,8 @@ def train(config: Config) -> Trained:
         for state in trainer.optimizer.state.values():
             # What a checkpoint of the optimiser would save is whole, as the parameters are.
             assert isinstance(state["exp_avg"], torch.distributed.tensor.DTensor) == (mesh.size("tp") > 1)
-        assert isinstance(trainer.gradients, Several)
-        assert len(trainer.gradients.buckets) > 1
+        (sync,) = trainer.gradients
+        assert isinstance(sync, GradientSync) and len(sync.buckets) > 1
         mine = batches(trainer.data_coord, trainer.data_size)
         return Trained(losses, weights, mesh.coord("dp"), [mine.offsets(step).tolist() for step in steps])
 

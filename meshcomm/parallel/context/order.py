@@ -46,7 +46,7 @@ def sequence_positions(sequence: int, n: int, coord: int, order: Order) -> Tenso
             expected=f"a coord from 0 to {n - 1}",
             hint="mesh.coord(dim)",
         )
-    chunks = _chunks(n, order)
+    chunks = 2 * n if order == "zigzag" and n > 1 else n
     if sequence % chunks:
         raise ShapeError(
             f"a sequence of {sequence} cannot be split in {order} order over {n} ranks",
@@ -121,7 +121,3 @@ def check_order(order: object) -> None:
             expected='order="zigzag" or order="contiguous"',
             hint='order="zigzag", which balances causal attention',
         )
-
-
-def _chunks(n: int, order: Order) -> int:
-    return 2 * n if order == "zigzag" and n > 1 else n

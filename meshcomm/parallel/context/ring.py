@@ -9,19 +9,21 @@ the zig-zag, whose blocks are rectangles without a mask.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshcomm.comm import Handle
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import attend_block, block_gradients, merge, wide
-from meshcomm.parallel.context.check import prepared
+from meshcomm.parallel.context.block import attend_block, block_gradients, merge, prepared, wide
 from meshcomm.parallel.context.order import Order
-from meshcomm.parallel.context.turns import block_at, rows
 from meshcomm.transport.torch_private import outside_graphs
+
+Block: TypeAlias = tuple[slice, slice, bool]
+"""Which rows of a rank's queries meet which of the keys at hand; True: only keys at or before them."""
 
 
 @outside_graphs
@@ -52,34 +54,54 @@ def ring_attention(
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     _, q, k, v = prepared(mesh, dim, "ring_attention", q, k, v, causal, order)
-    ring = _Ring(mesh, dim, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
+    n, coord = mesh.size(dim), mesh.coord(dim)
+    if n == 1:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    ring = _Ring(mesh, dim, n, coord, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
     apply: Any = _RingAttention.apply
     result: Tensor = apply(ring, q, k, v)
     return result
 
 
+def block_at(
+    turn: int, n: int, coord: int, order: Order, causal: bool, queries: int, keys: int
+) -> Block | None:
+    """What coord `coord` of `n` computes at `turn`, of so many queries and keys on each rank; None: nothing.
+
+    A ring passes keys upwards, so those at hand are of coord `coord - turn`. At turn 0 it is always a block with
+    all of its queries. In zig-zag order it is, at each turn and on each rank, as much as a half of a rank's
+    queries by all of a rank's keys.
+    """
+    source = (coord - turn) % n
+    every_query, every_key = slice(0, queries), slice(0, keys)
+    if not causal or not turn:
+        return every_query, every_key, causal
+    if order == "contiguous":
+        return (every_query, every_key, False) if source < coord else None
+    # The source has chunks source and 2n - 1 - source, this rank coord and 2n - 1 - coord.
+    if source < coord:
+        return every_query, slice(0, keys // 2), False
+    return slice(queries // 2, queries), every_key, False
+
+
 class _Ring(NamedTuple):
     mesh: Mesh
     dim: str
+    n: int
+    coord: int
     causal: bool
     order: Order
     scale: float
 
     def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
         """Start sending `x` to the next coord; the wait returns what comes from the one before."""
-        n, coord = self.mesh.size(self.dim), self.mesh.coord(self.dim)
-        coming = torch.empty_like(x)
-        return self.mesh.exchange(
-            self.dim, [(x, (coord + 1) % n)], [(coming, (coord - 1) % n)], async_op=True
-        )
+        coming = [(torch.empty_like(x), (self.coord - 1) % self.n)]
+        return self.mesh.exchange(self.dim, [(x, (self.coord + 1) % self.n)], coming, async_op=True)
 
-    def block(self, turn: int, queries: int, keys: int) -> tuple[slice, slice, bool] | None:
-        """Which rows of queries meet which keys at this turn, and whether by a causal mask."""
-        n, coord = self.mesh.size(self.dim), self.mesh.coord(self.dim)
-        block = block_at(turn, n, coord, self.order, self.causal)
-        if block is None:
-            return None
-        return rows(block.queries, queries), rows(block.keys, keys), block.causal
+    def block(self, turn: int, q: Tensor, k: Tensor) -> Block | None:
+        return block_at(turn, self.n, self.coord, self.order, self.causal, q.shape[2], k.shape[2])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -99,15 +121,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    n = ring.mesh.size(ring.dim)
-    if n == 1:
-        out, lse = attend_block(q, k, v, ring.causal, ring.scale)
-        return out.to(q.dtype), lse
     kv = torch.stack([k, v])
     sum_out, sum_lse = torch.empty(0), torch.empty(0)
-    for turn in range(n):
-        coming = ring.pass_on(kv) if turn < n - 1 else None
-        block = ring.block(turn, q.shape[2], k.shape[2])
+    for turn in range(ring.n):
+        coming = ring.pass_on(kv) if turn < ring.n - 1 else None
+        block = ring.block(turn, q, k)
         if block is not None:
             mine, theirs, causal = block
             keys, values = kv[:, :, :, theirs]
@@ -124,38 +142,23 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def _backward(
     ring: _Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n = ring.mesh.size(ring.dim)
-    if n == 1:
-        dq, dk, dv = block_gradients(dout, q, k, v, out, lse, ring.causal, ring.scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     kv = torch.stack([k, v])
     sum_dq = torch.zeros_like(q, dtype=wide(q.dtype))
     # What the ranks before have found of the gradients of the keys and values at hand.
     sum_dkv = torch.zeros_like(kv, dtype=wide(q.dtype))
     coming_dkv: Handle[list[Tensor]] | None = None
-    for turn in range(n):
-        coming = ring.pass_on(kv) if turn < n - 1 else None
-        block = ring.block(turn, q.shape[2], k.shape[2])
-        found: tuple[slice, Tensor, Tensor] | None = None
+    for turn in range(ring.n):
+        coming = ring.pass_on(kv) if turn < ring.n - 1 else None
+        block = ring.block(turn, q, k)
         if block is not None:
             mine, theirs, causal = block
             keys, values = kv[:, :, :, theirs]
-            dq, dk, dv = block_gradients(
-                dout[:, :, mine],
-                q[:, :, mine],
-                keys,
-                values,
-                out[:, :, mine],
-                lse[:, :, mine],
-                causal,
-                ring.scale,
-            )
+            dout_, q_, out_, lse_ = (x[:, :, mine] for x in (dout, q, out, lse))
+            dq, dk, dv = block_gradients(dout_, q_, keys, values, out_, lse_, causal, ring.scale)
             sum_dq[:, :, mine] += dq
-            found = theirs, dk, dv
         if coming_dkv is not None:
             (sum_dkv,) = coming_dkv.wait()
-        if found is not None:
-            theirs, dk, dv = found
+        if block is not None:
             sum_dkv[0, :, :, theirs] += dk
             sum_dkv[1, :, :, theirs] += dv
         # On their way while the next block is computed; after the last turn they come home.

@@ -22,7 +22,6 @@ class ContextSplit:
     """Along which dim of the mesh the sequence is split; None, or a dim of size 1, splits nothing.
 
     Args:
-        mesh: an open mesh.
         dim: one dim of it, or a merged one.
         attention: how ranks attend to each other's tokens.
         order: of the tokens on the ranks. None: "zigzag" for the ring, where it balances causal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.check import prepared
+from meshcomm.parallel.context.block import prepared
 from meshcomm.parallel.context.order import Order, natural, zigzag
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -48,18 +48,17 @@ def ulysses_attention(
     where, q, k, v = prepared(mesh, dim, "ulysses_attention", q, k, v, True, order)
     n, heads = mesh.size(dim), q.shape[1]
     if heads % n:
+        fit = " or ".join(str(size) for size in range(1, n) if heads % size == 0)
         raise ShapeError(
             f"{where}: the heads cannot be shared out",
             given=f"{heads} heads in q, {n} ranks along {dim}",
             expected=f"a multiple of {n} heads; {heads} % {n} = {heads % n}",
-            hint=f"{_sizes(heads, n)} along {dim}, or ring_attention, which takes any number of heads",
+            hint=f"{fit} along {dim}, or ring_attention, which takes any number of heads",
         )
     k, v = (x.repeat_interleave(lcm(k.shape[1], n) // k.shape[1], 1) for x in (k, v))
-    # Names that are not those of dims.
-    b, h, s, d = (_free(name, mesh.layout.names) for name in ("b", "h", "s", "d"))
     # One exchange for all three: each rank's heads of q, k and v stand together.
     packed = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
-    packed = mesh.rearrange(packed, f"{b} ({dim} {h}) {s} {d} -> {b} {h} ({dim} {s}) {d}")
+    packed = mesh.functional.all_to_all(dim, packed, 1, 2)
     reorder = causal and order == "zigzag" and n > 1
     if reorder:
         packed = natural(packed, 2, n)
@@ -69,15 +68,4 @@ def ulysses_attention(
     )
     if reorder:
         out = zigzag(out, 2, n)
-    return mesh.rearrange(out, f"{b} {h} ({dim} {s}) {d} -> {b} ({dim} {h}) {s} {d}")
-
-
-def _free(name: str, taken: tuple[str, ...]) -> str:
-    while name in taken:
-        name += "x"
-    return name
-
-
-def _sizes(heads: int, below: int) -> str:
-    fit = [str(size) for size in range(1, below) if heads % size == 0]
-    return " or ".join(fit)
+    return mesh.functional.all_to_all(dim, out, 2, 1)

@@ -1,14 +1,67 @@
-"""Rows that travel to their experts and back, with exact gradients."""
+"""Rows that travel to their experts and back, with exact gradients, and what is counted of them in backward."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshcomm.mesh import Mesh
+
+
+class Load(NamedTuple):
+    """What one rank's tokens did in one layer since the last `take`. Plain sums: adding the loads of
+    all ranks along the data's and the context's dims gives the load of the whole step.
+
+    Fields:
+        passes: backward passes; the same on every rank, so not to be added.
+        balance: sum over the passes of the balance loss, 0-dim float64; where samples are split along
+            a context dim, this rank's share of it. The mean over the step's samples is the sum over
+            all ranks / (passes * size of the data's dims).
+        chosen: (experts) int64: choices of each expert, dropped ones included.
+        dropped: (experts) int64: choices beyond its capacity.
+    """
+
+    passes: int
+    balance: Tensor
+    chosen: Tensor
+    dropped: Tensor
+
+
+@final
+class Tally:
+    """Adds up loads in backward: a forward that is run again to save memory must not count twice."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        none = torch.zeros(experts, dtype=torch.int64, device=device)
+        self._zero = self._load = Load(0, torch.zeros((), dtype=torch.float64, device=device), none, none)
+
+    def take(self) -> Load:
+        """What was counted since the last `take`; counting starts again from zero."""
+        found, self._load = self._load, self._zero
+        return found
+
+    def add(self, load: Load) -> None:
+        """Add one pass. Sums are new tensors: what was taken stays what it is."""
+        mine = self._load
+        self._load = Load(
+            mine.passes + load.passes,
+            mine.balance + load.balance,
+            mine.chosen + load.chosen,
+            mine.dropped + load.dropped,
+        )
+
+
+def attach(y: Tensor, loss: Tensor, weight: float, tally: Tally, load: Load) -> Tensor:
+    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`, and counts `load`.
+
+    So `weight * loss` is part of what is differentiated without being handed to wherever the rest of
+    the loss is computed, which may be another stage of a pipeline.
+    """
+    attached: Tensor = _Attach.apply(y, loss, weight, tally, load)
+    return attached
 
 
 def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -36,16 +89,6 @@ def pick(x: Tensor, picked: Tensor, slots: int) -> Tensor:
 def place(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """Row i of `rows` at row places[i] of `count` rows, zeros elsewhere. No place stands twice."""
     return rows.new_zeros(count, rows.shape[1]).index_copy(0, places, rows)
-
-
-def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`.
-
-    So `weight * loss` is part of what is differentiated without being handed to wherever the rest of
-    the loss is computed, which may be another stage of a pipeline.
-    """
-    attached: Tensor = _Attach.apply(y, loss, weight)
-    return attached
 
 
 class _Exchange(torch.autograd.Function):
@@ -78,12 +121,12 @@ class _Pick(torch.autograd.Function):
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.like = weight, (loss.dtype, loss.device)
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float, tally: Tally, load: Load) -> Tensor:
+        ctx.gradient, ctx.tally, ctx.load = (torch.full_like(loss, weight) if weight else None), tally, load
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        dtype, device = ctx.like
-        return dy, torch.full((), ctx.weight, dtype=dtype, device=device), None
+        ctx.tally.add(ctx.load)
+        return dy, ctx.gradient, None, None, None

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.capacity import kept
-from meshcomm.parallel.expert.checks import check_alike, check_input, check_split
-from meshcomm.parallel.expert.exchange import attach, exchange, pick, place
-from meshcomm.parallel.expert.load import Load, Tally
-from meshcomm.parallel.expert.router import Router, balance, counts
-from meshcomm.parallel.expert.weights import ExpertWeights
-from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.expert.exchange import Load, Tally, attach, exchange, pick, place
+from meshcomm.parallel.expert.routing import Router, balance, counts, kept
+from meshcomm.parallel.tensor import TensorSplit, local
+from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
+
+
+@final
+class ExpertWeights(nn.Module):
+    """w2_e(silu(w1_e x) * w3_e x) for the experts e of this rank.
+
+    A module of its own, because its parameters go other ways than the rest of a model: their
+    gradients are summed along other dims, and they are sharded along other dims too.
+
+    Args:
+        tensor: splits the inner axis of each expert.
+        dim: along which experts are spread, or None.
+        width, ff, experts: of the whole layer.
+
+    Parameters: w1, w3 (experts, ff, width), w2 (experts, width, ff), their memory not yet written.
+    """
+
+    def __init__(self, tensor: TensorSplit, dim: str | None, width: int, ff: int, experts: int) -> None:
+        super().__init__()
+        mesh = tensor.mesh
+
+        def parameter(*shape: int, inner: int) -> nn.Parameter:
+            axes = {
+                name: axis for name, axis in ((dim, 0), (tensor.dim, inner)) if name and mesh.size(name) > 1
+            }
+            part = list(shape)
+            for name, axis in axes.items():
+                part[axis] //= mesh.size(name)
+            return parameter_of(mesh, torch.empty(part, dtype=tensor.dtype, device=mesh.device), axes)
+
+        self.w1 = parameter(experts, ff, width, inner=1)
+        self.w3 = parameter(experts, ff, width, inner=1)
+        self.w2 = parameter(experts, width, ff, inner=2)
+
+    def forward(self, rows: Tensor, often: list[int]) -> Tensor:
+        """(n, width), the first often[0] rows for this rank's first expert, ... -> (n, width).
+
+        Along the tensor's dim a part of the sum. An expert without rows takes part with none, so that
+        its gradient is zeros and not missing.
+        """
+        weights: Any = (local(w).unbind() for w in (self.w1, self.w3, self.w2))
+        made = [
+            F.linear(F.silu(F.linear(part, w1)) * F.linear(part, w3), w2)
+            for part, w1, w3, w2 in zip(rows.split(often), *weights, strict=True)
+        ]
+        return torch.cat(made)
 
 
 @final
@@ -28,7 +73,6 @@ class Experts(nn.Module):
     its gradients and what is dropped do not depend on the mesh.
 
     Args:
-        mesh: an open mesh.
         dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the
             base. None, or a size of 1: every rank has all experts, and nothing is exchanged.
         tensor: along which each expert is split.
@@ -38,16 +82,16 @@ class Experts(nn.Module):
         experts_per_token: how many of them each token chooses, at most `experts`.
         capacity_factor: None: dropless. Else an expert takes at most
             ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample,
-            as `capacity.kept` says; the others are dropped: they add nothing to y, and the weights of
+            as `routing.kept` says; the others are dropped: they add nothing to y, and the weights of
             a token's other experts stay as they are.
         context: the dim along which samples are split, if any.
-        balance_weight: what the balance loss of a microbatch (`router.balance`) is multiplied by in
+        balance_weight: what the balance loss of a microbatch (`routing.balance`) is multiplied by in
             what is differentiated: a backward through y adds that gradient by itself. The loss that
             it is part of must not be scaled afterwards. An attribute; may be set later.
 
     Parameters: `router.weight` (experts, width) is dense: equal on all ranks, its gradient summed
         where those of other dense weights are, and complete on every rank along tensor. `w1`, `w3`
-        (experts, ff, width) and `w2` (experts, width, ff) are those of `expert_parameters`; their
+        (experts, ff, width) and `w2` (experts, width, ff) are those of `ExpertWeights`; their
         gradients are summed along `expert_gradient_dims` only. Their memory is not yet written.
 
     Raises ShapeError where sizes do not fit; UnknownDim where dims belong to different views.
@@ -68,7 +112,7 @@ class Experts(nn.Module):
         balance_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        check_split(mesh, dim, tensor, experts, experts_per_token, capacity_factor)
+        _check_sizes(mesh, dim, tensor, experts, experts_per_token, capacity_factor)
         tensor.share(ff, "the inner axis of the experts")
         self.mesh = mesh
         self.tensor = tensor
@@ -105,14 +149,20 @@ class Experts(nn.Module):
         Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently,
                     compared in the first two calls.
         """
-        check_input(self.mesh, x, self.width)
+        if x.ndim not in (2, 3) or x.shape[-1] != self.width or not x.numel() or not x.is_floating_point():
+            raise ShapeError(
+                f"experts on {self.mesh.label} cannot take this tensor",
+                given=f"x of shape {tuple(x.shape)}, {x.dtype}",
+                expected=f"(samples, tokens, {self.width}) or (tokens, {self.width}), floating point, at least one token",
+                hint="x.unflatten(0, (samples, -1)): capacity and balance are reckoned sample by sample",
+            )
         # Routing looks at whole samples, so what lies along the sequence between layers is gathered.
         samples = self.tensor.gather(x if x.ndim == 3 else x.unsqueeze(0))
         mesh, context = self.mesh, self.context
         choice = self.router(samples)
         if self.tensor.size > 1 and self._compared < 2:
             self._compared += 1
-            check_alike(mesh, self.tensor.dim, choice.chosen, self.count)
+            _check_alike(mesh, self.tensor.dim, choice.chosen, self.count)
         uneven = balance(mesh, context, choice)
         keep = None
         if self.capacity_factor is not None:
@@ -122,10 +172,9 @@ class Experts(nn.Module):
             samples.flatten(0, 1), choice.weights.flatten(0, 1), choice.chosen.flatten(), keep
         )
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
-        if self.balance_weight:
-            y = attach(y, uneven, self.balance_weight)
-        share = uneven.detach() / (mesh.size(context) if context else 1)
-        return self._tally.watch(y, share, every, every - often).view(x.shape)
+        share = (uneven.detach() / (mesh.size(context) if context else 1)).double()
+        load = Load(1, share, every, every - often)
+        return attach(y, uneven, self.balance_weight, self._tally, load).view(x.shape)
 
     def _through(
         self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None
@@ -173,3 +222,85 @@ class Experts(nn.Module):
         order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived)).argsort(stable=True)
         done = self.experts(pick(arrived, order, 1), theirs.sum(0).tolist())
         return exchange(mesh, dim, place(done, order, arrived.shape[0]), received, sent)
+
+
+def expert_gradient_dims(
+    mesh: Mesh, dim: str, *, tensor: str | None = None, pipeline: str | None = None
+) -> tuple[str, ...]:
+    """Dims along which the gradients of experts split along `dim` are summed, such as ("edp",).
+
+    Those of the view that `dim` belongs to (or of the base) other than `dim`, where tokens of all its
+    ranks have reached the expert already, and those of tensor and pipeline, whose ranks hold the same
+    tokens. Raises UnknownDim where the dims do not belong to one view.
+    """
+    own = [name for name in (dim, tensor, pipeline) if name is not None]
+    for name in own:
+        mesh.size(name)
+    home = mesh.layout.home(tuple(own))
+    sizes = mesh.layout.views[home] if home else mesh.layout.dims
+    return tuple(name for name in sizes if name not in own)
+
+
+def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The parameters of `module` by name, in order of registration: dense ones, and those of experts.
+
+    Gradients of the first are summed along the data's and the context's dims, of the second along
+    `expert_gradient_dims`. Routers are dense.
+    """
+    held = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, ExpertWeights)
+        for parameter in part.parameters()
+    }
+    named = list(module.named_parameters())
+    return (
+        {name: parameter for name, parameter in named if id(parameter) not in held},
+        {name: parameter for name, parameter in named if id(parameter) in held},
+    )
+
+
+def _check_sizes(
+    mesh: Mesh, dim: str | None, tensor: TensorSplit, experts: int, slots: int, factor: float | None
+) -> None:
+    """Sizes of a layer against those of the mesh. Raises ShapeError, LayoutError, UnknownDim."""
+    if dim is not None and dim == tensor.dim:
+        raise LayoutError(
+            f'the dim "{dim}" cannot both spread the experts and split each of them',
+            given=f'dim="{dim}", a TensorSplit along "{dim}"',
+            expected="two dims of one view: tokens differ along the first and are equal along the second",
+            hint=f'views.expert = {{ edp = 1, ep = {mesh.size(dim)} }}, dim="ep"',
+        )
+    if dim is not None:
+        mesh.layout.home((dim, tensor.dim) if tensor.dim else dim)
+        TensorSplit(mesh, dim).share(experts, "the number of experts")
+    if not 1 <= slots <= experts:
+        raise ShapeError(
+            f"a token cannot choose {slots} of {experts} experts",
+            given=f"experts_per_token={slots}, experts={experts}",
+            expected=f"experts_per_token from 1 to {experts}",
+            hint=f"experts_per_token={min(2, experts)}",
+        )
+    if factor is not None and not factor > 0:
+        raise ShapeError(
+            "experts without capacity would drop every token",
+            given=f"capacity_factor={factor}",
+            expected="a number above 0, or None for experts that drop nothing",
+            hint="capacity_factor=1.25",
+        )
+
+
+def _check_alike(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
+    """Raises TrainingError, on every rank along `dim`, where they do not route their tokens alike."""
+    mine = torch.bincount(chosen.reshape(-1), minlength=experts)
+    # A rank's counts next to their negatives: one maximum gives the most and the fewest.
+    most, fewest = mesh.all_reduce(dim, torch.stack([mine, -mine]), op="max").unbind()
+    if not torch.equal(most, -fewest):
+        odd = int((most != -fewest).nonzero()[0])
+        raise TrainingError(
+            f'ranks along "{dim}" send their tokens to different experts',
+            given=f"expert {odd} is chosen {int(mine[odd])} times on {mesh.label}, "
+            f"{-int(fewest[odd])} to {int(most[odd])} times along {dim}",
+            expected=f"equal tokens and equal router weights along {dim}",
+            hint="initialise router.weight, and whatever comes before it, alike along " + dim,
+        )

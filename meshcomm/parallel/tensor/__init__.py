@@ -8,12 +8,17 @@ sequence_parallel it is that of Korthikanti et al. 2022, where they are g and it
 """
 
 from meshcomm.parallel.tensor.apply import tensor_parallel
-from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding
+from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, columns
 from meshcomm.parallel.tensor.loss import cross_entropy
-from meshcomm.parallel.tensor.overlap import columns
-from meshcomm.parallel.tensor.parameters import assign, local, whole, whole_shape
+from meshcomm.parallel.tensor.parameters import (
+    assign,
+    load_unsplit_state,
+    local,
+    unsplit_state,
+    whole,
+    whole_shape,
+)
 from meshcomm.parallel.tensor.split import TensorSplit
-from meshcomm.parallel.tensor.state import load_unsplit_state, unsplit_state
 
 __all__ = [
     "ColumnParallel",

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, MeshMismatchError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor import plan as plans
-from meshcomm.parallel.tensor.agree import check_same
-from meshcomm.parallel.tensor.attention import Attention
-from meshcomm.parallel.tensor.checks import axis_of, part_sizes, problems_of
 from meshcomm.parallel.tensor.example import Seen, compare
-from meshcomm.parallel.tensor.fused import kept
-from meshcomm.parallel.tensor.modules import (
-    FUSED,
-    Around,
-    Column,
-    Entry,
-    LocalParameters,
-    Row,
-    Vocab,
-    become,
-    work_on_slices_of_the_sequence,
-)
+from meshcomm.parallel.tensor.layers import Column, Row, Vocab, entered
+from meshcomm.parallel.tensor.modules import Around, Attention, Entry
+from meshcomm.parallel.tensor.parameters import FUSED, kept
 from meshcomm.parallel.tensor.plan import Entry as PlanEntry
-from meshcomm.parallel.tensor.plan import Rule
+from meshcomm.parallel.tensor.plan import Rule, rules_of
 from meshcomm.parallel.tensor.split import TensorSplit
+
+# Elements of a tensor that are read at once for its digest.
+_CHUNK = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_parallel(
@@ -79,10 +72,7 @@ def tensor_parallel(
                 fails behind the split, or comes out differently.
     """
     split = TensorSplit(mesh, dim, sequence_parallel=sequence_parallel, axis=axis)
-    rules, problems = plans.read(plan)
-    names = dict(module.named_modules(remove_duplicate=False))
-    by_name, unmatched = plans.match(rules, names)
-    problems += unmatched + problems_of(split, module, by_name)
+    rules, problems = rules_of(split, module, plan)
     if problems:
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
         raise ConfigError(
@@ -92,22 +82,17 @@ def tensor_parallel(
             hint="print([name for name, _ in module.named_modules()])",
         )
     if split.size == 1:
-        for name, rule in by_name.items():
+        for name, rule in rules.items():
             for key, value in rule.set.items():
                 if value != "split":
-                    setattr(names[name], key, value)
+                    setattr(module.get_submodule(name), key, value)
         return split
-    check_same(mesh, dim, module, repr(sorted(by_name.items())))
+    _check_same(mesh, dim, module, repr(sorted(rules.items())))
     before = None if example is None else Seen(split, module, example)
-    _Splitting(split, module, by_name).run()
+    _Splitting(split, module, rules).run()
     if before is not None and example is not None:
-        compare(split, before, Seen(split, module, example, before, by_name))
+        compare(split, before, Seen(split, module, example, before, rules))
     return split
-
-
-def _entered(x: Tensor) -> Tensor:
-    """`x`, which a module around has put through `enter`."""
-    return x
 
 
 class _Splitting:
@@ -135,47 +120,45 @@ class _Splitting:
         split = self.split
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
-        if rule.style in ("column", "row", "vocab", "attention"):
-            part.meshcomm_split = split
         if rule.style == "column":
-            sizes = part_sizes(rule, part.out_features)
+            sizes = rule.sizes(part.out_features)
             part.meshcomm_entry, part.meshcomm_output = self._entry(name), rule.output
             for key in ("weight", "bias"):
                 self._place(part, key, 0, sizes if len(sizes) > 1 else None)
-            become(part, Column, self.classes)
+            self._become(part, Column)
         elif rule.style == "row":
             self._row(part)
         elif rule.style == "vocab":
-            self._place(part, "weight", axis_of(rule), None)
-            become(part, Vocab, self.classes)
+            self._place(part, "weight", 0, None)
+            self._become(part, Vocab)
         elif rule.style == "attention":
             for key in ("in_proj_weight", "in_proj_bias"):
                 self._place(part, key, 0, (part.embed_dim,) * 3)
             # Tells nn.TransformerEncoderLayer not to compute past this forward.
             part._qkv_same_embed_dim = False
-            part.out_proj.meshcomm_split = split
             self._row(part.out_proj)
-            become(part, Attention, self.classes)
+            self._become(part, Attention)
             part.meshcomm_entry = self._entry(name + ".in_proj")
         elif rule.style == "enter":
-            self._around(part).meshcomm_enter = rule.args
+            self._become(part, Around).meshcomm_enter = rule.args
         elif rule.style == "sequence":
-            work_on_slices_of_the_sequence(split, part)
+            for each in part.modules():
+                split.partial(each, *each._parameters)
         elif rule.style == "replicate":
-            around = self._around(part)
+            around = self._become(part, Around)
             around.meshcomm_gather = rule.args if rule.input == "split" else ()
             around.meshcomm_scatter, around.meshcomm_axis = rule.output == "split", rule.axis
 
     def _row(self, part: nn.Module) -> None:
         self._place(part, "weight", 1, None)
         self.split.partial(part, "bias")
-        become(part, Row, self.classes)
+        self._become(part, Row)
 
     def _entry(self, name: str) -> Callable[[Tensor], Tensor]:
         """That of the nearest module around `name` which has a forward of its own; none in an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
-                return _entered
+                return entered
         while name:
             name = name.rpartition(".")[0]
             around = self.names.get(name, self.module)
@@ -185,13 +168,18 @@ class _Splitting:
             around = self.module
         if id(around) not in self.entries:
             self.entries[id(around)] = Entry(self.split)
-            self._around(around).meshcomm_shared = self.entries[id(around)]
+            self._become(around, Around).meshcomm_shared = self.entries[id(around)]
         return self.entries[id(around)]
 
-    def _around(self, part: Any) -> Any:
-        if not isinstance(part, Around):
+    def _become(self, part: Any, kind: type) -> Any:
+        """`part`, now of a class of `kind` and its own; one class for all parts of a class."""
+        own = type(part)
+        if not isinstance(part, kind):
             part.meshcomm_split = self.split
-            become(part, Around, self.classes)
+            if (kind, own) not in self.classes:
+                members = {"__module__": kind.__module__}
+                self.classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), members)
+            part.__class__ = self.classes[kind, own]
         return part
 
     def _place(self, part: nn.Module, key: str, axis: int | None, sizes: Sequence[int] | None) -> None:
@@ -217,4 +205,45 @@ class _Splitting:
         for key in own:
             self._place(part, key, None, None)
         if not isinstance(part, (Column, Row, Vocab, Attention)):
-            become(part, LocalParameters, self.classes)
+            self._become(part, Around)
+
+
+def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
+    """Raises MeshMismatchError on every rank along `dim` where plan, names, weights or buffers differ."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
+    # What was said comes first: the rest can only be compared where it is about the same tensors.
+    mine = {"the plan, or the names and shapes of the parameters,": repr((plan, shapes))}
+    mine |= {name: _digest(x) for name, x in tensors.items()}
+    table = mesh.objects.all_gather(dim, mine)
+    for name in mine:
+        values = [row.get(name) for row in table]
+        common, often = Counter(values).most_common(1)[0]
+        if often == len(values):
+            continue
+        odd = tuple(rank for rank, value in zip(mesh.ranks(dim), values, strict=True) if value != common)
+        ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
+        error = MeshMismatchError(
+            f'{name} differs along "{dim}" before it is split',
+            given=f"{ranks} of {mesh.ranks(dim)}, as {mesh.label} sees it: another value than most have",
+            expected=f"the same module, weights and plan on every rank along {dim}",
+            hint=f"torch.manual_seed(seed) alike along {dim} before the module is made, the same file for "
+            f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
+        )
+        error.mismatched_ranks = odd
+        raise error
+
+
+@torch.no_grad()
+def _digest(x: Tensor) -> str:
+    """Two sums over the bits of `x`, one weighted by place, modulo 2^64: so -0.0 is not 0.0."""
+    flat = x.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    found = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for first in range(0, words.numel(), _CHUNK):
+        some = words[first : first + _CHUNK].to(torch.int64)
+        place = torch.arange(first, first + some.numel(), device=x.device) * 2654435761 + 1
+        found += torch.stack([some.sum(), (some * place).sum()])
+    return str(found.tolist())

@@ -1,20 +1,21 @@
-"""Does a split module still compute the same? Seen on an example, before and after."""
+"""Does a split module still compute the same? Seen on an example before and after; where it fails: which part, what cure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.parallel.tensor.explain import Calls, explained
-from meshcomm.parallel.tensor.fused import joined
-from meshcomm.parallel.tensor.parameters import local, whole
+from meshcomm.parallel.tensor.parameters import fused_sizes, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
-from meshcomm.parallel.tensor.state import fused_sizes
+
+Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""By argument of a forward, by place or name: the shape of its tensor."""
 
 # Of the largest value of a tensor: what another order of additions makes of it, and some room.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -32,59 +33,82 @@ class Seen:
         self,
         split: TensorSplit,
         module: nn.Module,
-        example: Sequence[Any] | Mapping[str, Any],
+        example: Example,
         like: Seen | None = None,
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
-        training = {part: part.training for part in module.modules()}
-        module.eval()
-        self.calls = Calls(module)
+        self.given: dict[str, list[Shapes]] = {}
+        """What every part was called with, call by call."""
+        self.open: list[str] = []
+        """The parts that have not returned."""
+        self.values: dict[str, Tensor] = {}
         try:
-            with torch.enable_grad(), self.calls:
-                y = module(**example) if isinstance(example, Mapping) else module(*example)
+            outputs = _tensors(self._run(module, example))
         except MeshcommError:
             raise
         except Exception as error:
             if like is None:
                 raise
-            raise explained(error, split, module, rules or {}, example, like.calls, self.calls) from error
-        finally:
-            for part, mode in training.items():
-                part.training = mode
-        ys = [each for each in _tensors(y) if each.is_floating_point()]
-        axes = [None if like is None else _axis(split, y, ref) for y, ref in _paired(ys, like)]
+            raise _explained(error, split, module, rules or {}, example, like, self) from error
         total = torch.zeros((), device=split.device)
-        for number, (y, axis) in enumerate(zip(ys, axes, strict=True)):
-            shape = list(y.shape)
+        for number, y in enumerate(each for each in outputs if each.is_floating_point()):
+            name = f"output {number}"
+            axis = None if like is None else _axis(split, y, like.values.get(name, y))
+            shape, value = list(y.shape), y.detach()
             if axis is not None:
                 shape[axis] *= split.size
+                value = split.mesh.all_gather(split.dim, value, axis)
             # Drawn on the CPU: the same numbers on every rank and kind of device.
             weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             if axis is not None:
                 weights = weights.chunk(split.size, axis)[split.coord]
             total = total + (y * weights.to(y)).sum()
+            self.values[name] = value
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         grads: Sequence[Tensor | None] = [None] * len(named)
         if named and total.requires_grad:
             grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+        found = dict(zip(named, grads, strict=True))
         if like is not None:
-            partial = split.partial_parameters(module)
-            parts = [
-                local(g) for name, g in zip(named, grads, strict=True) if name in partial and g is not None
-            ]
+            partial = [found.get(name) for name in split.partial_parameters(module)]
+            parts = [local(grad) for grad in partial if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
         sizes = fused_sizes(module)
-        self.values: dict[str, Tensor] = {}
-        for number, (y, axis) in enumerate(zip(ys, axes, strict=True)):
-            value = y.detach()
-            self.values[f"output {number}"] = (
-                value if axis is None else split.mesh.all_gather(split.dim, value, axis)
-            )
-        for (name, parameter), grad in zip(named.items(), grads, strict=True):
-            value = torch.zeros_like(parameter) if grad is None else grad
-            value = whole(value, parameter)
+        for name, parameter in named.items():
+            grad = found[name]
+            value = whole(torch.zeros_like(parameter) if grad is None else grad, parameter)
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
+
+    def _run(self, module: nn.Module, example: Example) -> Any:
+        """Forward in eval mode, while every part says what it is called with."""
+        training = {part: part.training for part in module.modules()}
+        hooks: list[Any] = []
+
+        def called(name: str) -> Any:
+            def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+                self.open.append(name)
+                every: dict[str, Any] = {**{str(place): value for place, value in enumerate(args)}, **named}
+                shapes = {key: tuple(x.shape) for key, x in every.items() if isinstance(x, Tensor)}
+                self.given.setdefault(name, []).append(shapes)
+
+            return before
+
+        def returned(*_: Any) -> None:
+            self.open.pop()
+
+        for name, part in module.named_modules():
+            hooks.append(part.register_forward_pre_hook(called(name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(returned))
+        module.eval()
+        try:
+            with torch.enable_grad():
+                return module(**example) if isinstance(example, Mapping) else module(*example)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for part, mode in training.items():
+                part.training = mode
 
 
 def compare(split: TensorSplit, before: Seen, after: Seen) -> None:
@@ -124,13 +148,6 @@ def _tensors(value: object) -> list[Tensor]:
     return []
 
 
-def _paired(ys: list[Tensor], like: Seen | None) -> list[tuple[Tensor, Tensor]]:
-    refs = [] if like is None else [v for k, v in like.values.items() if k.startswith("output ")]
-    return (
-        list(zip(ys, refs + ys[len(refs) :], strict=True)) if len(refs) <= len(ys) else [(y, y) for y in ys]
-    )
-
-
 def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
     """Along which axis `y` is a slice of something like `ref`."""
     if y.ndim != ref.ndim:
@@ -139,3 +156,102 @@ def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
     if len(other) == 1 and y.shape[other[0]] * split.size == ref.shape[other[0]]:
         return other[0]
     return None
+
+
+# -- where the split module fails on what it computed before ----------------------------------------
+
+
+def _explained(
+    error: Exception,
+    split: TensorSplit,
+    module: nn.Module,
+    rules: Mapping[str, Rule],
+    example: Example,
+    before: Seen,
+    after: Seen,
+) -> TrainingError:
+    """The error for what `error` was in torch's words: the part that raised it, its sizes before and now, cures."""
+    name = after.open[-1] if after.open else ""
+    part = module.get_submodule(name)
+    calls, past = after.given.get(name, []), before.given.get(name, [])
+    now = calls[-1] if calls else {}
+    was = past[len(calls) - 1] if 0 < len(calls) <= len(past) else {}
+    label = f'"{name}"' if name else "the module itself"
+    sizes = [
+        f"its argument {key} has shape {now[key]}, before the split {was[key]}"
+        for key in now
+        if key in was and now[key] != was[key]
+    ]
+    # The split columns of this part: what it gets from them is a slice.
+    columns = [
+        other
+        for other, rule in rules.items()
+        if rule.style == "column" and rule.output == "split" and other.rpartition(".")[0] == name
+    ]
+    cures = [
+        *_of_linear(split, name, part, rules.get(name, Rule()), now, was),
+        *_of_sequence(split, name, now, was),
+        *(_of_heads(split, name, part, rules.get(name, Rule())) if columns else ()),
+    ]
+    values = example.values() if isinstance(example, Mapping) else example
+    ids = [x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64]
+    if len(ids) > 1 and columns:
+        cures.append(
+            f'with labels the module takes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
+            "or no labels, and cross_entropy(split, logits, labels)"
+        )
+    if not cures and split.sequence_parallel:
+        cures.append(
+            '{"style": "replicate", "input": "whole", "axis": 0} for a part, such as a table of positions, that '
+            "gives the whole sequence"
+        )
+    (said, *_) = str(error).strip().splitlines() or [type(error).__name__]
+    kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
+    return TrainingError(
+        f'the module split along "{split.dim}" fails on its example in {label}, a {kind.__name__}',
+        given="\n".join([f"{type(error).__name__}: {said}", *sizes]),
+        expected="what it computed before the split",
+        hint="\n".join(dict.fromkeys(cures))
+        or 'a style for each part that gets or makes a slice, and "set" for its numbers of heads',
+    )
+
+
+def _of_linear(
+    split: TensorSplit, name: str, part: nn.Module, rule: Rule, now: Shapes, was: Shapes
+) -> Iterator[str]:
+    """A row that the plan forgot, or one with nothing split before it."""
+    if not isinstance(part, nn.Linear) or not now.get("0") or not was.get("0"):
+        return
+    given, all_inputs = now["0"][-1], was["0"][-1]
+    if rule.style != "row" and given * split.size == all_inputs:
+        yield f'"{name}": "row", as it gets {given} of its {all_inputs} inputs'
+    elif rule.style == "row" and given == all_inputs:
+        yield f'"{name}" gets all of its {all_inputs} inputs: a "column" before it, or no style for it'
+
+
+def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Iterator[str]:
+    """A part that needs the whole sequence, or takes its length from a slice."""
+    axis = split.axis
+    for key, shape in now.items() if split.sequence_parallel else ():
+        before = was.get(key, ())
+        if axis < len(shape) == len(before) and shape[axis] * split.size == before[axis]:
+            places = f"it gets {shape[axis]} of {before[axis]} places of the sequence"
+            yield f'"{name}": "enter" if it takes the length from its input, "replicate" if it needs all: {places}'
+            yield "positions (position_ids) given by you where the module counts its input's places"
+            return
+
+
+def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Iterator[str]:
+    """Numbers of heads, of the part itself or of its config, that were not divided, or cannot be."""
+    config = getattr(part, "config", None)
+    holders: list[Any] = [part] if config is None else [part, config]
+    for holder in holders:
+        for key, value in vars(holder).items():
+            if "head" not in key or "dim" in key or "size" in key or key in rule.set:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                continue
+            if value % split.size:
+                yield f"a size of {split.dim} that divides {key} = {value}, which cannot be split by {split.dim} = {split.size}"
+            elif holder is part:
+                yield f'"{name}": {{"set": {{"{key}": "split"}}}}, {value} now'

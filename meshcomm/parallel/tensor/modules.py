@@ -14,13 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import ShapeError
-from meshcomm.parallel.tensor.fused import joined
-from meshcomm.parallel.tensor.layers import look_up
-from meshcomm.parallel.tensor.parameters import local
+from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.parallel.tensor.layers import held
 from meshcomm.parallel.tensor.split import TensorSplit
-
-FUSED = "meshcomm_fused"
 
 
 class Entry:
@@ -51,39 +47,15 @@ class Entry:
         self._given = self._entered = None
 
 
-def held(module: Any, name: str) -> Any:
-    """What this rank holds of a parameter of `module`; None where it has none."""
-    parameter = module._parameters[name]
-    return None if parameter is None else local(parameter)
-
-
-class LocalParameters:
-    """A module whose forward reads this rank's part of each parameter; all others read the DTensor."""
-
-    meshcomm_computes = False
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        """That of the module's own class."""
-        outer, self.meshcomm_computes = self.meshcomm_computes, True
-        try:
-            return super().forward(*args, **named)  # type: ignore[misc]
-        finally:
-            self.meshcomm_computes = outer
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
-        if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
-            return value.to_local()
-        return value
-
-
 class Around:
-    """A module whose arguments or result change where it begins and ends, by `split.enter` and the like.
+    """A module whose own forward reads this rank's part of each parameter, which all others read as DTensor; and
+    whose arguments or result change where it begins and ends, by `split.enter` and the like.
 
     Not by hooks: torch.compile would compile each layer anew, as every hook has a number of its own.
     """
 
     meshcomm_split: TensorSplit
+    meshcomm_computes = False
     meshcomm_enter: tuple[int | str, ...] = ()
     meshcomm_gather: tuple[int | str, ...] = ()
     meshcomm_scatter = False
@@ -92,20 +64,27 @@ class Around:
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """That of the module's own class, and what is around it."""
-        split = self.meshcomm_split
+        split, outer = self.meshcomm_split, self.meshcomm_computes
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
         for key in (*self.meshcomm_enter, *self.meshcomm_gather):
             if not isinstance(given.get(key), Tensor):
-                raise _no_argument(self, key, args, named)
+                raise ShapeError(
+                    f"a {type(self).__name__} was called without the argument that its plan names",
+                    given=f"{len(args)} arguments by place" + "".join(f", {name}" for name in named),
+                    expected=f"a tensor as argument {key!r}",
+                    hint='"args": [0] for the first by place, "args": ["hidden_states"] for one by name',
+                )
         for key in self.meshcomm_enter:
             given[key] = split.enter(given[key])
         for key in self.meshcomm_gather:
             given[key] = split.gather(given[key], self.meshcomm_axis)
         args = tuple(given[place] for place in range(len(args)))
+        self.meshcomm_computes = True
         try:
             y = super().forward(*args, **{name: given[name] for name in named})  # type: ignore[misc]
         finally:
+            self.meshcomm_computes = outer
             if self.meshcomm_shared is not None and not torch.compiler.is_compiling():
                 self.meshcomm_shared.clear()
         if not self.meshcomm_scatter:
@@ -114,70 +93,106 @@ class Around:
             return (split.scatter(y[0], self.meshcomm_axis), *y[1:])
         return split.scatter(y, self.meshcomm_axis)
 
-
-def _no_argument(module: object, key: int | str, args: tuple[Any, ...], named: dict[str, Any]) -> ShapeError:
-    return ShapeError(
-        f"a {type(module).__name__} was called without the argument that its plan names",
-        given=f"{len(args)} arguments by place" + "".join(f", {name}" for name in named),
-        expected=f"a tensor as argument {key!r}",
-        hint='"args": [0] for the first by place, "args": ["hidden_states"] for one by name',
-    )
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
+            return value.to_local()
+        return value
 
 
-class Column:
-    """nn.Linear with outputs split: x (..., n_in), whole or split along the sequence -> (..., n_out / ranks)."""
+class Attention:
+    """nn.MultiheadAttention of which each rank computes num_heads / ranks heads.
+
+    query, key, value and the result are whole, or split along the sequence, as around any column and
+    row. Of the weights only their mean over all heads is known, and computing it costs what it costs
+    there: pass need_weights=False. With sequence_parallel no gradient flows through them.
+    """
 
     meshcomm_split: TensorSplit
     meshcomm_entry: Callable[[Tensor], Tensor]
-    meshcomm_output: str
+    out_proj: nn.Module
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    training: bool
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        weight, bias = held(self, "weight"), held(self, "bias")
-        sizes = getattr(self, FUSED, {}).get("weight")
-        if sizes:
-            weight = joined(weight, sizes)
-            bias = None if bias is None else joined(bias, sizes)
-        y = F.linear(self.meshcomm_entry(x), weight, bias)
-        if self.meshcomm_output == "whole" and self.meshcomm_split.size > 1:
-            split = self.meshcomm_split
-            return split.mesh.functional.all_gather(split.dim, y, -1, grad="slice")
-        return y
-
-
-class Row:
-    """nn.Linear with inputs split: x (..., n_in / ranks) -> (..., n_out), whole or split along the sequence."""
-
-    meshcomm_split: TensorSplit
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class. The bias is added once, after the sum."""
-        y = self.meshcomm_split.leave(F.linear(x, held(self, "weight")))
-        bias = held(self, "bias")
-        return y if bias is None else y + bias.to(y.dtype)
-
-
-class Vocab:
-    """nn.Embedding with rows split: ids (...) -> (..., width), whole or split along the sequence."""
-
-    padding_idx: int | None
-    meshcomm_split: TensorSplit
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """See the class."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention, for (batch, sequence, width) or batch_first=False's order."""
         split = self.meshcomm_split
-        return split.leave(look_up(split, ids, held(self, "weight"), self.padding_idx))
+        heads = self.num_heads // split.size
+        if query.ndim != 3:
+            raise ShapeError(
+                f"attention with split heads cannot take this query on {split.mesh.label}",
+                given=f"a query of shape {tuple(query.shape)}",
+                expected="3 axes: batch, sequence and width",
+                hint="query.unsqueeze(0) and batch_first=True",
+            )
+        if is_causal and attn_mask is None:
+            raise ShapeError(
+                f"attention was told is_causal without the mask on {split.mesh.label}",
+                given="is_causal=True, attn_mask=None",
+                expected="the mask as well: in torch is_causal only says what the mask is",
+                hint="attn_mask=nn.Transformer.generate_square_subsequent_mask(length)",
+            )
+        if need_weights and not average_attn_weights:
+            raise UnsupportedOp(
+                "attention with split heads does not give the weights of each head",
+                given="need_weights=True, average_attn_weights=False",
+                expected="average_attn_weights=True, or no weights",
+                hint="need_weights=False",
+            )
+        weight, bias = held(self, "in_proj_weight").chunk(3), held(self, "in_proj_bias")
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        q, k, v = (
+            F.linear(self.meshcomm_entry(x), w, b)
+            for x, w, b in zip((query, key, value), weight, biases, strict=True)
+        )
+        if not self.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        mask = self._mask(q, attn_mask, key_padding_mask)
+        dropout = self.dropout if self.training else 0.0
+        # torch's is_causal is a hint about the mask, and needs the mask to be given.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        if causal:
+            mask = None
+        averaged = None
+        if need_weights:
+            scores = q @ k.mT / self.head_dim**0.5
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            averaged, y = weights.sum(1) / self.num_heads, weights @ v
+            if split.sequence_parallel:
+                # What lies around works on slices: which of its gradients would be summed is unknown.
+                averaged = averaged.detach()
+            averaged = split.mesh.functional.all_reduce(split.dim, averaged, grad="identity")
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        y = y.transpose(1, 2).flatten(2)
+        out: Tensor = self.out_proj(y if self.batch_first else y.transpose(0, 1))
+        return out, averaged
 
-
-def become(module: nn.Module, kind: type, made: dict[tuple[type, type], type]) -> None:
-    """Give `module` a class of `kind` and its own; `made` has those that were made before."""
-    own = type(module)
-    if (kind, own) not in made:
-        made[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {"__module__": __name__})
-    module.__class__ = made[kind, own]
-
-
-def work_on_slices_of_the_sequence(split: TensorSplit, module: nn.Module) -> None:
-    """Mark all parameters in `module` as having partial gradients."""
-    for part in module.modules():
-        split.partial(part, *part._parameters)
+    def _mask(self, q: Tensor, attn: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Both masks as one that is added to the scores of this rank's heads."""
+        split = self.meshcomm_split
+        if attn is not None and attn.ndim == 3:
+            # (batch * all heads, ...): this rank's heads of each sample.
+            attn = attn.unflatten(0, (-1, self.num_heads)).chunk(split.size, 1)[split.coord]
+        found = None
+        for mask in (attn, None if padding is None else padding[:, None, None]):
+            if mask is None:
+                continue
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+            found = mask.to(q.dtype) if found is None else found + mask.to(q.dtype)
+        return found

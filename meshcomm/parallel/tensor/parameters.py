@@ -1,16 +1,29 @@
-"""What is a parameter here: a DTensor that layers compute on locally; a plain part in the simulator."""
+"""What is a parameter that is split: a DTensor that layers compute on locally, and how it becomes whole again.
+
+In the simulator, which has no torch process groups, it is a plain tensor that notes which part it is.
+
+A weight that holds several, such as q, k and v, is kept as (units, rows of all parts in a unit, ...): each rank
+needs its share of every part, which is no contiguous slice of the rows as they stand. A unit has equally many rows
+of each part's share; a rank has a contiguous run of units. `units` follows from the parts alone, so what a
+checkpoint holds does not depend on the mesh, and the extra axis says aloud that it is another order.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
+from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
 
-_PART = "meshcomm_part"
+# On a module: the sizes of the parts of each of its weights that has some.
+FUSED = "meshcomm_fused"
 
 
 class Part(NamedTuple):
@@ -21,15 +34,49 @@ class Part(NamedTuple):
     axis: int
 
 
-def remember(parameter: Tensor, *parts: Part) -> None:
-    """Note on a plain parameter that it is a part, where no DTensor can say so; once for each dim."""
-    setattr(parameter, _PART, parts)
-
-
 def parts_of(parameter: Tensor) -> tuple[Part, ...]:
-    """What `remember` noted."""
-    found: tuple[Part, ...] = getattr(parameter, _PART, ())
+    """What a plain parameter notes, where no DTensor can say it."""
+    found: tuple[Part, ...] = getattr(parameter, "meshcomm_parts", ())
     return found
+
+
+def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
+    """A parameter of which this rank holds `data`. axes: dims of one view -> the axis split along it; None: equal."""
+    if axes:
+        try:
+            device_mesh = mesh[tuple(axes)]
+        except UnsupportedOp:
+            made = nn.Parameter(data)
+            parts = tuple(Part(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
+            made.meshcomm_parts = parts  # type: ignore[attr-defined]
+            return made
+        placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
+        data = DTensor.from_local(data, device_mesh, placements, run_check=False)
+    return nn.Parameter(data)
+
+
+def split_dims(parameter: Tensor) -> tuple[str, ...]:
+    """The dims that a parameter is split along, as it says itself: what GradientNorm asks for.
+
+    Those a DTensor is sharded along; in the simulator, where parameters are plain, those that whoever
+    split it has noted; () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without
+    names, which is none of a mesh's own.
+    """
+    if not isinstance(parameter, DTensor):
+        return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
+    where = parameter.device_mesh
+    if where.mesh_dim_names is None:
+        raise LayoutError(
+            "the dims of a parameter's DeviceMesh have no names",
+            given=f"a DTensor of shape {tuple(parameter.shape)} on {where}",
+            expected='a DeviceMesh such as mesh["tp"]',
+        )
+    # Whatever is neither whole nor a summand is a shard; FSDP's on top of another's has its own type.
+    return tuple(
+        name
+        for axis, (name, placement) in enumerate(zip(where.mesh_dim_names, parameter.placements, strict=True))
+        if not placement.is_replicate() and not placement.is_partial() and where.size(axis) > 1
+    )
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -63,10 +110,85 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated."""
     if isinstance(parameter, DTensor):
+        value = value.to(parameter.device)
         spread: Any = distribute_tensor(
-            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
         value = spread.to_local()
     for part in parts_of(parameter):
         value = value.chunk(part.mesh.size(part.dim), part.axis)[part.mesh.coord(part.dim)]
     local(parameter).copy_(value)
+
+
+def units(sizes: Sequence[int]) -> int:
+    """Into how many equal shares all parts can be cut: any number of ranks that divides it will do."""
+    return math.gcd(*sizes)
+
+
+def kept(whole: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows in the parts' order (sum of sizes, ...) -> as they are kept (units, rows in a unit, ...).
+
+    >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), [4, 2]).tolist()
+    [[0, 1, 10], [2, 3, 11]]
+    """
+    n = units(sizes)
+    return torch.cat([part.unflatten(0, (n, -1)) for part in whole.split(list(sizes))], 1)
+
+
+def joined(units_held: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Some of the units, or all -> their rows in the parts' order: the inverse of `kept`."""
+    n = units(sizes)
+    return torch.cat([part.flatten(0, 1) for part in units_held.split([size // n for size in sizes], 1)])
+
+
+def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The sizes of the parts of each weight that has some, by its name in the state dict."""
+    return {
+        f"{prefix}.{key}".lstrip("."): sizes
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for key, sizes in getattr(part, FUSED, {}).items()
+    }
+
+
+def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
+    """What `state_dict()` of the module before it was split would give: whole plain tensors, copied.
+
+    Called by: every rank along the dim; each gets all of it.
+    """
+    fused = fused_sizes(module)
+    found: dict[str, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        tensor = whole(value)
+        found[name] = joined(tensor, fused[name]) if name in fused else tensor.clone()
+    return found
+
+
+@torch.no_grad()
+def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Write such a state into a module that is split. Nothing is communicated.
+
+    Raises ShapeError where names are missing, unknown, or have other shapes; nothing is written then.
+    """
+    fused = fused_sizes(module)
+    own = module.state_dict(keep_vars=True)
+    problems = [f"{name} is missing" for name in own if name not in state]
+    values: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name not in own:
+            guess = did_you_mean(name, own)
+            problems.append(f"{name} is unknown" + (f"; {guess}" if guess else ""))
+            continue
+        sizes = fused.get(name)
+        fits = value.shape[0] == sum(sizes) if sizes and value.ndim else not sizes
+        values[name] = kept(value, sizes) if sizes and fits else value
+        if not fits or (tuple(values[name].shape) != whole_shape(own[name])):
+            problems.append(f"{name} has shape {tuple(value.shape)}")
+    if problems:
+        raise ShapeError(
+            "this state is not one of the module before it was split",
+            given="\n".join(problems[:12]),
+            expected="the names and shapes of its state_dict() then",
+            hint="unsplit_state(module) gives such a state",
+        )
+    for name, value in values.items():
+        assign(own[name], value)

@@ -1,13 +1,18 @@
-"""What a user wrote about how a module is split: read, and matched with the names of its parts. Pure."""
+"""What a user wrote about how a module is split: read, matched with its parts, and everything that is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from meshcomm.layout.names import did_you_mean
+from meshcomm.parallel.tensor.parameters import units
+from meshcomm.parallel.tensor.split import TensorSplit
 
 Entry: TypeAlias = str | Mapping[str, Any]
 
@@ -20,6 +25,13 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "enter": ("args",),
     "sequence": (),
     "replicate": ("input", "output", "axis", "args"),
+}
+# What is split by a style, and along which axis of its weight.
+_KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
+    "column": (nn.Linear, 0),
+    "row": (nn.Linear, 1),
+    "vocab": (nn.Embedding, 0),
+    "attention": (nn.MultiheadAttention, 0),
 }
 
 
@@ -35,20 +47,25 @@ class Rule:
     args: tuple[int | str, ...] = (0,)
     set: Mapping[str, Any] = field(default_factory=dict)
 
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """The sizes of a column's parts."""
+        return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
-def read(plan: Mapping[str, Entry]) -> tuple[dict[str, Rule], list[str]]:
-    """The rules by pattern, and what is wrong with the others."""
-    rules, problems = {}, []
-    for pattern, entry in plan.items():
-        found = _rule(entry)
-        if isinstance(found, Rule):
-            rules[pattern] = found
-        else:
-            problems.append(f'"{pattern}": {found}')
-    return rules, problems
+
+def rules_of(
+    split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
+) -> tuple[dict[str, Rule], list[str]]:
+    """The rule of each part by its name, and everything that is wrong: with the plan, and for this module and split."""
+    read = {pattern: _rule(entry) for pattern, entry in plan.items()}
+    problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
+    names = dict(module.named_modules(remove_duplicate=False))
+    known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
+    rules, unmatched = _match(known, list(names))
+    return rules, problems + unmatched + list(_problems(split, module, names, rules))
 
 
 def _rule(entry: object) -> Rule | str:
+    """An entry as a rule, or what is wrong with it."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
         given: dict[str, Any] = {"style": style}
@@ -59,15 +76,16 @@ def _rule(entry: object) -> Rule | str:
     else:
         return f'{entry!r} is neither a style such as "column" nor a mapping such as {{"style": "column"}}'
     style = given.pop("style", "")
-    known = _OPTIONS.get(style, ()) if style else ()
     if style not in _OPTIONS and (style or "set" not in given):
         named = ", ".join(f'"{name}"' for name in _OPTIONS)
         return _with_guess(f"style {style!r} is none of {named}", style, _OPTIONS)
+    options = (*_OPTIONS.get(style, ()), "set")
     for name in given:
-        if name not in (*known, "set"):
-            allowed = ", ".join(("style", *known, "set"))
+        if name not in options:
             what = f'style "{style}"' if style else "an entry without a style"
-            return _with_guess(f"{what} has no {name!r}; it has {allowed}", name, (*known, "set"))
+            return _with_guess(
+                f"{what} has no {name!r}; it has {', '.join(('style', *options))}", name, options
+            )
     for name in ("input", "output"):
         if given.get(name, "split") not in ("split", "whole"):
             return f'{name} is {given[name]!r}; it is "split" or "whole"'
@@ -80,39 +98,34 @@ def _rule(entry: object) -> Rule | str:
     args = given.get("args", (0,))
     if not isinstance(args, (list, tuple)) or not all(isinstance(arg, (int, str)) for arg in args):
         return f"args is {args!r}; it lists arguments of forward, as in [0] or ['hidden_states']"
-    given["args"] = tuple(args)
     if given.get("output") == "whole" and style == "column" and parts != 1:
         return 'output "whole" of a column with parts would mix them up; leave one of the two out'
     if not isinstance(given.get("set", {}), Mapping):
         return f'set is {given["set"]!r}; it maps attributes to values, as in {{"heads": "split"}}'
-    return Rule(style=style, **given)
+    return Rule(**{**given, "style": style, "args": tuple(args)})
 
 
-def match(rules: Mapping[str, Rule], names: Iterable[str]) -> tuple[dict[str, Rule], list[str]]:
+def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule], list[str]]:
     """The rule of each name that some pattern matches, and what is wrong.
 
     "*" stands for any text within one component of a dotted name, "**" for any components. "" is the
     module itself. A name may have one style, and attributes set by any number of patterns.
     """
-    names = list(names)
     found: dict[str, Rule] = {}
     said: dict[str, str] = {}
     problems = []
     for pattern, rule in rules.items():
         hits = [name for name in names if _matches(pattern.split("."), name.split("."))]
         if not hits:
-            shapes = {
-                ".".join("*" if c.isdecimal() else c for c in name.split(".")) for name in names if name
-            }
-            known = sorted(shapes | set(names) - {""})
+            shapes = {".".join("*" if c.isdecimal() else c for c in name.split(".")) for name in names}
+            known = sorted({*shapes, *names} - {""})
             problems.append(_with_guess(f'"{pattern}" matches no part of the module', pattern, known))
         for name in hits:
             before = found.get(name, Rule())
             if before.style and rule.style:
                 problems.append(f'"{name}" is matched by "{said[name]}" and by "{pattern}"; one style each')
             else:
-                styled = rule if rule.style else before
-                found[name] = replace(styled, set={**before.set, **rule.set})
+                found[name] = replace(rule if rule.style else before, set={**before.set, **rule.set})
                 said[name] = pattern if rule.style else said.get(name, pattern)
     return found, problems
 
@@ -128,3 +141,119 @@ def _matches(pattern: list[str], name: list[str]) -> bool:
 def _with_guess(text: str, word: object, known: Iterable[str]) -> str:
     guess = did_you_mean(str(word), known)
     return text if guess is None else f"{text}; {guess}"
+
+
+def _problems(
+    split: TensorSplit, module: nn.Module, names: Mapping[str, nn.Module], rules: Mapping[str, Rule]
+) -> Iterator[str]:
+    """What is wrong with `rules`, by name of a part, for this module and this split."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield f'"{name}": it is a DTensor already; split a module once'
+            break
+    for name, rule in rules.items():
+        part = names[name]
+        for text in (_unfit(split, part, rule), *_attributes(split, part, rule.set)):
+            if text:
+                yield f'"{name}", a {type(part).__name__}: {text}'
+        within = f"{name}." if name else ""
+        inside = [other for other in rules if other != name and other.startswith(within)]
+        styled = [other for other in inside if rules[other].style]
+        if rule.style not in ("", "enter") and styled:
+            yield f'"{name}" has style "{rule.style}", and "{styled[0]}" inside of it one of its own'
+    yield from _tied(names, rules)
+    bare = [
+        name or "the module itself"
+        for name, part in names.items()
+        if any(p is not None for p in part._parameters.values()) and not _owner(name, rules)
+    ]
+    if split.sequence_parallel and bare:
+        listed = ", ".join(bare[:6]) + (", ..." if len(bare) > 6 else "")
+        yield (
+            f"with sequence_parallel every part with parameters needs a style; these have none: {listed}. "
+            '"sequence": it works on each token by itself (norms); "replicate": it needs all of the sequence'
+        )
+
+
+def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
+    """Why a part cannot be split in its rule's style; "" where it can."""
+    n, style = split.size, rule.style
+    if style not in _KINDS:
+        return ""
+    kind, _ = _KINDS[style]
+    if not isinstance(part, kind) or type(part).forward is not kind.forward:
+        own = " with its own forward" if isinstance(part, kind) else ""
+        return f'style "{style}" splits an nn.{kind.__name__}, this is not one{own}'
+    if style != "attention" and part._parameters.get("weight") is None:
+        return "its weight is computed from others (a parametrization), and cannot be split"
+    if isinstance(part, nn.Linear):
+        size, what = (part.out_features, "outputs") if style == "column" else (part.in_features, "inputs")
+        sizes = rule.sizes(size)
+        if sum(sizes) != size:
+            equal = f"{rule.parts} equal parts"
+            said = " + ".join(map(str, sizes)) if isinstance(rule.parts, tuple) else equal
+            return f"its {size} outputs are not {said}"
+        counts = {*sizes, units(sizes)}
+    elif isinstance(part, nn.Embedding):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(part, option) not in (None, False):
+                return f"an embedding with {option} cannot be split"
+        counts, what = {part.num_embeddings}, "rows"
+    else:
+        assert isinstance(part, nn.MultiheadAttention)
+        if part.in_proj_weight is None or part.bias_k is not None or part.add_zero_attn:
+            return "kdim, vdim, add_bias_kv and add_zero_attn cannot be split"
+        counts, what = {part.num_heads}, "heads"
+    odd = [
+        f"{s} {what} are not divisible by {split.dim}: {s} % {n} = {s % n}" for s in sorted(counts) if s % n
+    ]
+    return odd[0] if odd else ""
+
+
+def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if not hasattr(part, name):
+            numbers = [key for key, known in vars(part).items() if isinstance(known, int) and key[0] != "_"]
+            known = f"; its numbers are {', '.join(numbers)}" if numbers else ""
+            yield _with_guess(f"it has no attribute {name!r} to set{known}", name, numbers)
+        elif value == "split":
+            now = getattr(part, name)
+            if isinstance(now, bool) or not isinstance(now, int):
+                yield f'{name} = {now!r} is no whole number; "split" divides one by the ranks'
+            elif now % split.size:
+                rest = f"{now} % {split.size} = {now % split.size}"
+                yield f"{name} = {now} is not divisible by {split.dim}: {rest}"
+
+
+def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator[str]:
+    """A parameter that several parts share must be split alike in all of them."""
+    first: dict[int, tuple[str, tuple[Any, ...]]] = {}
+    for name, part in names.items():
+        rule = rules.get(name, Rule())
+        if rule.style == "" and _owner(name, rules) == "attention":
+            continue
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            # A bias of a row is whole; that of a column goes with its rows.
+            whole = rule.style not in _KINDS or (rule.style == "row" and key == "bias")
+            axis = None if whole else _KINDS[rule.style][1]
+            full = f"{name}.{key}".lstrip(".")
+            how = (axis, rule.parts if axis == 0 else 1)
+            other, before = first.setdefault(id(parameter), (full, how))
+            if before != how:
+                yield (
+                    f'"{other}" and "{full}" are one parameter and would be split differently; '
+                    'a tied embedding is "vocab" and its head "column"'
+                )
+
+
+def _owner(name: str, rules: Mapping[str, Rule]) -> str:
+    """The style of the nearest part at or around `name` that has one."""
+    while True:
+        rule = rules.get(name)
+        if rule is not None and rule.style not in ("", "enter"):
+            return rule.style
+        if not name:
+            return ""
+        name = name.rpartition(".")[0]

@@ -6,11 +6,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import Part, local, remember
+from meshcomm.parallel.tensor.parameters import local, parameter_of
 
 _PARTIAL = "meshcomm_partial_gradients"
 
@@ -20,7 +19,6 @@ class TensorSplit:
     """Along which dim of the mesh weights are split; None, or a dim of size 1, splits nothing.
 
     Args:
-        mesh: an open mesh.
         dim: one dim of it.
         dtype: of the parameters made here.
         sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the
@@ -61,13 +59,6 @@ class TensorSplit:
         self.sequence_parallel = sequence_parallel and self.size > 1
         self.axis = axis
         self.overlap = overlap
-        self._device_mesh: Any = None
-        if self.size > 1:
-            try:
-                self._device_mesh = mesh[self.dim]
-            except UnsupportedOp:
-                # The simulator, which has no torch process groups: parameters are plain tensors.
-                self._device_mesh = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Itself: a copy of a module is on the same mesh."""
@@ -85,25 +76,19 @@ class TensorSplit:
         part = list(shape)
         if axis is not None:
             part[axis] = self.share(shape[axis], f"axis {axis} of a weight of shape {shape}")
-        return self._wrapped(torch.empty(part, dtype=self.dtype, device=self.device), axis)
+        return self._placed(torch.empty(part, dtype=self.dtype, device=self.device), axis)
 
     def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
         """`parameter` with this rank's part of `value`, in its dtype and on its device; a copy."""
         if axis is not None:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
             value = value.chunk(self.size, axis)[self.coord]
-        made = self._wrapped(value.detach().clone(memory_format=torch.contiguous_format), axis)
+        made = self._placed(value.detach().clone(memory_format=torch.contiguous_format), axis)
         made.requires_grad_(value.requires_grad)
         return made
 
-    def _wrapped(self, data: Tensor, axis: int | None) -> nn.Parameter:
-        if self._device_mesh is not None:
-            placement: Placement = Replicate() if axis is None else Shard(axis)
-            data = DTensor.from_local(data, self._device_mesh, [placement], run_check=False)
-        made = nn.Parameter(data)
-        if self._device_mesh is None and self.size > 1 and axis is not None:
-            remember(made, Part(self.mesh, self.dim, axis))
-        return made
+    def _placed(self, data: Tensor, axis: int | None) -> nn.Parameter:
+        return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
 
     def share(self, whole: int, what: str) -> int:
         """What one rank gets of `whole`. Raises ShapeError where it does not divide."""
