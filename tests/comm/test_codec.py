@@ -11,7 +11,6 @@ import json
 import math
 import pathlib
 import struct
-import time
 import zlib
 from typing import Any
 
@@ -332,10 +331,8 @@ def sealed(structure: bytes, blobs: bytes = b"", kind: bytes = b"MCO2") -> bytes
 
 
 def harmless(data: bytes) -> None:
-    started = time.process_time()
     with contextlib.suppress(ObjectError):  # and nothing else
         from_bytes(data)
-    assert time.process_time() - started < 5
 
 
 WHOLE = to_bytes(SAMPLE)
@@ -422,12 +419,11 @@ MADE_UP = {
 }
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("structure", MADE_UP.values(), ids=MADE_UP.keys())
 def test_made_up_structures_end_at_once(structure: str) -> None:
-    started = time.process_time()
     with pytest.raises(ObjectError, match="what arrived is not a whole object"):
         from_bytes(sealed(structure.encode()))
-    assert time.process_time() - started < 5
 
 
 def test_another_format_says_so() -> None:

@@ -50,7 +50,7 @@ ORACLE: dict[str, Any] = {
 
 def names(mesh: Mesh) -> tuple[Dims, ...]:
     """Groups of two, and merged ones of four."""
-    return ("pp", "dp", "tp", "model", "data") if mesh.world_size == 8 else ("dp", "tp", "data")
+    return tuple(name for name in ("pp", "dp", "tp", "model", "data") if name in mesh.layout.names)
 
 
 def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str = "") -> torch.Tensor:
@@ -61,13 +61,16 @@ def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str = "") -
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """The same values in memory as usual, transposed, and with gaps."""
-    if x.ndim < 2:
-        gaps = x.new_zeros((*x.shape, 2))[..., 0]
-        return [x.clone(), gaps.copy_(x)]
-    turned = x.transpose(0, -1).contiguous().transpose(0, -1)
-    gaps = x.new_zeros((*x.shape[:-1], x.shape[-1] * 2))[..., ::2]
-    return [x.clone(), turned, gaps.copy_(x)]
+    """The same values in memory as usual, with gaps, transposed, and in one that only stands for them."""
+    gaps = x.new_zeros((*x.shape, 2))[..., 0]
+    found = [x.clone(), gaps.copy_(x), torch.nn.Parameter(x.clone(), requires_grad=False)]
+    if x.ndim > 1:
+        found.append(x.transpose(0, -1).contiguous().transpose(0, -1))
+    if x.is_complex():
+        found.append(x.conj().resolve_conj().conj())
+    if x.dtype in (torch.float32, torch.float64):
+        found.append(torch.complex(torch.zeros_like(x), -x).conj().imag)
+    return found
 
 
 def laid_out(x: torch.Tensor, turn: int) -> torch.Tensor:
@@ -76,6 +79,7 @@ def laid_out(x: torch.Tensor, turn: int) -> torch.Tensor:
 
 
 def array(x: torch.Tensor) -> np.ndarray:
+    x = x.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     narrow = x.dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     return x.to(torch.float64).numpy() if narrow else x.numpy()
 
@@ -119,8 +123,8 @@ def everywhere(pool: Pool, check: Callable[[Mesh], None], **more: Any) -> None:
 def reductions(mesh: Mesh) -> None:
     first, *others = names(mesh)
     every = list(product(REDUCE_OPS, DTYPES))
-    # All on processes; simulated are some of each.
-    cases = [(first, *each) for each in every[:: 1 if mesh.world_size == 4 else 5]]
+    # All on two ranks; on more some of each.
+    cases = [(first, *each) for each in every[:: 1 if mesh.world_size == 2 else 7]]
     cases += [(dims, *each) for dims in others for each in every[::19]]
     for number, (dims, op, dtype) in enumerate(cases):
         size, coord = mesh.size(dims), mesh.coord(dims)
@@ -162,6 +166,8 @@ def moves(mesh: Mesh) -> None:
                 dtype, concat, at_root = dtypes[turn % 7], turn % len(shape), coord == root
                 data, what = inputs(mesh, dims, shape, dtype), (dims, shape, axis, root, turn)
                 x = laid_out(value(mesh.rank, shape, dtype), turn)
+                with torch.inference_mode(turn % 4 == 0):
+                    x = x.clone() if turn % 4 == 0 else x
                 whole = np.concatenate(data, axis)
                 gives(lambda out: mesh.all_gather(dims, x, axis, out=out), whole, x, what)
                 wanted = whole if at_root else None
@@ -176,8 +182,9 @@ def moves(mesh: Mesh) -> None:
                         part = np.split(np.sum(np.stack(data), 0), size, axis)[coord]
                         gives(lambda out: mesh.reduce_scatter(dims, x, axis, out=out), part, x, what)
                 same(x, data[coord], "the input changed")
-                assert mesh.broadcast(dims, x, src=root) is x
-                same(x, data[root], what)
+                y = laid_out(value(mesh.rank, shape, dtype), turn)
+                assert mesh.broadcast(dims, y, src=root) is y
+                same(y, data[root], what)
 
 
 def uneven(mesh: Mesh) -> None:
@@ -298,12 +305,14 @@ def messages(mesh: Mesh) -> None:
             assert late.is_completed() and late.source == 0
         # Tags keep two messages of one pair apart, whatever the order they are listed in.
         peer, own = (coord + 1) % size if size == 2 else coord ^ 1, float(mesh.rank)
-        a, b = mesh.exchange(
+        # They may come into two columns of one matrix, which lie between each other and share no byte.
+        into = torch.zeros(3, 2)
+        mesh.exchange(
             dims,
-            [(torch.tensor([1 + own]), peer, 1), (torch.tensor([100 + own]), peer, 2)],
-            [(torch.zeros(1), peer, 2), (torch.zeros(1), peer, 1)],
+            [(torch.full((3,), 1 + own), peer, 1), (torch.full((3,), 100 + own), peer, 2)],
+            [(into[:, 0], peer, 2), (into[:, 1], peer, 1)],
         )
-        assert (a.item(), b.item()) == (100 + ranks[peer], 1 + ranks[peer])
+        assert into.tolist() == [[100.0 + ranks[peer], 1.0 + ranks[peer]]] * 3
         mesh.barrier(dims)
     mesh.barrier()
 
@@ -352,6 +361,10 @@ CHECKS = [reductions, moves, uneven, lists, hierarchical, factors, messages, han
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_against_numpy(pool: Pool, check: Callable[[Mesh], None]) -> None:
     everywhere(pool, check)
+
+
+def test_every_reduce_op_and_dtype(pool: Pool) -> None:
+    everywhere(pool, reductions, dims={"dp": 2})
 
 
 def next_to_nothing(mesh: Mesh) -> None:
@@ -421,7 +434,8 @@ def test_nan_and_signed_zeros_in_min_and_max(pool: Pool) -> None:
     everywhere(pool, least_and_greatest, dims={"dp": 4})
 
 
-def handles(mesh: Mesh) -> None:
+@pytest.mark.mesh(dp=2, tp=2, via="gloo")
+def test_handles_say_what_became_of_the_call(mesh: Mesh) -> None:
     x = torch.ones(3)
     handle = mesh.all_reduce("dp", x, async_op=True)
     with pytest.raises(meshcomm.MeshcommError, match="the result was asked for before wait"):
@@ -454,11 +468,8 @@ def handles(mesh: Mesh) -> None:
     assert late.wait() is None
 
 
-def test_handles_say_what_became_of_the_call(pool: Pool) -> None:
-    pool.run(on_processes, handles, FEW, ranks=4)
-
-
-def profiled(mesh: Mesh) -> None:
+@pytest.mark.mesh(dp=2, tp=2, via="gloo")
+def test_the_profiler_sees_op_dims_and_plan(mesh: Mesh) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         mesh.all_reduce("dp", torch.ones(1))
         mesh.all_gather(("tp",), torch.ones(1))
@@ -468,10 +479,6 @@ def profiled(mesh: Mesh) -> None:
     assert found == {
         f"meshcomm::{call}, plan {plan}" for call in ("all_gather tp", "all_reduce dp", "shift tp")
     }
-
-
-def test_the_profiler_sees_op_dims_and_plan(pool: Pool) -> None:
-    pool.run(on_processes, profiled, FEW, ranks=4)
 
 
 def test_the_layout_says_what_the_mesh_gathers() -> None:

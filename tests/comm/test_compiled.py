@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from meshcomm.errors import (
     PeerLost,
 )
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
+from tests.ranks import on_ranks
 
 
 def slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
@@ -156,47 +157,35 @@ def test_a_compiled_call_is_checked_counted_and_works_as_an_eager_one(mesh: Mesh
     assert Path(__file__).name in str(caught.value)
 
 
-def after_a_break() -> list[str]:
+@on_ranks(2)
+def test_a_compiled_call_on_a_broken_group_says_who_and_where() -> None:
     with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=3) as mesh:
         f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x, grad="sum"), backend="aot_eager")
         f(torch.ones(2))
-        texts: list[str] = []
         if mesh.rank:
             mesh.store.get("done", timeout_s=60)
-            return texts
+            return
         for _ in range(2):
-            try:
+            with pytest.raises((CollectiveTimeout, PeerLost)) as caught:
                 f(torch.ones(2))
-            except (CollectiveTimeout, PeerLost) as error:
-                texts.append(error.what)
+            assert 'all_reduce along "tp" on rank 0 (tp=0)' in str(caught.value)
         mesh.store.set("done", "1")
-        return texts
 
 
-def test_a_compiled_call_on_a_broken_group_says_who_and_where(pool: Pool) -> None:
-    found = pool.run(after_a_break, ranks=2)
-    assert len(found[0]) == 2
-    assert all('all_reduce along "tp" on rank 0 (tp=0)' in text for text in found[0]), found
-
-
-def closed() -> list[str]:
-    texts = []
+@on_ranks(2)
+def test_a_backward_after_the_mesh_names_it() -> None:
     for keep in (True, False):
         mesh: Any = meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=30)
         x = torch.ones(2, requires_grad=True)
         y = mesh.functional.all_reduce("tp", x, grad="sum").sum()
+        said = (
+            rf"is closed on {re.escape(mesh.label)}"
+            if keep
+            else 'call along "tp" belongs to a mesh that is gone'
+        )
         mesh.close()
         if not keep:
             del mesh
             gc.collect()
-        try:
+        with pytest.raises(MeshClosed, match=said):
             y.backward()
-        except MeshClosed as error:
-            texts.append(error.what)
-    return texts
-
-
-def test_a_backward_after_the_mesh_names_it(pool: Pool) -> None:
-    texts = pool.run(closed, ranks=2)[0]
-    assert "is closed on rank 0 (tp=0)" in texts[0]
-    assert texts[1] == 'a call along "tp" belongs to a mesh that is gone'

@@ -20,15 +20,12 @@ from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
 from meshcomm.place.expected import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
-from meshcomm.testing import Pool
 from meshcomm.train import trainer_for
 from meshcomm.train.agree import agree
 from meshcomm.train.loop import batches_of
 from tests.group_hooks import HAS_HOOKS
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
-
-GRID = {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}
 
 
 def counted(stats: Stats) -> Counted:
@@ -114,7 +111,7 @@ def without_objects(found: Counted) -> Counted:
 
 
 def test_every_call_by_hand_in_the_simulator() -> None:
-    everyone = meshcomm.simulate(lambda mesh: (mesh.coords, program(mesh)), dims=GRID["dims"])  # type: ignore[arg-type]
+    everyone = meshcomm.simulate(lambda mesh: (mesh.coords, program(mesh)), dims={"dp": 2, "tp": 2})
     for coords, found in everyone:
         assert without_objects(found) == by_hand(coords)
         (key,) = set(found) - set(without_objects(found))
@@ -124,50 +121,45 @@ def test_every_call_by_hand_in_the_simulator() -> None:
         assert 20 < nbytes < 200
 
 
-def measured() -> dict[str, Any]:
-    with meshcomm.init(**GRID) as mesh:  # type: ignore[arg-type]
-        x = torch.ones(4)
-        found = program(mesh)
-        # Past the mesh: counted apart, where torch has hooks of groups.
-        dist.all_reduce(x, group=mesh.group("tp"))
-        past = {("tp", "all_reduce (torch)", False): (1, 16)}
-        assert counted(mesh.stats()) == found | (past if HAS_HOOKS else {})
-        before = mesh.stats()
-        if mesh.coord("tp") == 1:
-            time.sleep(0.6)
-        mesh.all_reduce("tp", x)
-        handle = mesh.all_reduce("dp", x, async_op=True)
-        time.sleep(0.2)
-        handle.wait()
-        since = mesh.stats().since(before)
-        everyone = mesh.stats_of_all_ranks()
-    with pytest.raises(MeshClosed):
-        mesh.stats()
-    return {"coords": mesh.coords, "found": found, "since": since, "all": everyone, "text": str(before)}
-
-
-def test_the_same_counts_and_the_time_on_real_ranks(pool: Pool) -> None:
-    everyone = pool.run(measured, ranks=4)
-    for rank, told in enumerate(everyone):
-        assert without_objects(told["found"]) == by_hand(told["coords"])
-        blocking, later = told["since"].rows[::-1]
-        assert (blocking.dim, blocking.calls, later.dim, later.async_op) == ("tp", 1, "dp", True)
-        # Who waits for the other one spends the time in the call.
-        assert blocking.seconds > (0.1 if told["coords"]["tp"] == 0 else 0.0)
-        assert later.span_s > 0.19
-        assert later.seconds < later.span_s - 0.19
-        assert blocking.algbw == pytest.approx(16 / blocking.seconds)
-        assert blocking.busbw == pytest.approx(16 / blocking.seconds)  # 2 (n - 1) / n of it, n = 2
-        assert (later.algbw, later.ratio) == (None, None)
-        assert told["since"].seconds > 0.2
-        assert told["all"] == everyone[0]["all"], rank
-    spread = {(row.dim, row.call, row.async_op): row for row in everyone[0]["all"].rows}
+@pytest.mark.mesh(dp=2, tp=2, via="gloo")
+def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
+    x, found = torch.ones(4), program(mesh)
+    assert without_objects(found) == by_hand(mesh.coords)
+    # Past the mesh: counted apart, where torch has hooks of groups.
+    dist.all_reduce(x, group=mesh.group("tp"))
+    past = {("tp", "all_reduce (torch)", False): (1, 16)}
+    assert counted(mesh.stats()) == found | (past if HAS_HOOKS else {})
+    before = mesh.stats()
+    if mesh.coord("tp") == 1:
+        time.sleep(0.6)
+    mesh.all_reduce("tp", x)
+    handle = mesh.all_reduce("dp", x, async_op=True)
+    time.sleep(0.2)
+    handle.wait()
+    since = mesh.stats().since(before)
+    blocking, later = since.rows[::-1]
+    assert (blocking.dim, blocking.calls, later.dim, later.async_op) == ("tp", 1, "dp", True)
+    assert blocking.seconds is not None and later.seconds is not None and later.span_s is not None
+    # Who waits for the other one spends the time in the call.
+    assert blocking.seconds > (0.1 if mesh.coord("tp") == 0 else 0.0)
+    assert later.span_s > 0.19 and later.seconds < later.span_s - 0.19
+    assert (
+        blocking.algbw == blocking.busbw == pytest.approx(16 / blocking.seconds)
+    )  # 2 (n - 1) / n of it, n = 2
+    assert (later.algbw, later.ratio) == (None, None)
+    assert since.seconds > 0.2
+    everyone = mesh.stats_of_all_ranks()
+    assert [*map(str, mesh.objects.all_gather("dp", str(everyone)))] == [str(everyone)] * 2
+    spread = {(row.dim, row.call, row.async_op): row for row in everyone.rows}
     tp = spread["tp", "all_reduce", False]
     assert (tp.ranks, tp.calls, tp.nbytes) == (4, 4 * 303, 4 * (300 * 12 + 64 + 16))
     assert tp.fastest_s <= tp.mean_s <= tp.slowest_s
     assert {tp.fastest, tp.slowest} <= set(range(4))
     assert spread["tp", "send", False].ranks == 2
-    assert "all_reduce, async" in everyone[0]["text"]
+    assert "all_reduce, async" in str(before)
+    mesh.close()
+    with pytest.raises(MeshClosed):
+        mesh.stats()
 
 
 def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None:

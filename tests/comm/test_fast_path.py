@@ -16,6 +16,7 @@ from meshcomm.collectives import ALL_REDUCE
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
+from tests.ranks import on_ranks
 
 DTYPES = (*[torch.float32] * 3, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
 
@@ -175,35 +176,23 @@ def all_once(mesh: Any) -> None:
         mesh.shift("dp", x)
 
 
-def awkward() -> list[Any]:
-    with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=0, timeout_s=60) as mesh:
-        all_once(mesh)
-        negative, coord = conjugate(2), mesh.coord("dp")
-        assert negative.is_neg() and negative.is_contiguous()
-        square = torch.arange(4.0).view(2, 2) + 10 * coord
-        return [
-            mesh.all_gather("dp", negative).tolist(),
-            mesh.all_reduce("dp", negative).item(),
-            mesh.all_reduce("dp", conjugate(coord), "max").item(),
-            mesh.reduce_scatter("dp", torch.stack([conjugate(coord)] * 2), op="max").item(),
-            mesh.broadcast("dp", conjugate(3) if coord else torch.tensor([-5.0]), src=0).item(),
-            mesh.all_gather("dp", torch.arange(6.0).view(2, 3).t()).tolist(),
-            mesh.all_gather("dp", torch.tensor(3.0)).tolist(),
-            # -1 is axis 0 of the tensors that the calls were prepared with, and axis 1 of these.
-            mesh.all_gather("dp", square, axis=-1).tolist(),
-            mesh.all_to_all("dp", square, -1, -1).tolist(),
-        ]
-
-
-def test_a_tensor_that_is_not_as_the_prepared_ones_is_not_sent_as_it_is(pool: Pool) -> None:
-    columns = torch.arange(6.0).view(2, 3).t()
-    squares = [torch.arange(4.0).view(2, 2) + 10 * coord for coord in range(2)]
-    for coord, found in enumerate(pool.run(awkward, ranks=2)):
-        moved = torch.cat([x[:, coord : coord + 1] for x in squares], 1)
-        assert found == [
-            [-2.0, -2.0], -4.0, 0.0, 0.0, -5.0, torch.cat([columns, columns]).tolist(), [3.0, 3.0],
-            torch.cat(squares, 1).tolist(), moved.tolist(),
-        ]  # fmt: skip
+@pytest.mark.mesh(dp=2, validate_calls=0, via="gloo")
+def test_a_tensor_that_is_not_as_the_prepared_ones_is_not_sent_as_it_is(mesh: Any) -> None:
+    all_once(mesh)
+    coord, columns = mesh.coord("dp"), torch.arange(6.0).view(2, 3).t()
+    assert conjugate(2).is_neg() and conjugate(2).is_contiguous()
+    assert mesh.all_gather("dp", conjugate(2)).tolist() == [-2, -2]
+    assert mesh.all_reduce("dp", conjugate(2)).item() == -4
+    assert mesh.all_reduce("dp", conjugate(coord), "max").item() == 0
+    assert mesh.reduce_scatter("dp", torch.stack([conjugate(coord)] * 2), op="max").item() == 0
+    assert mesh.broadcast("dp", conjugate(3) if coord else torch.tensor([-5.0]), src=0).item() == -5
+    assert torch.equal(mesh.all_gather("dp", columns), torch.cat([columns, columns]))
+    assert mesh.all_gather("dp", torch.tensor(3.0)).tolist() == [3, 3]
+    # -1 is axis 0 of the tensors that the calls were prepared with, and axis 1 of these.
+    squares = [torch.arange(4.0).view(2, 2) + 10 * each for each in range(2)]
+    assert torch.equal(mesh.all_gather("dp", squares[coord], axis=-1), torch.cat(squares, 1))
+    moved = torch.cat([x[:, coord : coord + 1] for x in squares], 1)
+    assert torch.equal(mesh.all_to_all("dp", squares[coord], -1, -1), moved)
 
 
 # -- a call that the backend gives up on --------------------------------------------------------------------
@@ -275,20 +264,16 @@ def test_a_failed_call_is_told_and_counted_the_same(pool: Pool) -> None:
     assert "send to 1 along" in short[0][0][0] and "there is no wire" in short[0][0][0]
 
 
-def kept() -> list[tuple[int, int]]:
-    counts = []
+@on_ranks(2)
+def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the_mesh() -> None:
     with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=2, timeout_s=30) as mesh:
         comm = mesh._at["dp"]
-        for _ in range(4):
+        # Two are compared; the third finds that it is not. A message has two ends.
+        for number in range(4):
             mesh.shift("dp", torch.ones(4))
             mesh.all_gather("dp", torch.ones(4))
-            counts.append(prepared_kinds(comm))
+            assert prepared_kinds(comm) == ((0, 0) if number < 2 else (1, 2))
         comm.recorder.trace(None)
-        counts.append(prepared_kinds(comm))
+        assert prepared_kinds(comm) == (0, 0)
         mesh.shift("dp", torch.ones(4))
-    return [*counts, prepared_kinds(comm)]
-
-
-def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the_mesh(pool: Pool) -> None:
-    # Two are compared; the third finds that it is not. A message has two ends.
-    assert pool.run(kept, ranks=2) == [[(0, 0), (0, 0), (1, 2), (1, 2), (0, 0), (0, 0)]] * 2
+    assert prepared_kinds(comm) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle as pickling
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from meshcomm.comm.communicator import Communicator
 from meshcomm.errors import LayoutError, MeshClosed, ObjectError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
 
 DIMS = {"dp": 2, "tp": 2}
 MERGE = {"model": ("tp", "dp"), "all": ("dp", "tp")}
@@ -49,12 +49,11 @@ def same(got: Any, want: Any) -> bool:
     return type(got) is type(want) and pickling.dumps(got) == pickling.dumps(want)
 
 
-def on_a_mesh(check: Callable[..., Any], *args: Any) -> Any:
-    with meshcomm.init(dims=DIMS, merge=MERGE, rank_order=ORDER, device="cpu", timeout_s=20) as mesh:
-        return check(mesh, *args)
+GRID = pytest.mark.mesh(**DIMS, merge=MERGE, rank_order=ORDER, via="gloo")
 
 
-def everything(mesh: Mesh) -> None:
+@GRID
+def test_every_call_along_every_dim_under_a_permuted_rank_order(mesh: Mesh) -> None:
     for turn, dims in enumerate(NAMES):
         more = 4 * (turn % 2)  # the other four kinds
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), [rank + more for rank in mesh.ranks(dims)]
@@ -81,11 +80,8 @@ def everything(mesh: Mesh) -> None:
             assert mesh.objects.recv(dims, src=0) == "again"
 
 
-def test_every_call_along_every_dim_under_a_permuted_rank_order(pool: Pool) -> None:
-    pool.run(on_a_mesh, everything, ranks=4)
-
-
-def tags_apart(mesh: Mesh) -> None:
+@GRID
+def test_objects_and_tensors_with_one_tag_do_not_meet(mesh: Mesh) -> None:
     """A tensor under way with the same tag does not meet an object."""
     if mesh.coord("tp") == 0:
         handle = mesh.isend("tp", torch.full((4,), 7.0), dst=1)
@@ -94,10 +90,6 @@ def tags_apart(mesh: Mesh) -> None:
     else:
         assert mesh.objects.recv("tp", src=0) == "object"
         assert mesh.recv("tp", torch.empty(4), src=0).tolist() == [7.0] * 4
-
-
-def test_objects_and_tensors_with_one_tag_do_not_meet(pool: Pool) -> None:
-    pool.run(on_a_mesh, tags_apart, ranks=4)
 
 
 def refused(mesh: Mesh, act: Callable[[], Any]) -> str:
@@ -211,29 +203,23 @@ REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
 ]  # fmt: skip
 
 
-def refusals(mesh: Mesh) -> list[str]:
-    return [refused(mesh, lambda: act(mesh)) for act, *_ in REFUSED]
+@GRID
+def test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank(mesh: Mesh) -> None:
+    for act, call, what, given, hint in REFUSED:
+        text, (name, _, dim) = refused(mesh, lambda: act(mesh)), call.partition(" ")
+        assert f'{name} along "{dim}" on RANK: ' in text and what in text.splitlines()[0], text
+        assert given in text and hint in text.partition("  try: ")[2], text
+        if what == OVER:
+            assert "expected: at most 4,000 bytes each, the max_bytes of coord 3\n" in text
 
 
-def test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank(pool: Pool) -> None:
-    for found in pool.run(on_a_mesh, refusals, ranks=4):
-        for text, (_, call, what, given, hint) in zip(found, REFUSED, strict=True):
-            name, _, dim = call.partition(" ")
-            assert f'{name} along "{dim}" on RANK: ' in text and what in text.splitlines()[0], text
-            assert given in text and hint in text.partition("  try: ")[2], text
-            if what == OVER:
-                assert "expected: at most 4,000 bytes each, the max_bytes of coord 3\n" in text
-
-
-def just_within(mesh: Mesh) -> None:
+@GRID
+def test_the_cap_itself_crosses(mesh: Mesh) -> None:
     assert mesh.objects.all_gather("model", bytes(3000), max_bytes=4000) == [bytes(3000)] * 4
 
 
-def test_the_cap_itself_crosses(pool: Pool) -> None:
-    pool.run(on_a_mesh, just_within, ranks=4)
-
-
-def wrong_arguments(mesh: Mesh) -> None:
+@GRID
+def test_wrong_arguments_are_refused_before_anything_moves(mesh: Mesh) -> None:
     own = mesh.coord("tp")
     for act, what in (
         (lambda: mesh.objects.broadcast("tp", 1, src=2), "src=2 is not a coord"),
@@ -250,10 +236,6 @@ def wrong_arguments(mesh: Mesh) -> None:
             act()
 
 
-def test_wrong_arguments_are_refused_before_anything_moves(pool: Pool) -> None:
-    pool.run(on_a_mesh, wrong_arguments, ranks=4)
-
-
 class Attack:
     """Its pickle makes a file when it is read."""
 
@@ -264,47 +246,33 @@ class Attack:
         return Path.touch, (Path(self.path),)
 
 
-def attacked(mesh: Mesh, folder: str, lie: bool) -> str:
-    """Coord 0 along tp sends a pickle; with `lie` it says that it does not."""
-    attacker = mesh.coord("tp") == 0
-    mark = Path(folder, f"read by {mesh.rank}")
-    if attacker and lie:
-        # What an attacker would change in its own copy: a pickle, announced as plain data.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
-            try:
-                mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
-            except ObjectError as error:
-                return error.what
-    try:
+@GRID
+def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tmp_path: Path) -> None:
+    """Coord 0 along tp sends one; then it says that it does not."""
+    attacker, mark = mesh.coord("tp") == 0, Path(tmp_path, f"read by {mesh.rank}")
+    with pytest.raises(ObjectError, match="the ranks disagree on pickle"):
         mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=attacker)
-    except ObjectError as error:
-        return error.what
-    raise AssertionError("nothing was raised")
-
-
-def trusted(mesh: Mesh, folder: str) -> None:
-    mesh.objects.broadcast("tp", Attack(str(Path(folder, str(mesh.coords)))), src=0, pickle=True)
-
-
-def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(pool: Pool, tmp_path: Path) -> None:
-    for text in pool.run(on_a_mesh, attacked, str(tmp_path), False, ranks=4):
-        assert "the ranks disagree on pickle" in text
-    for text in pool.run(on_a_mesh, attacked, str(tmp_path), True, ranks=4):
-        assert text in ("", "what arrived is a pickle, and nothing of it was run")
+    with pytest.MonkeyPatch.context() as patch:
+        if attacker:
+            # What an attacker would change in its own copy: a pickle, announced as plain data.
+            patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
+        with pytest.raises(ObjectError, match=r"^what arrived is a pickle, and nothing of it was run"):
+            mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
+    mesh.barrier(timeout_s=20)
     assert not list(tmp_path.iterdir())
-    pool.run(on_a_mesh, trusted, str(tmp_path), ranks=4)
+    mesh.barrier(timeout_s=20)
+    mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=True)
     assert list(tmp_path.iterdir())  # where it is asked for, it is read
 
 
-def one_large(mesh: Mesh) -> tuple[int, int]:
-    """The most that this rank takes in, for sizes far apart and for sizes that are alike."""
+@GRID
+def test_small_objects_are_not_padded_to_a_large_one(mesh: Mesh) -> None:
+    """The most that a rank takes in, for sizes far apart and for sizes that are alike."""
     taken: list[int] = []
     usual = Communicator.collective
 
     def counted(self: Communicator, row: Any, x: torch.Tensor, *args: Any, **keys: Any) -> Any:
         found = usual(self, row, x, *args, **keys)
-        assert isinstance(found, torch.Tensor)
         taken.append(found.nbytes)
         return found
 
@@ -318,18 +286,11 @@ def one_large(mesh: Mesh) -> tuple[int, int]:
     assert [each if isinstance(each, int) else len(each) for each in got] == [0, 1, 2, 300_000]
     assert (got[3] == 3.5).all()
     assert [int(each[-1]) for each in alike] == mesh.ranks("all")
-    return large, max(taken)
+    assert 1_200_000 < large < 1_210_000 and 4 * 160_000 < max(taken) < 4 * 161_000
 
 
-def test_small_objects_are_not_padded_to_a_large_one(pool: Pool) -> None:
-    for large, alike in pool.run(on_a_mesh, one_large, ranks=4):
-        assert 1_200_000 < large < 1_210_000
-        assert 4 * 160_000 < alike < 4 * 161_000
-
-
-def alone(_: None = None) -> None:
-    mesh = meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu", timeout_s=20)
-    with mesh:
+def test_a_dim_of_size_one() -> None:
+    with meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu", timeout_s=20) as mesh:
         x = {"w": torch.ones(2)}
         got = mesh.objects.broadcast("dp", x, src=0)
         assert torch.equal(got["w"], x["w"]) and got["w"].data_ptr() != x["w"].data_ptr()
@@ -353,11 +314,8 @@ def alone(_: None = None) -> None:
         mesh.objects.all_gather("dp", 1)
 
 
-def test_a_dim_of_size_one(pool: Pool) -> None:
-    pool.run(alone, ranks=1)
-
-
-def to_oneself(mesh: Mesh) -> None:
+@GRID
+def test_objects_to_oneself_arrive_in_order(mesh: Mesh) -> None:
     own = mesh.coord("tp")
     x = [1]
     mesh.objects.send("tp", x, dst=own)
@@ -385,17 +343,15 @@ def to_oneself(mesh: Mesh) -> None:
         mesh.objects.recv("tp", src=own)
 
 
-def test_objects_to_oneself_arrive_in_order(pool: Pool) -> None:
-    pool.run(on_a_mesh, to_oneself, ranks=4)
-
-
-def from_any(mesh: Mesh) -> Any:
+@GRID
+def test_an_object_of_any_source(mesh: Mesh) -> None:
     """Coord 2 of model receives from the others, and each pair's objects in their order."""
-    coord, size = mesh.coord("model"), mesh.size("model")
+    coord, size, unsent = mesh.coord("model"), mesh.size("model"), r": obj\[0\] is a function\n"
     if coord != 2:
         for number in range(3):
             mesh.objects.send("model", (coord, number, thing(mesh.rank)), dst=2)
-        return refused(mesh, lambda: mesh.objects.send("model", [thing], dst=2))
+        assert re.search(unsent, refused(mesh, lambda: mesh.objects.send("model", [thing], dst=2)))
+        return
     got, texts = [], []
     for _ in range(4 * (size - 1)):
         try:
@@ -407,18 +363,12 @@ def from_any(mesh: Mesh) -> Any:
         mine = [obj for obj, source in got if source == src]
         assert [obj[:2] for obj in mine] == [(src, number) for number in range(3)]
         assert all(same(obj[2], thing(ranks[src])) for obj in mine)
-    assert len(texts) == size - 1
+    assert len(texts) == size - 1 and all(re.search(unsent, text) for text in texts)
     assert mesh.objects.all_gather("all", mesh.rank) == mesh.ranks("all")
-    return texts
 
 
-def test_an_object_of_any_source(pool: Pool) -> None:
-    for found in pool.run(on_a_mesh, from_any, ranks=4):
-        for text in found if isinstance(found, list) else [found]:
-            assert "cannot be sent\n  given:    coord " in text and ": obj[0] is a function\n" in text
-
-
-def counted(mesh: Mesh) -> None:
+@GRID
+def test_a_call_counts_as_one_under_its_own_name(mesh: Mesh) -> None:
     """Each call counts as one under its own name, whatever it takes."""
     for _ in range(3):
         mesh.objects.broadcast("model", "x" * 100, src=0)
@@ -433,7 +383,3 @@ def counted(mesh: Mesh) -> None:
         "objects.all_gather": 1,
         "objects.gather": 1,
     }
-
-
-def test_a_call_counts_as_one_under_its_own_name(pool: Pool) -> None:
-    pool.run(on_a_mesh, counted, ranks=4)

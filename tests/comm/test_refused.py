@@ -23,7 +23,6 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
 
 DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 2, "one": 1}, "merge": {"both": ("dp", "tp")}}
 LEVELS: dict[str, Any] = {"algorithm": "hierarchical"}
@@ -230,15 +229,6 @@ def all_once(mesh: Mesh) -> None:
         mesh.all_reduce("dp", torch.ones(4), algorithm="ring")  # over a tag of the library's own
 
 
-def cold_and_warm() -> list[list[tuple[str, str]]]:
-    with meshcomm.init(**DIMS, device="cpu", timeout_s=60, validate_calls=0) as mesh:
-        every = REFUSED + ON_GLOO_ALONE
-        cold = refusals(mesh, every), odd_ones(mesh)
-        warnings.simplefilter("ignore")
-        all_once(mesh)
-        return [*cold, refusals(mesh, every), odd_ones(mesh)]
-
-
 def check(found: list[tuple[str, str]], table: list[Refused]) -> None:
     for (how, text), (_, kind, words) in zip(found, table, strict=True):
         names = {kind.__name__} if kind is not MeshcommError else {each.__name__ for each in KINDS}
@@ -250,11 +240,15 @@ def check(found: list[tuple[str, str]], table: list[Refused]) -> None:
 KINDS = [MeshcommError, *MeshcommError.__subclasses__()]
 
 
-def test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on(pool: Pool) -> None:
-    for cold, odd_cold, warm, odd_warm in pool.run(cold_and_warm, ranks=4):
-        check(cold, REFUSED + ON_GLOO_ALONE)
-        assert warm == cold and odd_warm == odd_cold
-        assert not [each for each in odd_cold if each[0] not in {kind.__name__ for kind in KINDS}]
+@pytest.mark.mesh(**DIMS["dims"], merge=DIMS["merge"], validate_calls=0, via="gloo")
+def test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on(mesh: Mesh) -> None:
+    every = REFUSED + ON_GLOO_ALONE
+    cold, odd = refusals(mesh, every), odd_ones(mesh)
+    check(cold, every)
+    assert not [each for each in odd if each[0] not in {kind.__name__ for kind in KINDS}]
+    warnings.simplefilter("ignore")
+    all_once(mesh)
+    assert refusals(mesh, every) == cold and odd_ones(mesh) == odd
 
 
 def test_the_simulator_refuses_the_same() -> None:

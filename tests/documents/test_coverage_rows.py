@@ -14,18 +14,19 @@ from tests.documents.coverage_rows import PAGE, ROWS
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 # What a test on processes uses: the pool, or processes of its own.
-_PROCESSES = re.compile(r"\bpool\b|\bmesh_pool\b|subprocess|\bjob\(|via=\(?.*\"gloo\"")
+_PROCESSES = re.compile(r"\bpool\b|on_ranks\(|@GRID|\bmesh_pool\b|subprocess|\bjob\(|via=\(?.*\"gloo\"")
 
 
 @cache
 def functions(file: str) -> dict[str, str]:
-    """The test functions of a file of tests/, with their source."""
+    """The test functions of a file of tests/, with their source and decorators."""
     text = (TESTS / file).read_text()
-    return {
-        node.name: ast.get_source_segment(text, node) or ""
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            first = min(each.lineno for each in (node, *node.decorator_list))
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
 
 
 @cache

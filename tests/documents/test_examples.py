@@ -24,9 +24,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 NAMES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 
-# Lines of code at most, without docstring, comments and blank lines: by file, else by folder.
-LINES = {"": 70, "communication": 25, "by_hand": 40, "mesh_in_five_lines.py": 5, "by_hand/tp_mlp.py": 30}
-
 FORM = re.compile(
     r"(?P<shows>[^\n]+[.?!])\n"
     r"\n"
@@ -148,16 +145,6 @@ def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
 def test_only_what_needs_torch_groups_is_not_simulated() -> None:
     only = [name for name in NAMES if said(name).simulate is None]
     assert only == ["fsdp_and_tensor_parallel.py", "hybrid_training.py"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_short(name: str) -> None:
-    text = (FOLDER / name).read_text()
-    begins = ast.parse(text).body[0].end_lineno
-    rest = [line.strip() for line in text.splitlines()[begins:]]
-    lines = [line for line in rest if line and not line.startswith("#")]
-    folder = str(Path(name).parent).strip(".")
-    assert len(lines) <= LINES.get(name, LINES[folder]), f"{name} has {len(lines)} lines"
 
 
 def test_the_table_has_every_example() -> None:

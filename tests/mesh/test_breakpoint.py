@@ -11,7 +11,6 @@ import torch
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
 
 
 def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
@@ -31,32 +30,22 @@ def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
     return shown.getvalue()
 
 
-def each_way() -> list[str]:
-    with meshcomm.init(dims={"dp": 2, "tp": 1}, device="cpu", timeout_s=30) as mesh:
-        found = [
-            stopped(mesh, "p secret\nmesh.store.set('looked', '')\nc\n", dp=1),
-            stopped(mesh, "n\nn\nn\np after\nc\n"),
-            stopped(mesh, "", skip=3),
-        ]
-        try:
-            stopped(mesh, "", pp=1)
-        except meshcomm.MeshcommError as error:
-            found.append(str(error))
-        return found
-
-
-def test_one_rank_stops_and_the_others_wait(pool: Pool) -> None:
-    first, second = pool.run(each_way, ranks=2)
-    line = "rank 1 (dp=1 tp=0) stopped; the others wait until it goes on. c: go on, n: step, q: end"
-    assert second[0].startswith(f"{line}\n")
-    assert "mesh.breakpoint(**arguments)" in second[0]  # where it stands: at the user's line
-    assert "(Pdb) 42\n" in second[0]
-    assert first[0] == second[1] == ""
-    assert "-> assert not arguments.get" in first[1]  # n: the next line of the user's code
-    assert "(Pdb) 2.0\n" in first[1]
-    assert first[2] == second[2] == ""
-    assert first[3] == second[3]
-    assert first[3].startswith("the mesh has no dim 'pp'")
+@pytest.mark.mesh(dp=2, tp=1, via="gloo")
+def test_one_rank_stops_and_the_others_wait(mesh: Mesh) -> None:
+    second = stopped(mesh, "p secret\nmesh.store.set('looked', '')\nc\n", dp=1)
+    first = stopped(mesh, "n\nn\nn\np after\nc\n")
+    assert stopped(mesh, "", skip=3) == ""
+    with pytest.raises(meshcomm.MeshcommError, match="the mesh has no dim 'pp'"):
+        stopped(mesh, "", pp=1)
+    if mesh.rank == 1:
+        line = "rank 1 (dp=1 tp=0) stopped; the others wait until it goes on. c: go on, n: step, q: end"
+        assert second.startswith(f"{line}\n")
+        assert "mesh.breakpoint(**arguments)" in second  # where it stands: at the user's line
+        assert "(Pdb) 42\n" in second and first == ""
+    else:
+        assert second == ""
+        assert "-> assert not arguments.get" in first  # n: the next line of the user's code
+        assert "(Pdb) 2.0\n" in first
 
 
 def quits(mesh: Mesh) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
 
 # Ranks 1, 2, 4 of five: coords 0, 1, 2. The number 1 is rank 1 and coord 1, and these are not the same.
 MEMBERS = [1, 2, 4]
@@ -68,12 +67,8 @@ def of_ours(mesh: Mesh) -> None:
         mesh.broadcast("line", own(mesh), src=4)
 
 
-def program() -> None:
-    with meshcomm.init(dims={"line": 3}, ranks=MEMBERS, device="cpu", timeout_s=30) as mesh:
-        if mesh.is_member:
-            of_torch(mesh)
-            of_ours(mesh)
-
-
-def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(pool: Pool) -> None:
-    pool.run(program, ranks=5)
+@pytest.mark.mesh(line=3, ranks=MEMBERS, world_size=5, via="gloo")
+def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(mesh: Mesh) -> None:
+    if mesh.is_member:
+        of_torch(mesh)
+        of_ours(mesh)

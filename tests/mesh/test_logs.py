@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import sys
 
 import pytest
 
-import meshcomm
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout
-from meshcomm.mesh import logs
+from meshcomm.mesh import Mesh, logs
 from meshcomm.mesh.logs import CoordsFilter, CoordsFormatter, prefix
 from meshcomm.mesh.where import Where
-from meshcomm.testing import Pool
 
 LAYOUT = Layout(
     {"pp": 2, "dp": 3, "tp": 2},
@@ -133,28 +130,18 @@ def test_the_filter_is_one_of_loggings_own() -> None:
     assert not CoordsFilter(LAYOUT, 1, "tp==0").filter(record)
 
 
-def speak(where: str | None) -> str:
-    stream = io.StringIO()
-    before = (logging.getLogger().handlers[:], logging.getLogger().level)
-    with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+@pytest.mark.mesh(dp=2, tp=2, via="gloo")
+def test_only_the_ranks_that_are_asked_for_write(mesh: Mesh) -> None:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    line = f"[r{mesh.rank} dp{mesh.coord('dp')} tp{mesh.coord('tp')}] WARNING of.a.user: step 7\n"
+    for where, ranks in ((None, (0, 1, 2, 3)), ("tp==0 or dp==0", (0, 1, 2))):
+        stream = io.StringIO()
         handler = logs.attach(mesh, where=where, stream=stream)
         logging.getLogger("of.a.user").warning("step %d", 7)
-        logging.getLogger().removeHandler(handler)
+        root.removeHandler(handler)
         logging.getLogger("of.a.user").debug("after")
-    assert (logging.getLogger().handlers, logging.getLogger().level) == before
-    return stream.getvalue()
-
-
-def test_only_the_ranks_that_are_asked_for_write(pool: Pool) -> None:
-    lines = pool.run(speak, None)
-    assert lines == [
-        f"[r{rank} pp{rank // 4} dp{rank // 2 % 2} tp{rank % 2}] WARNING of.a.user: step 7\n"
-        for rank in range(8)
-    ]
-    lines = pool.run(speak, "tp==0 and dp==0")
-    assert [rank for rank in range(8) if lines[rank]] == [0, 4]
-
-
-def test_a_bad_condition_fails_on_every_rank(pool: Pool) -> None:
-    errors = pool.run(speak, "tpp==0", allow=True)
-    assert all(re.match("the mesh has no dim tpp\n", str(error)) for error in errors)
+        assert (root.handlers, root.level) == before
+        assert stream.getvalue() == (line if mesh.rank in ranks else "")
+    with pytest.raises(MeshcommError, match="the mesh has no dim tpp\n"):
+        logs.attach(mesh, where="tpp==0")

@@ -31,6 +31,7 @@ from meshcomm.errors import (
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.testing import Pool
+from tests.ranks import on_ranks
 from tests.simulator import random_programs
 
 # -- what is noted, and what follows from it; no ranks -----------------------------------------------
@@ -564,98 +565,59 @@ def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> No
     assert [at for _, at in found] == [4, 4, 5, 4]
 
 
-def correct(steps: int) -> tuple[int, int, list[float]]:
-    """Steps, keys of theirs in the store, and how long closing took."""
-    took = []
-    for _ in range(3):
-        mesh = meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=20)
-        for _ in range(steps):
-            mesh.all_reduce("dp", torch.ones(4))
-            mesh.all_reduce("tp", torch.ones(4))
-            mesh.step()
-        watch: Any = mesh._watch
-        began = time.monotonic()
-        mesh.close()
-        took.append(time.monotonic() - began)
-    return mesh._steps, watch._desync._step, took
+@pytest.mark.mesh(dp=2, tp=2, via="gloo")
+def test_nothing_is_posted_before_the_first_step(mesh: Mesh) -> None:
+    watch: Any = mesh._watch
+    for steps in range(4):
+        assert (mesh._steps, watch._desync._step) == (steps, steps)
+        mesh.all_reduce("dp", torch.ones(4))
+        mesh.all_reduce("tp", torch.ones(4))
+        mesh.step()
 
 
-def test_closing_is_quick_and_silent_without_steps(pool: Pool) -> None:
-    for steps in (0, 3):
-        for noted_, posted, took in pool.run(correct, steps, ranks=4):
-            assert (noted_, posted) == (steps, steps)
-            assert min(took) < 1.5
-
-
-def unlike_ends() -> tuple[float, float]:
+@on_ranks(2)
+def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps() -> None:
     """Rank 0 made a step more than rank 1, whose word it waits for; but not where its program has failed."""
-    desync._LEAVES_S, usual = 0.5, desync._LEAVES_S
-    took = []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desync, "_LEAVES_S", 0.5)
         for fails in (False, True):
             mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20)
             for _ in range(2 - mesh.rank):
                 mesh.step()
+            watch: Any = mesh._watch
             began = time.monotonic()
             try:
                 if fails:
                     raise ValueError("a program's own")
                 mesh.close()
+                assert mesh.rank == 1 or 0.5 <= time.monotonic() - began < 10
             except ValueError:
-                began = time.monotonic()
-                watch: Any = mesh._watch
                 watch.before_leaving = lambda: pytest.fail("it waits for others")
                 mesh.close()
-            took.append(time.monotonic() - began)
             assert mesh.closed
-    finally:
-        desync._LEAVES_S = usual
-    return took[0], took[1]
 
 
-def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps(pool: Pool) -> None:
-    (first, _), (second, _) = pool.run(unlike_ends, ranks=2)
-    assert 0.5 <= first < 10
-    assert second < 10
-
-
-def elsewhere() -> tuple[str, tuple[int, ...]]:
+@pytest.mark.mesh(dp=2, tp=2, validate_calls=2, via="gloo")
+def test_ranks_that_lose_a_peer_by_it_get_the_same_error(mesh: Mesh) -> None:
     """Rank 3 skips along dp; rank 2, not of that group, is in a call with it along tp when it raises."""
-    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=60, validate_calls=2) as mesh:
-        try:
-            for step in range(1, 100_000):
-                if not (mesh.rank == 3 and step == 4):
-                    mesh.all_reduce("dp", torch.ones(4))
-                mesh.all_reduce("tp", torch.ones(4))
-                mesh.step()
-                time.sleep(0.002)
-        except MeshcommError as error:
-            return f"{type(error).__name__} {error.what}", getattr(error, "mismatched_ranks", ())
-    return "", ()
+    with pytest.raises(CallMismatchError) as caught:
+        for step in range(1, 100_000):
+            if not (mesh.rank == 3 and step == 4):
+                mesh.all_reduce("dp", torch.ones(4))
+            mesh.all_reduce("tp", torch.ones(4))
+            mesh.step()
+            time.sleep(0.002)
+    said = 'ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) made 1 collective fewer'
+    assert caught.value.what.startswith(said) and caught.value.mismatched_ranks == (3,)
 
 
-def test_ranks_that_lose_a_peer_by_it_get_the_same_error(pool: Pool) -> None:
-    found = pool.run(elsewhere, ranks=4)
-    for text, odd in found:
-        assert text.startswith(
-            'CallMismatchError ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) made 1 collective fewer'
-        )
-        assert odd == (3,)
-
-
-def traced(path: str) -> None:
-    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
-        with mesh.trace(path):
-            for _ in range(2):
-                mesh.all_reduce("dp", torch.ones(1))
-                mesh.step(number=mesh._numbered + 7)
-        threads = [each.name for each in threading.enumerate()]
-        assert "meshcomm-differs" not in threads
-
-
-def test_a_trace_shows_the_steps(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.mesh(dp=2, via="gloo")
+def test_a_trace_shows_the_steps(mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    pool.run(traced, str(path), ranks=2)
+    with mesh.trace(path):
+        for _ in range(2):
+            mesh.all_reduce("dp", torch.ones(1))
+            mesh.step(number=mesh._numbered + 7)
     events = json.loads(path.read_text())["traceEvents"]
     found = [(each["pid"], each["name"]) for each in events if each["name"].startswith("step ")]
     assert sorted(found) == [(0, "step 14"), (0, "step 7"), (1, "step 14"), (1, "step 7")]

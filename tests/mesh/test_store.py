@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from meshcomm.errors import (
     StoreTimeout,
     UnsupportedOp,
 )
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.barriers import monitored_barrier
 from meshcomm.mesh.store import SUPPORT, MeshStore, kind_of
 from meshcomm.testing import Pool
@@ -299,7 +299,7 @@ def test_any_store_carries_a_mesh(pool: Pool, tmp_path: Path, kind: str) -> None
     pool.run(carried, kind, str(tmp_path), 4, ranks=4)
 
 
-def carried_by_hash() -> None:
+def test_a_hash_store_carries_a_mesh_of_one_process() -> None:
     with meshcomm.init(
         dims={"dp": 1}, device="cpu", timeout_s=20, store=dist.HashStore(), rank=0, world_size=1
     ) as mesh:
@@ -308,22 +308,14 @@ def carried_by_hash() -> None:
         assert mesh.store.add("n", 2) == 2 and mesh.store.keys() == ["n"]
 
 
-def test_a_hash_store_carries_a_mesh_of_one_process(pool: Pool) -> None:
-    pool.run(carried_by_hash, ranks=1)
-
-
-def outside(_: None = None) -> None:
-    with meshcomm.init(dims={"dp": 2}, ranks=[1, 3], device="cpu", timeout_s=20) as mesh:
-        mesh.store.set(f"{mesh.rank}", "here")
-        mesh.store.wait([str(rank) for rank in range(4)])
-        assert set(map(str, range(4))) <= set(mesh.store.keys())
-        if not mesh.is_member:
-            with pytest.raises(StoreTimeout, match=rf"on rank {mesh.rank} \(not in the mesh\)"):
-                mesh.store.get("gone", 0.01)
-
-
-def test_ranks_outside_the_mesh_share_the_store(pool: Pool) -> None:
-    pool.run(outside, ranks=4)
+@pytest.mark.mesh(dp=2, ranks=[1, 3], world_size=4, via="gloo")
+def test_ranks_outside_the_mesh_share_the_store(mesh: Mesh) -> None:
+    mesh.store.set(f"{mesh.rank}", "here")
+    mesh.store.wait([str(rank) for rank in range(4)])
+    assert set(map(str, range(4))) <= set(mesh.store.keys())
+    if not mesh.is_member:
+        with pytest.raises(StoreTimeout, match=rf"on rank {mesh.rank} \(not in the mesh\)"):
+            mesh.store.get("gone", 0.01)
 
 
 def test_kinds() -> None:
@@ -333,41 +325,29 @@ def test_kinds() -> None:
 # -- a rank that waits at the store answers others ------------------------------------------------------------
 
 
-def asked_while_it_waits() -> str:
-    options = {"tp": {"timeout_s": 1}}
-    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30, options=options) as mesh:
-        mesh.warm_up()
-        try:
-            if mesh.coord("tp") == 1:
-                mesh.all_reduce("tp", torch.ones(1))
-            elif mesh.coord("dp") == 0:
-                mesh.store.get("nobody sets it", timeout_s=4)
-            else:
-                mesh.barrier("dp", timeout_s=4)
-        except (CommunicationError, StoreTimeout, BarrierTimeout) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-
-def test_who_waits_at_the_store_answers(pool: Pool) -> None:
-    at_get, asks_it, at_barrier, asks_the_other = pool.run(asked_while_it_waits, ranks=4)
-    assert at_get.startswith("StoreTimeout")
-    assert at_barrier.startswith("BarrierTimeout")
-    for asked in (asks_it, asks_the_other):
-        assert "in asked_while_it_waits" in asked
-        assert "has ended" not in asked
+@pytest.mark.mesh(dp=2, tp=2, options={"tp": {"timeout_s": 1.0}}, via="gloo")
+def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
+    """It can still be asked what it does: others must not call it dead."""
+    mesh.warm_up()
+    if mesh.coord("tp") == 1:
+        with pytest.raises(CommunicationError, match="in test_who_waits_at_the_store_answers") as caught:
+            mesh.all_reduce("tp", torch.ones(1))
+        assert "has ended" not in str(caught.value)
+    elif mesh.coord("dp") == 0:
+        with pytest.raises(StoreTimeout):
+            mesh.store.get("nobody sets it", timeout_s=2.5)
+    else:
+        with pytest.raises(BarrierTimeout):
+            mesh.barrier("dp", timeout_s=2.5)
 
 
 # -- a store whose server is stopped: torch's client would wait without end -----------------------------------
 
-SERVER = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+def serves(pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
 
 
 # Each call on a client of its own. Of the calls on one client, torch lets the others wait for the first.
@@ -385,15 +365,15 @@ def mesh_store(client: dist.Store) -> MeshStore:
     return MeshStore(dist.PrefixStore("mesh", client), lambda: "rank 3 (dp=1 tp=1)", 0.3)
 
 
-def test_calls_on_a_store_that_was_stopped_end_and_name_it() -> None:
+def test_calls_on_a_store_that_was_stopped_end_and_name_it(pool: Pool) -> None:
     """All at once, on clients that were served before."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    context = get_context("forkserver")  # the pool's, where torch is loaded
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serves, args=(theirs,), daemon=True)
+    server.start()
     threads = ThreadPoolExecutor(len(CALLS))
     try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+        port = ours.recv()
         clients = [
             dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
             for _ in CALLS
@@ -401,13 +381,13 @@ def test_calls_on_a_store_that_was_stopped_end_and_name_it() -> None:
         for client in clients:
             client.set("there", "before")
             assert client.get("there") == b"before"
-        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(server.pid or 0, signal.SIGSTOP)
         calls = zip(CALLS.items(), clients, strict=True)
         ended = {name: threads.submit(call, client) for (name, call), client in calls}
         errors = {name: each.exception(30) for name, each in ended.items()}
     finally:
         server.kill()
-        server.communicate()
+        server.join()
         threads.shutdown(wait=False)
     silent = errors.pop("barrier")
     assert isinstance(silent, BarrierTimeout) and silent.missing == ()

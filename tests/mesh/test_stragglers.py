@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-import meshcomm
-from meshcomm.comm.stragglers import Stragglers, arrivals
-from meshcomm.testing import Pool
+from meshcomm.comm.stragglers import arrivals
+from meshcomm.mesh import Mesh
 
 
 def test_arrivals_by_hand() -> None:
@@ -34,37 +33,26 @@ def test_arrivals_by_hand() -> None:
 CALLS = 6
 
 
-def slow_rank() -> Stragglers:
-    with meshcomm.init(dims={"pp": 2, "dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
-        x = torch.ones(2)
-        for number in range(CALLS):
-            if mesh.rank == 4:
-                mesh.store.set(f"here/{number}", b"")
-            if mesh.rank == 5:
-                mesh.store.wait([f"here/{number}"])  # however busy the machine is, it comes behind rank 4
-                time.sleep(0.15)
-            mesh.all_reduce("tp", x, op="avg")
-            mesh.all_reduce("dp", x, op="avg")
-        return mesh.stragglers()
-
-
-def test_the_slow_rank_is_found_along_its_dim(pool: Pool) -> None:
-    everyone = pool.run(slow_rank)
-    for rank, found in enumerate(everyone):
-        assert found.hosts == 1
-        assert found.latest["tp"] == everyone[0].latest["tp"]
-        assert found.latest["tp"].rank == 5
-        assert 0.075 < found.latest["tp"].mean_s < 20
-        assert set(found.groups) == {"pp", "dp", "tp"}
-        assert found.groups["pp"].calls == 0
-        own = found.groups["tp"]
-        assert own.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert own.calls == CALLS
-    late = everyone[4].groups["tp"]
-    assert late.last[1] > 0.8
-    assert late.mean_s[1] > 0.075
-    # Rank 4 was held up by rank 5, and so comes late along dp, with nobody late before it along tp.
-    text = str(everyone[4])
-    assert f"tp, {CALLS} calls" in text
-    assert "latest of the whole mesh along" in text
-    assert "tp: rank 5, " in text
+@pytest.mark.mesh(pp=2, dp=2, tp=2, via="gloo")
+def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
+    x = torch.ones(2)
+    for number in range(CALLS):
+        if mesh.rank == 4:
+            mesh.store.set(f"here/{number}", b"")
+        if mesh.rank == 5:
+            mesh.store.wait([f"here/{number}"])  # however busy the machine is, it comes behind rank 4
+            time.sleep(0.15)
+        mesh.all_reduce("tp", x, op="avg")
+        mesh.all_reduce("dp", x, op="avg")
+    found = mesh.stragglers()
+    assert found.hosts == 1 and found.latest["tp"].rank == 5
+    assert 0.075 < found.latest["tp"].mean_s < 20
+    assert set(found.groups) == {"pp", "dp", "tp"} and found.groups["pp"].calls == 0
+    own = found.groups["tp"]
+    assert own.ranks == tuple(mesh.ranks("tp")) and own.calls == CALLS
+    if mesh.rank == 4:
+        # It was held up by rank 5, and so comes late along dp, with nobody late before it along tp.
+        assert own.last[1] > 0.8 and own.mean_s[1] > 0.075
+        text = str(found)
+        assert f"tp, {CALLS} calls" in text and "tp: rank 5, " in text
+        assert "latest of the whole mesh along" in text

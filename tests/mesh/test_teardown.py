@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 import meshcomm
+from meshcomm.errors import PeerLost
 from meshcomm.testing import Pool
+from tests.ranks import on_ranks
 
-DIMS = {"pp": 2, "dp": 2, "tp": 2}
+linux = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
+)
 PLANE = {"dp": 2, "tp": 2}
 
 
@@ -32,29 +36,22 @@ def cycle() -> None:
         mesh.functional.all_gather("tp", torch.ones(2, requires_grad=True), grad="slice").sum().backward()
 
 
-def cycles(count: int) -> list[tuple[int, int]]:
+@linux
+@on_ranks(4)
+def test_twenty_cycles_return_files_and_threads() -> None:
     cycle()  # what torch makes once and keeps
     gc.collect()  # what other tests left in this process
-    counts = [held()]
-    for _ in range(count):
+    before = held()
+    for _ in range(20):
         cycle()
-        counts.append(held())
-    return counts
+    assert all(abs(now - then) <= 2 for now, then in zip(held(), before, strict=True)), (held(), before)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
-)
-def test_twenty_cycles_return_files_and_threads(pool: Pool) -> None:
-    for counts in pool.run(cycles, 20, ranks=4):
-        (files, threads), (files_after, threads_after) = counts[0], counts[-1]
-        assert abs(files_after - files) <= 2, counts
-        assert abs(threads_after - threads) <= 2, counts
-
-
-def kept_device_meshes() -> tuple[tuple[int, int], tuple[int, int], list[str]]:
-    """What is held before and after five meshes whose DeviceMeshes the program keeps, as torch's caches do."""
-    kept, before, texts = [], (0, 0), []
+@linux
+@on_ranks(2)
+def test_a_device_mesh_that_is_kept_keeps_no_group() -> None:
+    """Five meshes whose DeviceMeshes the program keeps, as torch's caches do."""
+    kept, before = [], (0, 0)
     for number in range(6):
         with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
             kept.append(mesh["dp"])
@@ -63,50 +60,27 @@ def kept_device_meshes() -> tuple[tuple[int, int], tuple[int, int], list[str]]:
         if not number:
             before = held()
     gc.collect()
-    for each in kept[:1]:
-        with pytest.raises(Exception, match="meshcomm") as caught:
-            each.get_group()
-        texts.append(str(caught.value))
-    return before, held(), texts
+    with pytest.raises(Exception, match="meshcomm"):
+        kept[0].get_group()
+    assert all(now <= then + 2 for now, then in zip(held(), before, strict=True)), (held(), before)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
-)
-def test_a_device_mesh_that_is_kept_keeps_no_group(pool: Pool) -> None:
-    for (files, threads), (files_after, threads_after), _ in pool.run(kept_device_meshes, ranks=2):
-        assert files_after <= files + 2 and threads_after <= threads + 2
-
-
-def after_an_exception() -> Any:
-    texts = []
-    for odd in (0, 5):
-        try:
-            with meshcomm.init(dims=DIMS, device="cpu", timeout_s=30) as mesh:
-                mesh.warm_up()
-                if mesh.rank == odd:
-                    raise ValueError("one rank's own mistake")
-                mesh.all_reduce("dp", torch.ones(1))
-        except ValueError as error:
-            texts.append(f"ValueError: {error}")
-        except meshcomm.MeshcommError as error:
-            texts.append(type(error).__name__)
-        else:
-            texts.append("ok")
-    with meshcomm.init(dims=DIMS, device="cpu", timeout_s=30) as mesh:
-        total = mesh.all_reduce("tp", torch.ones(1)).item()
-    return texts, total, [t.name for t in threading.enumerate() if t.name == "meshcomm-watch"]
-
-
-def test_after_an_exception_the_next_mesh_works(pool: Pool) -> None:
-    found = pool.run(after_an_exception)
-    peers = {0: 2, 5: 7}  # along dp
-    for rank, (texts, total, threads) in enumerate(found):
-        expected = [
-            "ValueError: one rank's own mistake" if rank == odd else "PeerLost" if rank == peer else "ok"
-            for odd, peer in peers.items()
-        ]
-        assert (texts, total, threads) == (expected, 2.0, [])
+@on_ranks(4)
+def test_after_an_exception_the_next_mesh_works() -> None:
+    for odd, peer in ((0, 2), (3, 1)):  # along dp
+        rank = int(os.environ["RANK"])
+        kinds = {odd: ValueError, peer: PeerLost}
+        with (
+            pytest.raises(kinds[rank]) if rank in kinds else nullcontext(),
+            meshcomm.init(dims=PLANE, device="cpu", timeout_s=30) as mesh,
+        ):
+            mesh.warm_up()
+            if mesh.rank == odd:
+                raise ValueError("one rank's own mistake")
+            mesh.all_reduce("dp", torch.ones(1))
+    with meshcomm.init(dims=PLANE, device="cpu", timeout_s=30) as mesh:
+        assert mesh.all_reduce("tp", torch.ones(1)).item() == 2
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("meshcomm-watch")]
 
 
 def with_a_kept_error(call: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
@@ -116,7 +90,8 @@ def with_a_kept_error(call: str) -> tuple[str, tuple[int, int], tuple[int, int]]
     before = held()
     kept: BaseException | None = None
     try:
-        with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+        # Half of it is what a first message waits for its other end.
+        with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=5) as mesh:
             mesh.warm_up()
             if mesh.rank == 0:
                 raise ValueError("one rank's own mistake")
@@ -128,9 +103,7 @@ def with_a_kept_error(call: str) -> tuple[str, tuple[int, int], tuple[int, int]]
     return type(kept).__name__, before, held()
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them"
-)
+@linux
 @pytest.mark.parametrize("call", ["all_reduce", "recv"])
 def test_an_error_that_is_kept_keeps_no_group(pool: Pool, call: str) -> None:
     found = pool.run(with_a_kept_error, call, ranks=2)

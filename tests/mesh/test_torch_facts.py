@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,31 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.config import NetworkConfig, ProcessConfig
-from meshcomm.errors import MeshcommError
+from meshcomm.errors import CollectiveTimeout, LaunchError
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.rendezvous import meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
+from tests.ranks import on_ranks
 
 # -- backends, levels of debugging, errors ----------------------------------------------------------
 
 
-def third_party() -> tuple[str, list[float], str]:
+@on_ranks(2)
+def test_a_registered_backend_and_one_named_by_device() -> None:
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     dist.Backend.register_backend("mine", make, devices=["cpu"])
-    with meshcomm.init(dims={"dp": 2}, device="cpu", backend="mine", timeout_s=30) as mesh:
-        x = mesh.all_reduce("dp", torch.ones(2))
-        name = mesh.plan.defaults.backend
-    with meshcomm.init(
-        dims={"dp": 2}, device="cpu", options={"dp": {"backend": "cpu:gloo"}}, timeout_s=30
-    ) as mesh:
-        mesh.all_reduce("dp", x)
-        return name, x.tolist(), mesh.plan.family("dp").options.backend
-
-
-def test_a_registered_backend_and_one_named_by_device(pool: Pool) -> None:
-    assert pool.run(third_party, ranks=2) == [("mine", [4.0, 4.0], "cpu:gloo")] * 2
+    dims = {"dp": 2}
+    with meshcomm.init(dims=dims, device="cpu", backend="mine", timeout_s=30) as mesh:
+        assert mesh.all_reduce("dp", torch.ones(2)).tolist() == [2.0, 2.0]
+        assert mesh.plan.defaults.backend == "mine"
+    of_device = {"dp": {"backend": "cpu:gloo"}}
+    with meshcomm.init(dims=dims, device="cpu", options=of_device, timeout_s=30) as mesh:
+        assert mesh.all_reduce("dp", torch.ones(2)).tolist() == [2.0, 2.0]
+        assert mesh.plan.family("dp").options.backend == "cpu:gloo"
 
 
 def in_detail() -> list[float]:
@@ -55,34 +54,19 @@ def test_torchs_own_checks_may_be_on(pool: Pool, level: str) -> None:
     assert pool.run(in_detail, ranks=4, env=environment) == [[2.0, 2.0]] * 4
 
 
-def causes() -> list[tuple[str, str, bool]]:
-    found = []
-
-    def keep(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except MeshcommError as error:
-            cause = error.__cause__
-            found.append((type(error).__name__, error.what, isinstance(cause, (RuntimeError, OSError))))
-
-    nowhere = ProcessConfig(init="tcp", address="127.0.0.1:1", rank=1, world_size=2)
-    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
-        keep(lambda: mesh.irecv("dp", torch.zeros(1), src=1 - mesh.rank).wait(timeout_s=0.2))
-        keep(lambda: meet(nowhere, Launch("single", 1, 2, 1, 2), 0.2))
-    return found
-
-
-def test_what_torch_raised_is_the_cause(pool: Pool) -> None:
+@pytest.mark.mesh(dp=2, via="gloo", timeout_s=12)
+def test_what_torch_raised_is_the_cause(mesh: Mesh) -> None:
     """DistError and its kinds are RuntimeErrors; ours say where and which rank, and keep torch's behind them."""
-    assert all(
-        issubclass(kind, RuntimeError) and issubclass(kind, dist.DistError)
-        for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-    )
-    for rank, (message, meeting) in enumerate(pool.run(causes, ranks=2)):
-        assert message[0] in ("CollectiveTimeout", "PeerLost")
-        assert message[1].startswith(f'recv from {1 - rank} along "dp" on rank {rank} (dp={rank})')
-        assert message[2]
-        assert meeting == ("LaunchError", "rank 1 of 2 could not meet the others at 127.0.0.1:1", True)
+    for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
+        assert issubclass(kind, RuntimeError) and issubclass(kind, dist.DistError)
+    rank, nowhere = mesh.rank, ProcessConfig(init="tcp", address="127.0.0.1:1", rank=1, world_size=2)
+    with pytest.raises(CollectiveTimeout) as caught:
+        mesh.irecv("dp", torch.zeros(1), src=1 - rank).wait(timeout_s=0.2)
+    assert caught.value.what.startswith(f'recv from {1 - rank} along "dp" on rank {rank} (dp={rank})')
+    assert isinstance(caught.value.__cause__, (RuntimeError, OSError))
+    with pytest.raises(LaunchError, match="rank 1 of 2 could not meet the others at ") as unmet:
+        meet(nowhere, Launch("single", 1, 2, 1, 2), 0.2)
+    assert isinstance(unmet.value.__cause__, (RuntimeError, OSError))
 
 
 # -- interfaces and devices -------------------------------------------------------------------------
@@ -106,26 +90,16 @@ def test_interfaces_and_sockets_become_variables() -> None:
     }
 
 
-def two_on_one_device() -> str:
+@on_ranks(2)
+def test_more_ranks_than_devices_are_refused_before_a_group_exists() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        try:
+        with pytest.raises(LaunchError, match=r"2 ranks on a host with 1 cuda device\(s\)") as caught:
             meshcomm.init(dims={"dp": 2}, timeout_s=30)
-        except MeshcommError as error:
-            return f"{type(error).__name__}: {error}\ninitialised: {dist.is_initialized()}"
-    return "nothing"
-
-
-def test_more_ranks_than_devices_are_refused_before_a_group_exists(pool: Pool) -> None:
-    assert pool.run(two_on_one_device, ranks=2) == [
-        "LaunchError: 2 ranks on a host with 1 cuda device(s)\n"
-        "  given:    local rank {rank} of 2, backend nccl\n"
-        "  expected: one device for each rank: NCCL refuses two ranks on one device\n"
-        '  try:      --nproc-per-node 1, or mesh.device = "cpu"\n'
-        "initialised: False".replace("{rank}", str(rank))
-        for rank in range(2)
-    ]
+    assert caught.value.given == f"local rank {os.environ['RANK']} of 2, backend nccl"
+    assert caught.value.hint == '--nproc-per-node 1, or mesh.device = "cpu"'
+    assert not dist.is_initialized()
 
 
 # -- torch's own launcher of processes --------------------------------------------------------------

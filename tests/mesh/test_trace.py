@@ -271,31 +271,21 @@ def test_the_timeline_of_a_trace_and_of_reports(folder: Path) -> None:
 AHEAD_S = 100.0
 
 
-def on_two_hosts(path: str) -> None:
+@pytest.mark.mesh(dp=2, via="gloo")
+def test_clocks_of_two_hosts_are_brought_together(mesh: Mesh, tmp_path: Path) -> None:
     """Rank 1 believes to be on another host, whose monotonic clock is 100 s ahead."""
-    tracing = import_module("meshcomm.mesh.tracing")
+    path, tracing = tmp_path / "trace.json", import_module("meshcomm.mesh.tracing")
     ours = [m for name, m in sys.modules.items() if name.startswith("meshcomm.")]
     timed = [m for m in ours if getattr(m, "clock", None) is time.perf_counter]
     assert tracing in timed
-    host = tracing.host
-    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in timed if mesh.rank == 1 else ():
+            patch.setattr(module, "clock", lambda: time.perf_counter() + AHEAD_S)
         if mesh.rank == 1:
-            for module in timed:
-                module.clock = lambda: time.perf_counter() + AHEAD_S  # type: ignore[attr-defined]
-            tracing.host = lambda: 99
-        try:
-            with mesh.trace(path):
-                for _ in range(3):
-                    mesh.all_reduce("dp", torch.ones(1))
-        finally:
-            for module in timed:
-                module.clock = time.perf_counter  # type: ignore[attr-defined]
-            tracing.host = host
-
-
-def test_clocks_of_two_hosts_are_brought_together(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    pool.run(on_two_hosts, str(path), ranks=2)
+            patch.setattr(tracing, "host", lambda: 99)
+        with mesh.trace(path):
+            for _ in range(3):
+                mesh.all_reduce("dp", torch.ones(1))
     events = check_format(path.read_text())
     error_s = json.loads(path.read_text())["otherData"]["clock_error_s"]
     assert list(error_s) == ["1"]
@@ -327,29 +317,25 @@ def test_offsets_are_bounded_by_an_exchange_of_all_ranks() -> None:
 # -- a pipeline ---------------------------------------------------------------------------------------
 
 
-def piped(path: str) -> None:
-    with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=30) as mesh:
-        torch.manual_seed(0)
-        stage = nn.Linear(4, 4) if mesh.rank else nn.Embedding(8, 4)
-        run = Pipelined(
-            mesh,
-            "pp",
-            stage,
-            lambda y, target: (y - target).square().sum(),
-            microbatches=3,
-            schedule="1f1b",
-            shapes=((2, 5), (2, 5, 4), (2, 5, 4)),
-            dtype=torch.float32,
-        )
-        tokens, targets = torch.ones(6, 5, dtype=torch.int64), torch.ones(6, 5, 4)
-        run(tokens, targets)
-        with mesh.trace(path):
-            run(tokens, targets)
-
-
-def test_passes_of_a_pipeline_are_in_the_trace(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.mesh(pp=2, via="gloo")
+def test_passes_of_a_pipeline_are_in_the_trace(mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    pool.run(piped, str(path), ranks=2)
+    torch.manual_seed(0)
+    stage = nn.Linear(4, 4) if mesh.rank else nn.Embedding(8, 4)
+    run = Pipelined(
+        mesh,
+        "pp",
+        stage,
+        lambda y, target: (y - target).square().sum(),
+        microbatches=3,
+        schedule="1f1b",
+        shapes=((2, 5), (2, 5, 4), (2, 5, 4)),
+        dtype=torch.float32,
+    )
+    tokens, targets = torch.ones(6, 5, dtype=torch.int64), torch.ones(6, 5, 4)
+    run(tokens, targets)
+    with mesh.trace(path):
+        run(tokens, targets)
     events = check_format(path.read_text())
     lanes = lanes_of(events)
     passes = {
@@ -407,16 +393,13 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
 # -- without processes --------------------------------------------------------------------------------
 
 
-def alone(path: str) -> None:
+def test_a_single_rank(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
     with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh, mesh.trace(path) as trace:
         mesh.all_reduce("dp", torch.ones(1))
         with trace.stretch("alone"):
             pass
-
-
-def test_a_single_rank(pool: Pool, tmp_path: Path) -> None:
-    pool.run(alone, str(tmp_path / "t.json"), ranks=1)
-    events = check_format((tmp_path / "t.json").read_text())
+    events = check_format(path.read_text())
     assert [e["name"] for e in events if e["ph"] == "X"] == ["alone"]  # a dim of size 1 moves nothing
 
 

@@ -33,6 +33,7 @@ from meshcomm.transport.base import P2P
 from meshcomm.transport.torch_private import HOOK_NAMES
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
+from tests.ranks import on_ranks
 
 TIMEOUT = 2.0
 
@@ -467,40 +468,28 @@ def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPat
         idle.limited(lambda: time.sleep(20))
 
 
-def functional(mesh: Any) -> list[str]:
-    x = torch.ones(2, requires_grad=True)
-    sites = []
-    for _ in range(3):
-        y = mesh.functional.all_reduce("dp", x, grad="sum")
-        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
-        y.sum().backward()
-        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
-        mesh.all_reduce("dp", torch.ones(2))
-        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
-        mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
-        sites.append(mesh._watch.status()["groups"][0]["last"]["callsite"])
-    return sites
-
-
-def run_functional() -> list[list[str]]:
-    found = []
-    for validate in (0, 64):
-        with meshcomm.init(
-            dims={"pp": 1, "dp": 2, "tp": 2}, device="cpu", timeout_s=20, validate_calls=validate
-        ) as mesh:
-            found.append(functional(mesh))
-    return found
-
-
-def test_the_recorded_line_is_the_users(pool: Pool) -> None:
+@on_ranks(4)
+def test_the_recorded_line_is_the_users() -> None:
     lines = Path(__file__).read_text().splitlines()
-    wanted = ["functional.all_reduce", "backward()", 'mesh.all_reduce("dp"', "hierarchical"] * 3
-    for sites in pool.run(run_functional, ranks=4)[0]:
-        assert len(sites) == len(wanted)
-        for site, text in zip(sites, wanted, strict=True):
-            file, line = site.rsplit(":", 1)
-            assert file == __file__
-            assert text in lines[int(line) - 1]
+    for validate in (0, 64):
+        dims = {"pp": 1, "dp": 2, "tp": 2}
+        with meshcomm.init(dims=dims, device="cpu", timeout_s=20, validate_calls=validate) as mesh:
+            watch: Any = mesh._watch
+            x = torch.ones(2, requires_grad=True)
+
+            def recorded(text: str) -> None:
+                file, line = watch.status()["groups"][0]["last"]["callsite"].rsplit(":", 1)
+                assert file == __file__ and text in lines[int(line) - 1]
+
+            for _ in range(3):
+                y = mesh.functional.all_reduce("dp", x, grad="sum")
+                recorded("functional.all_reduce")
+                y.sum().backward()
+                recorded("backward()")
+                mesh.all_reduce("dp", torch.ones(2))
+                recorded('mesh.all_reduce("dp"')
+                mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
+                recorded("hierarchical")
 
 
 def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
@@ -720,8 +709,7 @@ class _CountingStore:
         return counted
 
 
-@pytest.mark.parametrize("silent", [(), (5,)])
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(("ranks", "silent"), [(8, (5,)), (64, ())])
 def test_one_rank_asks_for_all_that_wait_in_a_call(
     ranks: int, silent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -776,7 +764,7 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
     try:
         left = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
         left.under_way = True
-        time.sleep(3.0)  # "saving"
+        time.sleep(1.5)  # "saving"
         assert ended == []
         # One that is blocked is still ended.
         monkeypatch.setattr("meshcomm.mesh.watchdog._COMM", __file__)
@@ -812,7 +800,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
     counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = _Work(False)
-    time.sleep(3.0)
+    time.sleep(1.5)
     watchdog.close()
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and ended == []

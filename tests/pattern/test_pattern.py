@@ -23,7 +23,6 @@ from meshcomm.pattern import Recipe, explain_pattern
 from meshcomm.pattern.parse import parse, text_of
 from meshcomm.pattern.recipe import Step
 from meshcomm.pattern.roles import PARTIALS, mesh_dims
-from meshcomm.testing import Pool
 from meshcomm.transport.support import REDUCE_OPS
 
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
@@ -216,19 +215,15 @@ def check_cases(mesh: Mesh, order: Any) -> None:
         assert torch.equal(given, x), f"{case} changed its input"
 
 
-def run_cases(order: Any) -> None:
-    with meshcomm.init(
-        dims=DIMS, merge=MERGE, views=VIEWS, rank_order=order, device="cpu", timeout_s=30
-    ) as mesh:
-        check_cases(mesh, order)
-
-
-def test_every_pattern_gives_what_gathering_everything_gives(pool: Pool) -> None:
+@pytest.mark.mesh(**DIMS, merge=MERGE, views=VIEWS, rank_order=ORDERS[1], via="gloo")
+def test_every_pattern_gives_what_gathering_everything_gives(mesh: Mesh) -> None:
     assert len(CASES) >= 40
     assert len({(case.pattern, case.partial) for case in CASES}) == len(CASES)
-    pool.run(run_cases, ORDERS[1])
-    for order in ORDERS:
-        meshcomm.simulate(check_cases, dims=DIMS, merge=MERGE, views=VIEWS, rank_order=order, args=(order,))
+    check_cases(mesh, ORDERS[1])
+
+
+def test_every_pattern_on_simulated_ranks() -> None:
+    meshcomm.simulate(check_cases, dims=DIMS, merge=MERGE, views=VIEWS, args=(None,))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern} {case.partial or ''}")
@@ -253,40 +248,36 @@ def test_the_steps_are_the_fewest(case: Case) -> None:
 # -- a dim of size 1, other dtypes, handed-down rules ---------------------------------------------
 
 
-def run_small_mesh() -> None:
-    with meshcomm.init(dims={"dp": 1, "tp": 2}, device="cpu", timeout_s=30) as mesh:
-        rearrange = mesh.rearrange
-        c = mesh.coord("tp")
-        x = torch.arange(12.0).reshape(3, 4)
-        assert torch.equal(rearrange(x, "a b -> dp a b"), x[None])
-        assert torch.equal(rearrange(x[None], "dp a b -> b a"), x.T)
-        assert torch.equal(rearrange(x, "(dp a) b -> a b", partial="sum"), x)
-        assert torch.equal(rearrange(x, "a (dp b) -> (dp a) b", dp=1), x)
-        assert torch.equal(rearrange(x, "a (dp tp b) -> (dp a) b"), x[:, 2 * c : 2 * c + 2])
-        grown = rearrange(x.requires_grad_(), "a b -> (dp a) b", grad="slice")
-        grown.sum().backward()
-        assert torch.equal(x.grad, torch.ones(3, 4))  # type: ignore[arg-type]
-        with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on solo"):
-            rearrange(torch.arange(3), "(dp a) -> a", partial="avg")
-        with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on gloo"):
-            rearrange(torch.ones(2, dtype=torch.bool), "(tp a) -> a", partial="sum")
-        for dtype in (torch.bfloat16, torch.int32, torch.complex64, torch.bool):
-            y = (torch.arange(6) % 2 + c).to(dtype).reshape(2, 3)
-            want = torch.cat([(torch.arange(6) % 2 + i).to(dtype).reshape(2, 3) for i in range(2)], 1)
-            assert torch.equal(rearrange(y, "a b -> a (tp b)"), want)
-        for shape in ((0, 3), (2, 0)):
-            assert rearrange(torch.ones(shape), "a b -> (tp a) b").shape == (shape[0] * 2, shape[1])
-            assert rearrange(torch.ones(shape), "(tp a) b -> a (tp b)").shape == (shape[0] // 2, shape[1] * 2)
-        # A recipe for one shape is not used for another; no gradient is recorded under no_grad.
-        for n in (1, 2, 3):
-            assert rearrange(torch.ones(n, 2), "a b -> a (tp b)").shape == (n, 4)
-        with torch.no_grad():
-            assert not rearrange(x, "a b -> a (tp b)").requires_grad
-        assert rearrange(x.detach(), "a b -> a (tp b)", grad="slice").shape == (3, 8)
-
-
-def test_size_one_dtypes_empty_and_no_grad(pool: Pool) -> None:
-    pool.run(run_small_mesh, ranks=2)
+@pytest.mark.mesh(dp=1, tp=2, via="gloo")
+def test_size_one_dtypes_empty_and_no_grad(mesh: Mesh) -> None:
+    rearrange = mesh.rearrange
+    c = mesh.coord("tp")
+    x = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(rearrange(x, "a b -> dp a b"), x[None])
+    assert torch.equal(rearrange(x[None], "dp a b -> b a"), x.T)
+    assert torch.equal(rearrange(x, "(dp a) b -> a b", partial="sum"), x)
+    assert torch.equal(rearrange(x, "a (dp b) -> (dp a) b", dp=1), x)
+    assert torch.equal(rearrange(x, "a (dp tp b) -> (dp a) b"), x[:, 2 * c : 2 * c + 2])
+    grown = rearrange(x.requires_grad_(), "a b -> (dp a) b", grad="slice")
+    grown.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 4))  # type: ignore[arg-type]
+    with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on solo"):
+        rearrange(torch.arange(3), "(dp a) -> a", partial="avg")
+    with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on gloo"):
+        rearrange(torch.ones(2, dtype=torch.bool), "(tp a) -> a", partial="sum")
+    for dtype in (torch.bfloat16, torch.int32, torch.complex64, torch.bool):
+        y = (torch.arange(6) % 2 + c).to(dtype).reshape(2, 3)
+        want = torch.cat([(torch.arange(6) % 2 + i).to(dtype).reshape(2, 3) for i in range(2)], 1)
+        assert torch.equal(rearrange(y, "a b -> a (tp b)"), want)
+    for shape in ((0, 3), (2, 0)):
+        assert rearrange(torch.ones(shape), "a b -> (tp a) b").shape == (shape[0] * 2, shape[1])
+        assert rearrange(torch.ones(shape), "(tp a) b -> a (tp b)").shape == (shape[0] // 2, shape[1] * 2)
+    # A recipe for one shape is not used for another; no gradient is recorded under no_grad.
+    for n in (1, 2, 3):
+        assert rearrange(torch.ones(n, 2), "a b -> a (tp b)").shape == (n, 4)
+    with torch.no_grad():
+        assert not rearrange(x, "a b -> a (tp b)").requires_grad
+    assert rearrange(x.detach(), "a b -> a (tp b)", grad="slice").shape == (3, 8)
 
 
 # -- gradients ------------------------------------------------------------------------------------
