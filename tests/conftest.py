@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-parity-table",
         action="store_true",
-        help="with -m parity: write docs/guide/combinations.md from what the meshes gave",
+        help="with -m parity: write the table of docs/guide/parity.md from what the meshes gave",
     )
 
 
@@ -93,7 +93,7 @@ def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture
 def parity_rows(pytestconfig: pytest.Config) -> list[tuple[str, Difference]]:
-    """Takes (case, its worst difference from one process), for the page of combinations."""
+    """Takes (case, its worst difference from one process), for the table of combinations."""
     return pytestconfig.stash.setdefault(_ROWS, [])
 
 

@@ -1,6 +1,7 @@
-"""Pages of the API from signatures and docstrings: `python docs/tools/api.py` writes them.
+"""The page of the API from signatures and docstrings: `python docs/tools/api.py` writes docs/reference/api.md.
 
-docs/reference/api.md has what `import meshcomm` gives, docs/reference/packages.md the packages beside it.
+It has what `import meshcomm` gives and the building blocks for own training loops in full, and one line for each
+other public name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 
 import meshcomm
 
-REFERENCE: Final = Path(__file__).parents[1] / "reference"
+PAGE: Final = Path(__file__).parents[1] / "reference" / "api.md"
 _WIDTH: Final = 100
 # How sections of a configuration check each other, and what pydantic makes.
 _INNER: Final = {"problems", "given", "world_problems", "model_post_init"}
@@ -27,6 +28,13 @@ _OF_A_MESH: Final = {
     "mesh.objects": "meshcomm.comm.objects.Objects",
     "mesh.store": "meshcomm.mesh.store.MeshStore",
 }
+# What a training loop of one's own is built from.
+_BLOCKS: Final = (
+    "meshcomm.parallel.GradientSync",
+    "meshcomm.parallel.tensor.tensor_parallel",
+    "meshcomm.parallel.Pipelined",
+    "meshcomm.testing.Pool",
+)
 PACKAGES: Final = (
     "meshcomm.parallel",
     "meshcomm.parallel.tensor",
@@ -59,67 +67,70 @@ class _Written:
 
 
 def api() -> str:
-    """What `import meshcomm` gives: functions and classes, what hangs on a mesh, all errors."""
+    """What `import meshcomm` gives, what hangs on a mesh, building blocks, all errors, and the packages' names."""
     lines = [
         "# API",
         "",
-        "Made by `python docs/tools/api.py` from the docstrings; a test compares them. Names that begin with an underscore, and",
-        "modules that are neither here nor in [packages](packages.md), may change from one version to the next.",
+        "Every public name, for looking up what a call takes, returns and raises. Made by `python docs/tools/api.py` from the docstrings; a test",
+        "compares them. Names that begin with an underscore, and modules that are not on this page, may change from one version to the next.",
         "",
     ]
     for name in meshcomm.__all__:
         if name != "MeshcommError":
             lines += _entry(f"meshcomm.{name}", getattr(meshcomm, name))
     for name, path in _OF_A_MESH.items():
-        module, _, kind = path.rpartition(".")
-        lines += _entry(name, getattr(import_module(module), kind), made_by_mesh=True)
+        lines += _entry(name, _found(path), made_by_mesh=True)
+    for path in _BLOCKS:
+        lines += _entry(path, _found(path))
     lines += [
         "## Errors",
         "",
         "All are in `meshcomm.errors`. [Errors](errors.md) has each with a program.",
         "",
+        "| error | is a | |",
+        "|---|---|---|",
     ]
-    lines += ["| error | is a | |", "|---|---|---|"]
     for name, kind in vars(import_module("meshcomm.errors")).items():
         if inspect.isclass(kind) and not name.startswith("_") and issubclass(kind, Exception):
-            first = inspect.getdoc(kind) or ""
-            what = " ".join(first.split("\n\n")[0].split())
-            lines.append(f"| `{name}` | `{kind.__bases__[0].__name__}` | {what} |")
-    return "\n".join(lines).rstrip() + "\n"
+            lines.append(f"| `{name}` | `{kind.__bases__[0].__name__}` | {_first(kind)} |")
+    return "\n".join([*lines, *_packages()]).rstrip() + "\n"
 
 
-def packages() -> str:
-    """The packages beside the front door: every name that their `__all__` lists and the front door lacks."""
+def _packages() -> list[str]:
+    """A line for each name that a package's `__all__` lists and that is not on the page yet."""
     lines = [
-        "# Packages",
         "",
-        "Made by `python docs/tools/api.py` from the docstrings; a test compares them. What `import meshcomm` gives is in",
-        "[API](api.md). Everything here is imported from its package: `from meshcomm.stages import orders`.",
+        "## Packages",
         "",
+        "The public names beside those above, each imported from its package: `from meshcomm.stages import orders`. `help(orders)`, or an editor, shows",
+        "the rest of the docstring.",
+        "",
+        "| name | |",
+        "|---|---|",
     ]
-    front = [getattr(meshcomm, name) for name in meshcomm.__all__]
-    for name in PACKAGES:
-        package = import_module(name)
-        lines += [f"## {name}", "", " ".join((package.__doc__ or "").split()), ""]
-        inner = [import_module(below) for below in PACKAGES if below.startswith(f"{name}.")]
-        elsewhere: dict[str, list[str]] = {}
-        entries: list[str] = []
-        for each in sorted(package.__all__):
-            found = getattr(package, each)
-            homes = [below.__name__ for below in inner if found is getattr(below, each, None)]
-            if homes:
-                elsewhere.setdefault(homes[0], []).append(f"`{each}`")
-            elif not any(found is known for known in front):
-                entries += _entry(each, found, level=3)
-        lines += [
-            f"Also from [{home}](#{_anchor(home)}): {', '.join(names)}." for home, names in elsewhere.items()
-        ]
-        lines += ["", *entries] if elsewhere else entries
-    return "\n".join(lines).rstrip() + "\n"
+    known = [getattr(meshcomm, name) for name in meshcomm.__all__] + [_found(path) for path in _BLOCKS]
+    # Inner packages first, so that a name stands where it is defined.
+    for package in (
+        import_module(name) for name in sorted(PACKAGES, key=lambda name: (-name.count("."), name))
+    ):
+        for name in sorted(package.__all__):
+            found = getattr(package, name)
+            if not any(found is each for each in known):
+                known.append(found)
+                documented = inspect.isclass(found) or inspect.isfunction(found)
+                what = _first(found) if documented else "a constant, or a type"
+                lines.append(f"| `{package.__name__}.{name}` | {what} |")
+    return lines
 
 
-def _anchor(heading: str) -> str:
-    return heading.lower().replace(".", "")
+def _found(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _first(found: Any) -> str:
+    """The first paragraph of a docstring, on one line of a table."""
+    return " ".join((inspect.getdoc(found) or "").split("\n\n")[0].split()).replace("|", "\\|")
 
 
 def _entry(name: str, found: Any, *, level: int = 2, made_by_mesh: bool = False) -> list[str]:
@@ -198,6 +209,5 @@ def _block(name: str | None, found: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    for path, made in ((REFERENCE / "api.md", api()), (REFERENCE / "packages.md", packages())):
-        path.write_text(made, encoding="utf-8")
-        print(f"written: {path.relative_to(REFERENCE.parents[1])}")
+    PAGE.write_text(api(), encoding="utf-8")
+    print(f"written: {PAGE.relative_to(PAGE.parents[2])}")

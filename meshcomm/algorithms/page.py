@@ -1,4 +1,4 @@
-"""The tables of docs/guide/algorithms.md: `python -m meshcomm.algorithms.page`."""
+"""The tables of docs/guide/costs.md: `python -m meshcomm.algorithms.page`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Metrics(TopologyQueries):
 
         Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
         step: a call that one of them left out among equal ones, or made once too often, shows nowhere else.
-        docs/guide/steps.md says what is compared and how soon.
+        docs/guide/hangs.md says what is compared and how soon.
 
         Called by: every rank of the mesh, at the same point of the program.
         number:    what the program calls the step, for errors; None: one more than the last, from 1.

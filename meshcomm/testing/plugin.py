@@ -1,4 +1,4 @@
-"""The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/testing.md shows the use.
+"""The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/simulator.md shows the use.
 
 pytest loads this file for every suite where meshcomm is installed, so it imports nothing but pytest, and it
 does nothing to tests that take no `mesh` of this file.
@@ -20,7 +20,7 @@ _POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
 _MARKER = (
     'mesh(via="simulator" | "gloo", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
-    "the fixture mesh, on every rank of a mesh with these dims; docs/guide/testing.md of meshcomm"
+    "the fixture mesh, on every rank of a mesh with these dims; docs/guide/simulator.md of meshcomm"
 )
 
 

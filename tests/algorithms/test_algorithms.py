@@ -36,7 +36,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "algorithms.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"
 
 
 # Every small number of ranks, and those around powers of two.

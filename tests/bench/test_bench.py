@@ -80,7 +80,7 @@ def test_a_size_is_what_nccl_tests_counts() -> None:
 
 
 def test_the_guide_has_the_sizes_and_factors() -> None:
-    guide = (ROOT / "docs/guide/benchmarking.md").read_text()
+    guide = (ROOT / "docs/guide/performance.md").read_text()
     for operation in OPERATIONS:
         (row,) = [line for line in guide.splitlines() if line.startswith(f"| {operation} | `mesh.")]
         *_, counted, factor = row.strip("| ").split(" | ")

@@ -28,7 +28,6 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("config.md", "python docs/tools/config_page.py > docs/reference/config.md", config_page.page),
     ("cli.md", "python docs/tools/cli_page.py > docs/reference/cli.md", cli_page.page),
     ("api.md", "python docs/tools/api.py", lambda: str(tool("api").api())),
-    ("packages.md", "python docs/tools/api.py", lambda: str(tool("api").packages())),
 ]
 
 

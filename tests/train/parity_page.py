@@ -1,4 +1,4 @@
-"""The page of what can be combined, from the meshes that were compared with one process."""
+"""The table of what can be combined in docs/guide/parity.md, from the meshes that were compared with one process."""
 
 from __future__ import annotations
 
@@ -12,37 +12,25 @@ from meshcomm.config.wording import toml
 from meshcomm.train.differences import Difference
 from tests.train.parity_cases import BASE, CASES
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "combinations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "parity.md"
 
-_HEAD = """\
-# What can be combined
-
-Each line is a mesh of 8 processes that trained 20 steps in float64 as one process does: the same losses,
-gradient norms, weights and gradients. The worst difference is the largest of all of them, relative to
-the largest value of the quantity, 1 at least; the tests refuse more than 1e-9.
-Measured with torch {torch} on CPU with Gloo.
-
-`pytest -n 0 -m parity --write-parity-table` runs the meshes and writes this page. The
-configurations are in `tests/train/parity_cases.py`; the model has {layers} layers of width {width} with dropout
-{dropout}, gradients are clipped. [`meshcomm parity`](parity.md) does the same for a configuration of yours.
-
-"""
+_BEGIN, _END = "<!-- parity table -->\n", "<!-- end of parity table -->\n"
 
 
 def write_page(found: Mapping[str, Difference]) -> str:
-    """Write the page; says that it is written, or which case was not measured, and then it is not."""
+    """Write the table; says that it is written, or which case was not measured, and then it is not."""
     missing = [case for case in CASES if case not in found]
     if missing:
         return f"{PAGE.name} is not written: not measured: {', '.join(missing)}"
-    model = BASE["model"]
-    head = _HEAD.format(
-        torch=torch.__version__, layers=model["layers"], width=model["width"], dropout=model["dropout"]
-    )
     rows = [("mesh", "parts", "besides", "worst difference")]
     rows.append(("---",) * 4)
     for case, one in found.items():
         rows.append((case, *settings(CASES[case]), f"{one.relative:.1e}, {one.words}"))
-    PAGE.write_text(head + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    measured = f"Measured with torch {torch.__version__} on CPU with Gloo."
+    PAGE.write_text(f"{before}{_BEGIN}{measured}\n\n{table}\n{_END}{after}")
     return f"{PAGE.name} is written"
 
 

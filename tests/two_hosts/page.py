@@ -1,4 +1,4 @@
-"""The page `docs/reference/two_hosts.md`, from what one run of the tests has measured."""
+"""The section "Two hosts" of docs/benchmarks.md, from what one run of the tests has measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from tests.two_hosts.hosts import Link
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "two_hosts.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+_BEGIN, _END = "<!-- two hosts -->\n", "<!-- end of two hosts -->\n"
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ class Loss:
     seconds: float
 
 
-def page(
+def section(
     link: Link, size_bytes: int, ways: list[Way], steps: list[Step], losses: list[Loss], timeout_s: float
 ) -> str:
-    """The whole text."""
+    """The whole text, without its marks."""
     return "\n".join(
         [
-            "# Two hosts, measured",
+            "## Two hosts",
             "",
             "Made by `pytest -m netns`: two hosts on one machine, each with network, host name, processes and mounts of",
             f"its own, joined by a cable of {link} (a token bucket, in each direction). torchrun starts the same",
             f"line on both. torch {torch.__version__}, Gloo, {os.cpu_count()} cores for all ranks together.",
             "",
-            f"## all_reduce of {size_bytes / 1e6:g} MB, 2 x 4 ranks",
+            f"### all_reduce of {size_bytes / 1e6:g} MB, 2 x 4 ranks",
             "",
             'Mesh `{ dp = 2, tp = 4 }`: dp crosses the cable, tp does not. `mesh.all_reduce(("dp", "tp"), x)` on a group',
             'of all eight, and with `algorithm="hierarchical"`.',
@@ -71,7 +72,7 @@ def page(
             "",
             f"Hierarchical is {median(ways[0].seconds) / median(ways[1].seconds):.2f} times as fast.",
             "",
-            "## Order of dims, 2 x 4 ranks",
+            "### Order of dims, 2 x 4 ranks",
             "",
             "The calls of a step as `meshcomm place` counts them for two trainings on `pp = 2, dp = 2, tp = 2`, without",
             "computation: *activations* has long sequences and few weights, *weights* the reverse. Predicted by the same",
@@ -86,7 +87,7 @@ def page(
                 for step in sorted(steps, key=lambda step: (step.traffic, step.predicted_s))
             ),
             "",
-            f"## The cable is cut, 2 x 2 ranks, timeout {timeout_s:g} s",
+            f"### The cable is cut, 2 x 2 ranks, timeout {timeout_s:g} s",
             "",
             "While an all_reduce over all ranks is under way. The job's store is on node0.",
             "",
@@ -99,6 +100,12 @@ def page(
             "",
         ]
     )
+
+
+def write(text: str) -> None:
+    """Put a new section in the place of the old one."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    PAGE.write_text(before + _BEGIN + text + _END + rest.partition(_END)[2], encoding="utf-8")
 
 
 def _rounds(seconds: tuple[float, ...]) -> str:

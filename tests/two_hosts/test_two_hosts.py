@@ -13,7 +13,7 @@ import pytest
 
 from tests.two_hosts.hosts import NAMES, Link, refusal
 from tests.two_hosts.job import job
-from tests.two_hosts.page import PAGE, Loss, Step, Way, page
+from tests.two_hosts.page import Loss, Step, Way, section, write
 from tests.two_hosts.traffic import ORDERS, RANKS_PER_NODE, SIZES, TRAININGS, traffic
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(280)]
@@ -45,8 +45,8 @@ def measured() -> Iterator[dict[str, list[object]]]:
     found: dict[str, list[object]] = {}
     yield found
     if len(found) == 3:
-        text = page(LINK, SIZE_BYTES, found["ways"], found["steps"], found["losses"], TIMEOUT_S)  # type: ignore[arg-type]
-        PAGE.write_text(text, encoding="utf-8")
+        text = section(LINK, SIZE_BYTES, found["ways"], found["steps"], found["losses"], TIMEOUT_S)  # type: ignore[arg-type]
+        write(text)
 
 
 def test_the_same_line_on_both_hosts(tmp_path: Path) -> None:
