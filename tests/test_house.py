@@ -21,10 +21,7 @@ ORDER = [
     "layout",
     "algorithms",
     "config",
-    "topology",
-    "costs",
-    "stages",
-    "place",
+    "predict",
     "show",
     "view",
     "transport",
@@ -43,7 +40,7 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "collectives", "layout", "algorithms", "config", "topology", "costs", "stages", "place", "show", "view", "cli",
+    "errors", "collectives", "layout", "algorithms", "config", "predict", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
@@ -115,8 +112,7 @@ mesh.barrier(), mesh.coords, repr(mesh)
 new = sorted(set(sys.modules) - before)
 unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "pdb", "xml", "meshcomm.show",
     "meshcomm.cli", "meshcomm.jobs", "meshcomm.bench", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
-    "meshcomm.simulator", "meshcomm.testing", "meshcomm.place", "meshcomm.costs", "meshcomm.stages",
-    "meshcomm.topology", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
+    "meshcomm.simulator", "meshcomm.testing", "meshcomm.predict", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
     "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
 loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]
 assert not loaded, loaded

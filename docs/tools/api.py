@@ -12,6 +12,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
+from types import ModuleType
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -41,11 +42,11 @@ PACKAGES: Final = (
     "meshcomm.parallel.context",
     "meshcomm.parallel.expert",
     "meshcomm.train",
-    "meshcomm.stages",
     "meshcomm.algorithms",
-    "meshcomm.topology",
-    "meshcomm.costs",
-    "meshcomm.place",
+    *(
+        f"meshcomm.predict.{name}"
+        for name in ("machine", "links", "times", "lint", "stages", "passes", "memory", "traffic", "place")
+    ),
     "meshcomm.layout",
     "meshcomm.pattern",
     "meshcomm.config",
@@ -102,7 +103,7 @@ def _packages() -> list[str]:
         "",
         "## Packages",
         "",
-        "The public names beside those above, each imported from its package: `from meshcomm.stages import orders`. `help(orders)`, or an editor, shows",
+        "The public names beside those above, each imported from its package: `from meshcomm.predict.passes import orders`. `help(orders)`, or an editor, shows",
         "the rest of the docstring.",
         "",
         "| name | |",
@@ -113,7 +114,7 @@ def _packages() -> list[str]:
     for package in (
         import_module(name) for name in sorted(PACKAGES, key=lambda name: (-name.count("."), name))
     ):
-        for name in sorted(package.__all__):
+        for name in _listed(package):
             found = getattr(package, name)
             if not any(found is each for each in known):
                 known.append(found)
@@ -121,6 +122,12 @@ def _packages() -> list[str]:
                 what = _first(found) if documented else "a constant, or a type"
                 lines.append(f"| `{package.__name__}.{name}` | {what} |")
     return lines
+
+
+def _listed(package: ModuleType) -> list[str]:
+    """What `__all__` lists, or the functions and classes of a module that has none."""
+    own = (n for n, it in vars(package).items() if getattr(it, "__module__", None) == package.__name__)
+    return sorted(getattr(package, "__all__", None) or (name for name in own if not name.startswith("_")))
 
 
 def _found(path: str) -> Any:

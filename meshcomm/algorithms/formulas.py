@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 from meshcomm.algorithms.schedule import check_counts, check_inner
 
@@ -32,13 +32,6 @@ class Cost(NamedTuple):
         """
         return self.steps * alpha_s + max(self.path_bytes, self.busiest_bytes) * beta_s_per_byte
 
-    def then(self, after: Cost) -> Cost:
-        """This, and `after` it, on the same ranks."""
-        return Cost(*(a + b for a, b in zip(self, after, strict=True)))  # type: ignore[arg-type]
-
-
-NOTHING = Cost(0, 0, 0, 0)
-
 
 def ring(n: int, size_bytes: float) -> Cost:
     """2 (n - 1) steps of size/n: Patarasuk and Yuan 2009, whose lower bound of bytes it meets."""
@@ -48,21 +41,14 @@ def ring(n: int, size_bytes: float) -> Cost:
 
 
 def two_level(n: int, size_bytes: float, inner: int) -> Cost:
-    """Both of `two_level_parts`, one after the other."""
-    inside, across = two_level_parts(n, size_bytes, inner)
-    return inside.then(across)
+    """Inside the groups of `inner` a ring of all data, then across the n / inner groups one of 1/inner of it.
 
-
-def two_level_parts(n: int, size_bytes: float, inner: int) -> tuple[Cost, Cost]:
-    """Inside the groups of `inner`, and across the n / inner groups: for levels with their own alpha and beta.
-
-    Inside a ring of all data, across a ring of 1/inner of it: Mikami et al. 2018.
+    Mikami et al. 2018. With links of their own, and for more levels: `lines` of meshcomm.predict.times.
     """
     check_inner(n, inner)
-    steps, moved, _, total = ring(inner, size_bytes)
-    inside = Cost(steps, moved, moved, total * (n // inner))
-    steps, moved, _, total = ring(n // inner, size_bytes / inner)
-    return inside, Cost(steps, moved, moved, total * inner)
+    inside, across = ring(inner, size_bytes), ring(n // inner, size_bytes / inner)
+    moved = inside.path_bytes + across.path_bytes
+    return Cost(inside.steps + across.steps, moved, moved, 2 * (n - 1) * size_bytes)
 
 
 def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
@@ -72,11 +58,9 @@ def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
     Speck, Träff 2009; here all connections of a rank work at the same time.)
     """
     check_counts("tree", n, chunks)
-    if n == 1:
-        return NOTHING
-    steps = 2 * (n.bit_length() - 1) + chunks - 1
+    steps = 2 * (n.bit_length() - 1) + chunks - 1 if n > 1 else 0
     # Coord 1 is the first with a parent and two children, from five ranks on.
-    times = {2: 1, 3: 2, 4: 2}.get(n, 3)
+    times = {1: 0, 2: 1, 3: 2, 4: 2}.get(n, 3)
     return Cost(steps, steps * size_bytes / chunks, times * size_bytes, 2 * (n - 1) * size_bytes)
 
 
@@ -87,54 +71,40 @@ def double_tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
     once: at most twice the data. Sanders, Speck, Träff 2009; NCCL since 2.4.
     """
     check_counts("double_tree", n, chunks)
-    if n == 1:
-        return NOTHING
-    steps = 2 * (n - 1).bit_length() + chunks - 1
-    return Cost(
-        steps, steps * size_bytes / (2 * chunks), min(n, 4) * size_bytes / 2, 2 * (n - 1) * size_bytes
-    )
+    steps = 2 * (n - 1).bit_length() + chunks - 1 if n > 1 else 0
+    busiest = min(n, 4) * size_bytes / 2 if n > 1 else 0
+    return Cost(steps, steps * size_bytes / (2 * chunks), busiest, 2 * (n - 1) * size_bytes)
 
 
 def recursive_doubling(n: int, size_bytes: float) -> Cost:
     """log2 p steps with all data, and 2 more to fold and unfold: Thakur, Rabenseifner, Gropp 2005."""
-    check_counts("recursive_doubling", n)
-    levels, extra = _folded(n)
-    fold = 1 if extra else 0
-    return Cost(
-        levels + 2 * fold,
-        (levels + 2 * fold) * size_bytes,
-        (levels + fold) * size_bytes,
-        ((1 << levels) * levels + 2 * extra) * size_bytes,
-    )
+    levels, extra, fold = _folded("recursive_doubling", n)
+    steps = levels + 2 * fold
+    total = ((1 << levels) * levels + 2 * extra) * size_bytes
+    return Cost(steps, steps * size_bytes, (levels + fold) * size_bytes, total)
 
 
 def halving_doubling(n: int, size_bytes: float) -> Cost:
     """2 log2 p steps that carry 1/2, 1/4, ... and back, and 2 more to fold: Rabenseifner 2004."""
-    check_counts("halving_doubling", n)
-    levels, extra = _folded(n)
-    fold, power = 1 if extra else 0, 1 << levels
-    moved = 2 * (power - 1) * size_bytes / power
-    return Cost(
-        2 * levels + 2 * fold,
-        moved + 2 * fold * size_bytes,
-        moved + fold * size_bytes,
-        2 * (n - 1) * size_bytes,
-    )
+    levels, _, fold = _folded("halving_doubling", n)
+    moved = 2 * ((1 << levels) - 1) * size_bytes / (1 << levels)
+    path, busiest = moved + 2 * fold * size_bytes, moved + fold * size_bytes
+    return Cost(2 * levels + 2 * fold, path, busiest, 2 * (n - 1) * size_bytes)
 
 
-def best_chunks(cost: Cost, alpha_s: float, beta_s_per_byte: float) -> int:
-    """How many chunks are fastest along a chain of a tree, given its Cost with one chunk.
-
-    (steps - 1 + k) (alpha + beta b / k) with b the bytes of one message is least for
-    k = sqrt((steps - 1) beta b / alpha). Source: as for any pipeline, Sanders, Speck, Träff 2009.
-    """
-    if cost.steps == 0 or alpha_s <= 0:
-        return 1
-    one = cost.path_bytes / cost.steps
-    return max(1, round(math.sqrt((cost.steps - 1) * beta_s_per_byte * one / alpha_s)))
-
-
-def _folded(n: int) -> tuple[int, int]:
-    """log2 of the largest power of two up to n, and how many ranks are left over."""
+def _folded(name: str, n: int) -> tuple[int, int, int]:
+    """log2 of the largest power of two up to n, how many ranks are left over, and whether any are."""
+    check_counts(name, n)
     levels = n.bit_length() - 1
-    return levels, n - (1 << levels)
+    extra = n - (1 << levels)
+    return levels, extra, int(extra > 0)
+
+
+# (ranks, bytes, chunks) -> Cost; two_level, which asks for levels, is not among them.
+ALL_REDUCE: Final[Mapping[str, Callable[[int, float, int], Cost]]] = {
+    "ring": lambda n, size_bytes, chunks: ring(n, size_bytes),
+    "recursive_doubling": lambda n, size_bytes, chunks: recursive_doubling(n, size_bytes),
+    "halving_doubling": lambda n, size_bytes, chunks: halving_doubling(n, size_bytes),
+    "tree": tree,
+    "double_tree": double_tree,
+}

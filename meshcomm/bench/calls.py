@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.costs import Operation
-from meshcomm.costs.counted import DTYPE_BYTES
 from meshcomm.mesh import Mesh
+from meshcomm.predict.times import DTYPE_BYTES, Operation
 
 Call: TypeAlias = Callable[[], object]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshcomm.costs import Operation
-from meshcomm.costs.counted import counted_bytes
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Family, Plan
+from meshcomm.predict.times import Operation, counted_bytes
 
 
 class Item(NamedTuple):

@@ -11,12 +11,12 @@ from meshcomm.bench.chosen import Item, chosen_dims, items
 from meshcomm.bench.machine import machine_facts
 from meshcomm.bench.sweep import ROUND_S, sweep
 from meshcomm.config import TopologyConfig
-from meshcomm.costs import Operation
-from meshcomm.costs.counted import COUNTED
 from meshcomm.mesh import Mesh
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import machine
+from meshcomm.predict.times import COUNTED, Operation
 from meshcomm.show.bench import row_facts
 from meshcomm.show.units import size_text
-from meshcomm.topology import machine, span
 
 
 @dataclass(frozen=True)

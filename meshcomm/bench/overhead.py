@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshcomm
 from meshcomm.bench.calls import Pair, pair
 from meshcomm.bench.timing import Row, compare, in_turn
-from meshcomm.costs import OPERATIONS
+from meshcomm.predict.times import OPERATIONS
 
 # Small enough that copying them costs nothing beside a call.
 _BYTES: Final = 256

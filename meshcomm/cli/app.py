@@ -122,7 +122,7 @@ def discovered_topology(settings: Config) -> TopologyConfig:
     """`[topology]`, with what the launcher's environment says."""
     import os
 
-    from meshcomm.topology import discovered
+    from meshcomm.predict.machine import discovered
 
     return discovered(settings.topology, os.environ)
 

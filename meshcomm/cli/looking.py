@@ -80,8 +80,8 @@ def plan(
     if diff is not None:
         raise typer.Exit(_diff(config, diff, world, export, json, overrides or ()))
     from meshcomm.config import load
+    from meshcomm.predict.lint import footprint
     from meshcomm.show.plan import facts_view, plan_facts
-    from meshcomm.topology.communicators import footprint
 
     _one_way_out(export, json)
     if schedule and export is not None and export.suffix.lower() != ".json":
@@ -154,8 +154,8 @@ def lint(
     import resource
 
     from meshcomm.config import load
+    from meshcomm.predict.lint import lint as find
     from meshcomm.show.lint import lint_facts, lint_text
-    from meshcomm.topology import lint as find
 
     settings = load(config, overrides or ())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,10 +34,10 @@ def costs(
 ) -> None:
     """Predict what collectives along each dim take on its links, and by which algorithm."""
     from meshcomm.config import load
-    from meshcomm.costs.operations import named_operations
+    from meshcomm.predict.machine import known_machine
+    from meshcomm.predict.times import named_operations
     from meshcomm.show.costs import cost_facts, cost_view
     from meshcomm.show.units import read_bytes
-    from meshcomm.topology import known_machine
 
     settings = load(config, overrides or ()).resolved(world)
     machine = known_machine(discovered_topology(settings), settings.source)
@@ -69,7 +69,7 @@ def place(
 ) -> None:
     """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
     from meshcomm.config import load
-    from meshcomm.place.asked import place_config, write_placement
+    from meshcomm.predict.placed import place_config, write_placement
     from meshcomm.show.place import place_facts, place_view
 
     settings = load(config, overrides or ())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from meshcomm.config.wording import key_path, whole_toml
 from meshcomm.errors import ConfigError, MeshcommError
 
 
@@ -38,3 +41,27 @@ def write_whole(
             expected="a file in a folder that exists and can be written",
             hint=f"mkdir -p {path.parent}" if not path.parent.exists() else "another path",
         ) from None
+
+
+def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """A TOML file: `head` as comments, then the sections, without None, which TOML does not know.
+
+    >>> print(toml_text(["by hand"], {"mesh": {"dims": {"dp": 2}, "device": None}}), end="")
+    # by hand
+    <BLANKLINE>
+    [mesh]
+    dims = { dp = 2 }
+    """
+    lines = [f"# {line}" for line in head]
+    for section, table in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{key_path([key])} = {whole_toml(value)}" for key, value in _without_none(table).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }

@@ -13,20 +13,19 @@ from meshcomm.bench.facts import Asked, measured_facts
 from meshcomm.bench.output import check_output
 from meshcomm.config import Config, load
 from meshcomm.config.whole_file import write_whole
-from meshcomm.costs.fitting import Time, check_sizes
-from meshcomm.costs.measured import MARK as TOPOLOGY_MARK
-from meshcomm.costs.measured import fit_links, measured_text
-from meshcomm.costs.operations import named_operations
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
+from meshcomm.predict.fit import MARK as TOPOLOGY_MARK
+from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
+from meshcomm.predict.machine import discovered, known_machine
+from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.plot import MARK as PLOT_MARK
 from meshcomm.show.plot import bandwidth_svg
 from meshcomm.show.units import read_bytes
-from meshcomm.topology import discovered, known_machine
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.

@@ -114,7 +114,7 @@ class Metrics(TopologyQueries):
         """
         self._usable()
         from meshcomm.mesh.stats import stats
-        from meshcomm.topology import machine
+        from meshcomm.predict.machine import machine
 
         counters = [recorder.counters for recorder in self._recorders.values()]
         seconds = time.perf_counter() - self._opened

@@ -288,7 +288,7 @@ def _create(
     def topology() -> TopologyConfig:
         if world is not None:
             return settings.topology
-        from meshcomm.topology import discovered
+        from meshcomm.predict.machine import discovered
 
         return discovered(settings.topology, os.environ)
 

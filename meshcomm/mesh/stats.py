@@ -8,13 +8,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from meshcomm.comm.counters import Counters
-from meshcomm.costs import OPERATIONS, Line, Operation, best, bus_factor, lines, route
 from meshcomm.layout import Plan
-from meshcomm.place.links import ALGORITHMS
+from meshcomm.predict.links import slowest_level, span
+from meshcomm.predict.machine import Machine
+from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.stats import spread_page, stats_page
-from meshcomm.topology import Machine, span
-from meshcomm.topology.span import slowest_level
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +42,7 @@ class Row:
                  waiting for them. None where nobody knows: on devices that calls are only enqueued on, and of
                  calls that were not made through the mesh.
     span_s:      from start to the end of the wait, whatever the program did in between; None as above.
-    predicted_s: of the same calls by meshcomm.costs, all as of their mean size; None where the links'
+    predicted_s: of the same calls by meshcomm.predict, all as of their mean size; None where the links'
                  speeds are not known or the operation is not modelled.
     """
 
@@ -245,8 +244,7 @@ def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, 
         found = span(plan.layout.groups(dim), machine)
         if slowest_level(found, machine).assumed:
             return []
-        every = lines(operation, route(found, machine))
-        return [line for line in every if line.name in ALGORITHMS] or every
+        return backend_lines(operation, found.route)
 
     def predict(dim: str, call: str, calls: int, nbytes: int) -> float | None:
         operation = _AS.get(call)

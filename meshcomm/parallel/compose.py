@@ -22,7 +22,8 @@ from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tied import TiedWeight
-from meshcomm.stages import Stage, model_stages, schedule_properties, stages_of_rank
+from meshcomm.predict.passes import schedule_properties
+from meshcomm.predict.stages import Stage, model_stages, stages_of_rank
 
 Build: TypeAlias = Callable[[Splits, Stage], nn.Module]
 

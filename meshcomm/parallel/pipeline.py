@@ -20,7 +20,8 @@ from meshcomm.config.parallel import PipelineSchedule
 from meshcomm.config.pipeline_checks import runs
 from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.stages import Stage, schedule_properties, split_layers, stages_of_rank
+from meshcomm.predict.passes import schedule_properties
+from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 __all__ = ["Accumulate", "Pipelined", "Runner", "Stage", "split_layers"]
 

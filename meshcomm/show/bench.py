@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.costs import Operation, bus_factor
-from meshcomm.costs.fitting import Fit
-from meshcomm.costs.measured import Fitted
+from meshcomm.predict.fit import Fit, Fitted
+from meshcomm.predict.times import Operation, bus_factor
 from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.show.units import seconds_text, size_text
 

@@ -1,15 +1,16 @@
-"""What collectives along every dim will take, by the model of meshcomm.costs."""
+"""What collectives along every dim will take, by the model of meshcomm.predict.times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.costs import Operation, best, bus_factor, fastest_by_size, lines, route
 from meshcomm.layout import Plan
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import Machine
+from meshcomm.predict.times import Operation, best, bus_factor, fastest_by_size, lines
 from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
-from meshcomm.topology import Machine, span
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -29,10 +30,9 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
         if family.size == 1:
             continue
         found = span(plan.layout.groups(family.name), machine)
-        way = route(found, machine)
         for operation in operations:
             # A message goes from one rank to one other.
-            every = lines(operation, way)
+            every = lines(operation, found.route)
             rows = []
             for size in sizes:
                 line = best(every, size)
@@ -53,7 +53,7 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
                     "dim": family.name,
                     "size": family.size,
                     "link": found.slowest,
-                    "levels": [hop.ranks for hop in way.hops],
+                    "levels": [hop.ranks for hop in found.route.hops],
                     "operation": operation,
                     "rows": rows,
                     "from_bytes": [

@@ -7,7 +7,7 @@ from typing import Any
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.config.parallel import Part
 from meshcomm.layout import Dims, Layout
-from meshcomm.topology.roles import roles
+from meshcomm.predict.lint import roles
 
 Facts = dict[str, Any]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.layout import Plan
-from meshcomm.topology import Finding, machine
-from meshcomm.topology.communicators import footprint
+from meshcomm.predict.lint import Finding, footprint
+from meshcomm.predict.machine import machine
 
 
 def lint_facts(

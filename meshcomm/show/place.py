@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import Part
-from meshcomm.place import Placement, Ranking
+from meshcomm.predict.machine import Machine
+from meshcomm.predict.place import Placement, Ranking
 from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
-from meshcomm.topology import Machine
 
 if TYPE_CHECKING:
     from rich.console import Group

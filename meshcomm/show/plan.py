@@ -10,9 +10,9 @@ from meshcomm.config import TopologyConfig
 from meshcomm.config.backends import DEFAULTS
 from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
+from meshcomm.predict.links import slowest_level, span
+from meshcomm.predict.machine import Machine, machine
 from meshcomm.show.page import Cells, Line, Part, page_view
-from meshcomm.topology import Machine, machine, span
-from meshcomm.topology.span import slowest_level
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -30,7 +30,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
 
     With ranks_per_node each dim has nodes (fewest and most that one of its groups lies on), crosses
     (link class -> number of groups whose slowest link it is) and link, the slowest of all.
-    `meshcomm plan` adds footprint, that of meshcomm.topology.communicators, where all is known to run on NCCL.
+    `meshcomm plan` adds footprint, that of meshcomm.predict.lint, where all is known to run on NCCL.
     backend is "auto" only where the device is too: then each process finds out.
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.

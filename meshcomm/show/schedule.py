@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from meshcomm.config import Config
 from meshcomm.config.wording import toml
 from meshcomm.errors import ConfigError
-from meshcomm.stages import Costs, model_stages, orders, part_costs, timeline
+from meshcomm.predict.passes import Costs, orders, timeline
+from meshcomm.predict.stages import model_stages, part_costs
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -17,7 +17,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.splits import Splits
-from meshcomm.stages import Stage
+from meshcomm.predict.stages import Stage
 from meshcomm.train.agree import agree
 from meshcomm.train.checkpoint import Attempt, Beginning, Checkpoints
 from meshcomm.train.data import Batches, Corpus

@@ -7,11 +7,11 @@ from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.config.table import Table
-from meshcomm.costs import best, bus_factor, lines, route
 from meshcomm.layout import Layout
-from meshcomm.place.expected import Expected, expected
-from meshcomm.place.links import ALGORITHMS
-from meshcomm.topology import Machine, machine, span
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import Machine, machine
+from meshcomm.predict.times import bus_factor, fastest
+from meshcomm.predict.traffic import Expected, expected
 
 Facts = dict[str, Any]
 
@@ -64,7 +64,7 @@ def _row(each: Expected, layout: Layout, where: Machine | None) -> Facts:
     }
     if where is not None:
         found = span(layout.groups(name), where)
-        every = [line for line in lines(each.operation, route(found, where)) if line.name in ALGORITHMS]
-        row["seconds"] = each.calls * best(every, each.size_bytes).seconds(each.size_bytes)
+        line = fastest(each.operation, found.route, each.size_bytes)
+        row["seconds"] = each.calls * line.seconds(each.size_bytes)
         row["link"] = found.slowest
     return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,20 @@ from meshcomm.algorithms import (
     formulas,
     halving_doubling,
     interpret,
-    page,
     recursive_doubling,
     ring,
     tree,
     two_level,
 )
+from meshcomm.algorithms.all_reduce import heap_place, in_order_place, twin_place
 from meshcomm.algorithms.schedule import bounds
-from meshcomm.algorithms.trees import heap_place, in_order_place, twin_place
 from meshcomm.bench.algorithms import algorithms
 from meshcomm.comm import scheduled
 from meshcomm.errors import AutogradError, CallMismatchError, LayoutError, UnmatchedMessage, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
+from tests.documents import tool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"
 
@@ -49,34 +48,22 @@ def counted(schedule: Schedule, size_bytes: int) -> Cost:
     return Cost(found.steps, found.path_bytes, found.busiest_bytes, found.total_bytes)
 
 
-def test_ring_counts_are_the_formula() -> None:
+def test_counts_are_the_formulas() -> None:
     for n in SIZES:
+        for chunks in (1, 2, 5):
+            size = 12 * chunks
+            assert counted(tree(n, chunks), size) == formulas.tree(n, size, chunks), n
+            assert counted(double_tree(n, chunks), size) == formulas.double_tree(n, size, chunks), n
         assert counted(ring(n), 6 * n) == formulas.ring(n, 6 * n), n
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_tree_counts_are_the_formulas(chunks: int) -> None:
-    for n in SIZES:
-        size = 12 * chunks
-        assert counted(tree(n, chunks), size) == formulas.tree(n, size, chunks), n
-        assert counted(double_tree(n, chunks), size) == formulas.double_tree(n, size, chunks), n
-
-
-def test_recursive_counts_are_the_formulas() -> None:
-    for n in SIZES:
         assert counted(recursive_doubling(n), 64) == formulas.recursive_doubling(n, 64), n
         assert counted(halving_doubling(n), 128) == formulas.halving_doubling(n, 128), n
-
-
-def test_two_level_counts_are_the_formula() -> None:
-    for n in SIZES:
         inners = [inner for inner in range(1, n + 1) if n % inner == 0]
         # The ends are rings; all of the small, and of the large those with the most unequal levels.
         for inner in inners if n < 20 else inners[1:-1:3]:
             assert counted(two_level(n, inner), 6 * n) == formulas.two_level(n, 6 * n, inner), (n, inner)
 
 
-def test_what_crosses_between_the_levels_is_the_formula() -> None:
+def test_what_crosses_between_the_levels_is_a_ring_of_a_part() -> None:
     n, inner, size = 12, 4, 120
     schedule, cuts = two_level(n, inner), bounds(size, n)
     across = [0] * n
@@ -85,9 +72,8 @@ def test_what_crosses_between_the_levels_is_the_formula() -> None:
             for send in step.sends:
                 if send.peer // inner != coord // inner:
                     across[coord] += cuts[send.last] - cuts[send.first]
-    inside, outside = formulas.two_level_parts(n, size, inner)
-    assert set(across) == {outside.busiest_bytes} == {40}
-    assert inside.then(outside).busiest_bytes == formulas.ring(n, size).busiest_bytes == 220
+    assert set(across) == {formulas.ring(n // inner, size / inner).busiest_bytes} == {40}
+    assert formulas.two_level(n, size, inner).busiest_bytes == formulas.ring(n, size).busiest_bytes == 220
 
 
 def test_a_length_that_does_not_divide_is_reduced_too() -> None:
@@ -129,58 +115,37 @@ def test_the_trees_are_trees_and_the_two_share_the_work() -> None:
         assert both == ([0] if n % 2 and n > 1 else []), n
 
 
-def broken(change: Callable[[int, list[Step]], list[Step]]) -> Schedule:
-    """A ring over 4 ranks with one thing wrong."""
-
-    def program(coord: int) -> tuple[Step, ...]:
-        return tuple(change(coord, list(ring(4).of(coord))))
-
-    return Schedule("changed", 4, 4, 6, program)
-
-
-def without_reduce(coord: int, steps: list[Step]) -> list[Step]:
-    if coord == 2:
-        steps[1] = steps[1]._replace(receives=tuple(r._replace(reduce=False) for r in steps[1].receives))
-    return steps
-
-
-def twice(coord: int, steps: list[Step]) -> list[Step]:
-    steps[3] = steps[3]._replace(receives=tuple(r._replace(reduce=True) for r in steps[3].receives))
-    return steps
-
-
-def unsent(coord: int, steps: list[Step]) -> list[Step]:
-    if coord == 1:
+def changed(steps: list[Step], coord: int, fault: str) -> list[Step]:
+    """A ring's steps on one rank of four with one thing wrong."""
+    if (fault == "unreduced" and coord == 2) or fault == "twice":
+        at = 1 if coord == 2 and fault == "unreduced" else 3
+        receives = tuple(r._replace(reduce=fault == "twice") for r in steps[at].receives)
+        steps[at] = steps[at]._replace(receives=receives)
+    elif fault == "unsent" and coord == 1:
         steps[4] = steps[4]._replace(sends=())
-    return steps
-
-
-def unreceived(coord: int, steps: list[Step]) -> list[Step]:
-    if coord == 1:
+    elif fault == "unreceived" and coord == 1:
         steps[0] = steps[0]._replace(receives=())
-    return steps
-
-
-def overwritten(coord: int, steps: list[Step]) -> list[Step]:
-    after, before = (coord + 1) % 4, (coord - 1) % 4
-    steps[5] = Step((Send(after, 0, 4),), (Receive(before, 0, 4, False),))
-    return steps
+    elif fault == "overwritten":
+        sends, receives = (Send((coord + 1) % 4, 0, 4),), (Receive((coord - 1) % 4, 0, 4, False),)
+        steps[5] = Step(sends, receives)
+    return steps[:5] if fault == "short" else steps
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("fault", "text"),
     [
-        (without_reduce, r"coord 0 ends with chunk \d made of 1 x coord"),
-        (twice, r"made of .*2 x coord"),
-        (unsent, r"in step 4 coord 1 sends None and 2 expects Receive\(peer=1, first=0"),
-        (unreceived, r"in step 0 coord 1 does not receive Send\(peer=1, first=3, last=4\) of 0"),
-        (overwritten, "in step 5 coord 0 overwrites what it sends"),
-        (lambda coord, steps: steps[:5], "coord 0 has 5 steps, not 6"),
+        ("unreduced", r"coord 0 ends with chunk \d made of 1 x coord"),
+        ("twice", r"made of .*2 x coord"),
+        ("unsent", r"in step 4 coord 1 sends None and 2 expects Receive\(peer=1, first=0"),
+        ("unreceived", r"in step 0 coord 1 does not receive Send\(peer=1, first=3, last=4\) of 0"),
+        ("overwritten", "in step 5 coord 0 overwrites what it sends"),
+        ("short", "coord 0 has 5 steps, not 6"),
     ],
 )
-def test_a_wrong_schedule_is_found(change: Callable[[int, list[Step]], list[Step]], text: str) -> None:
+def test_a_wrong_schedule_is_found(fault: str, text: str) -> None:
+    broken = Schedule("changed", 4, 4, 6, lambda c: tuple(changed(list(ring(4).of(c)), c, fault)))
     with pytest.raises(LayoutError, match=text):
-        interpret(broken(change), 64)
+        interpret(broken, 64)
 
 
 def test_wrong_counts_are_refused() -> None:
@@ -194,27 +159,18 @@ def test_wrong_counts_are_refused() -> None:
         ring(3).of(3)
 
 
-def test_time_and_the_best_number_of_chunks() -> None:
+def test_times_by_hand() -> None:
     alpha, beta, size = 5e-6, 1e-9, 1 << 24
-    one = formulas.tree(64, size)
-    assert one.seconds(alpha, beta) == pytest.approx(12 * alpha + 12 * size * beta)
-    times = {k: formulas.tree(64, size, k).seconds(alpha, 3 * beta) for k in range(1, 500)}
-    best = formulas.best_chunks(one, alpha, 3 * beta)
-    # Once the port of the busiest rank is the limit, more chunks only cost.
-    assert times[best] < 1.4 * min(times.values())
-    assert formulas.best_chunks(formulas.tree(1, size), alpha, beta) == 1
+    assert formulas.tree(64, size).seconds(alpha, beta) == pytest.approx(12 * alpha + 12 * size * beta)
     assert formulas.ring(8, size).seconds(alpha, beta) == pytest.approx(14 * alpha + 1.75 * size * beta)
+    # In 64 chunks the busiest port counts, not the chain.
+    assert formulas.tree(64, size, 64).seconds(alpha, beta) == pytest.approx(75 * alpha + 3 * size * beta)
 
 
 def test_the_guide_has_the_tables_of_the_formulas() -> None:
-    text = GUIDE.read_text()
+    text, page = GUIDE.read_text(), tool("algorithms")
     for table in (page.counts(), page.fastest(), page.many()):
-        assert table in text, "python -m meshcomm.algorithms.page makes the tables"
-    ring_s, tree_s = (
-        page.fitted()[0] + f(24_576, 0).steps * page.fitted()[1]
-        for f in (formulas.ring, formulas.double_tree)
-    )
-    assert (ring_s, tree_s) == pytest.approx((180e-3, 1e-3))
+        assert table in text, "python docs/tools/algorithms.py makes the tables"
 
 
 # -- over messages ------------------------------------------------------------------------------

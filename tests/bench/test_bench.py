@@ -24,17 +24,16 @@ from meshcomm.bench.sweep import Measured
 from meshcomm.bench.timing import in_turn
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load
-from meshcomm.costs import OPERATIONS, Hop, Operation, Route, best, bus_factor, lines, route
-from meshcomm.costs.counted import COUNTED, counted_bytes
-from meshcomm.costs.fitting import ASSUMED, Time, assumed, fit, work
-from meshcomm.costs.measured import MARK, fit_links, measured_text
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.layout import Plan
+from meshcomm.predict.fit import ASSUMED, MARK, Time, assumed, fit, fit_links, measured_text, work
+from meshcomm.predict.links import Hop, Route, span
+from meshcomm.predict.machine import known_machine
+from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, best, bus_factor, counted_bytes, lines
 from meshcomm.show.bench import bench_view, fit_facts, row_facts
 from meshcomm.show.plot import MARK as PLOT_MARK
 from meshcomm.show.plot import bandwidth_svg
 from meshcomm.testing import Pool
-from meshcomm.topology import known_machine, span
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -161,7 +160,7 @@ def model_times(settings: Config, backend: str, noise: float) -> tuple[list[Time
     machine = known_machine(settings.topology, "here")
     times = []
     for family in live.families:
-        way = route(span(live.layout.groups(family.name), machine), machine)
+        way = span(live.layout.groups(family.name), machine).route
         for operation, name in ASSUMED[backend].items():
             (line,) = [each for each in lines(operation, way) if each.name == name]
             for size in SIZES:
@@ -281,7 +280,7 @@ def test_what_is_written_loads_and_predicts_what_was_measured(tmp_path: Path) ->
     machine = known_machine(written.topology, "here")
     for time in times:
         if time.operation == "all_reduce":
-            way = route(span(live.layout.groups(time.dim), machine), machine)
+            way = span(live.layout.groups(time.dim), machine).route
             (ring,) = [line for line in lines("all_reduce", way) if line.name == "ring"]
             assert ring.seconds(time.size_bytes) == pytest.approx(time.seconds, rel=1.1 * worst)
             assert best(lines("all_reduce", way), time.size_bytes).seconds(time.size_bytes) <= ring.seconds(

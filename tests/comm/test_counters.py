@@ -17,7 +17,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
-from meshcomm.place.expected import expected
+from meshcomm.predict.traffic import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
 from meshcomm.train import trainer_for

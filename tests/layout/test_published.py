@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshcomm.config import load
+from meshcomm.predict.lint import lint
 from meshcomm.show.plan import plan_facts
-from meshcomm.topology import lint
 
 
 class Published(NamedTuple):

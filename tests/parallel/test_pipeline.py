@@ -28,7 +28,8 @@ from meshcomm.parallel import (
     assign,
     local,
 )
-from meshcomm.stages import Pass, orders, schedule_properties, stages_of_rank
+from meshcomm.predict.passes import Pass, orders, schedule_properties
+from meshcomm.predict.stages import stages_of_rank
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 

@@ -7,12 +7,12 @@ from itertools import permutations
 from typing import Any, Final, NamedTuple
 
 from meshcomm.config import load
-from meshcomm.costs import best, lines, route
 from meshcomm.layout import Layout
-from meshcomm.place import rank_placements, workload
-from meshcomm.place.links import ALGORITHMS
-from meshcomm.place.search import Share
-from meshcomm.topology import Machine, known_machine, span
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import Machine, known_machine
+from meshcomm.predict.place import Share, rank_placements
+from meshcomm.predict.times import fastest
+from meshcomm.predict.workload import workload
 
 SIZES: Final = {"pp": 2, "dp": 2, "tp": 2}
 ORDERS: Final = tuple(permutations(SIZES))
@@ -42,9 +42,9 @@ class Traffic(NamedTuple):
         layout = Layout({dim: SIZES[dim] for dim in order})
         total = 0.0
         for dim, share in self.shares:
-            way = route(span(layout.groups(dim), self.machine), self.machine)
-            known = [line for line in lines(share.operation, way) if line.name in ALGORITHMS]
-            total += share.calls * best(known, share.size_bytes).seconds(share.size_bytes)
+            way = span(layout.groups(dim), self.machine).route
+            line = fastest(share.operation, way, share.size_bytes)
+            total += share.calls * line.seconds(share.size_bytes)
         return total
 
     def calls(self) -> list[dict[str, Any]]:

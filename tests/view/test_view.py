@@ -24,8 +24,9 @@ import meshcomm.view.run
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, ViewError
 from meshcomm.mesh.stats import Row, Stats
-from meshcomm.place import rank_placements, workload
-from meshcomm.topology import machine
+from meshcomm.predict.machine import machine
+from meshcomm.predict.place import rank_placements
+from meshcomm.predict.workload import workload
 from meshcomm.train import Start, Step, Summary
 from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.record import recorded

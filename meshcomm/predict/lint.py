@@ -1,0 +1,309 @@
+"""What about this mesh will cost time or fail on this machine? Each with why, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config import Config, TopologyConfig
+from meshcomm.config.backends import chosen
+from meshcomm.config.parallel import Part
+from meshcomm.errors import MeshcommError
+from meshcomm.layout import Layout, Plan
+from meshcomm.layout.sizes import divisors, toml_dims
+from meshcomm.predict.links import Span, span
+from meshcomm.predict.machine import Machine, machine
+
+# A rank's communicators should leave this share of its memory to the training, or more.
+_MEMORY_SHARE: Final = 0.1
+# Where nobody says how much memory a rank has: that of an 80 GB accelerator.
+_MEMORY_GB: Final = 80.0
+# Megabytes of one NCCL communicator after its first all_reduce, as a user measured them on four A100
+# with NVLink under PyTorch in 2023: 544 for two ranks, 688 for more (github.com/NVIDIA/nccl, issue 964).
+# It grows with the number of channels (issue 986), so other machines differ.
+NCCL_MB_OF_TWO: Final = 544
+NCCL_MB: Final = 688
+# Descriptors of one idle Gloo group; measured with torch 2.13 on Linux, as `meshcomm doctor` does anew.
+GLOO_DESCRIPTORS: Final = 4
+# What dims are usually called, where no [parallel] says what they do.
+_NAMES: Final[dict[str, Part]] = {
+    "tp": "tensor",
+    "tensor": "tensor",
+    "pp": "pipeline",
+    "pipeline": "pipeline",
+    "dp": "data",
+    "data": "data",
+    "fsdp": "shard",
+    "dp_shard": "shard",
+    "cp": "context",
+    "context": "context",
+    "ep": "expert",
+    "expert": "expert",
+}
+
+
+class Finding(NamedTuple):
+    """rule: its name. what: the finding, and why it matters. given, expected, hint: as in MeshcommError."""
+
+    rule: str
+    what: str
+    given: str
+    expected: str
+    hint: str | None
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data, with the keys rule, what, given, expected, try."""
+        return {
+            "rule": self.rule,
+            "what": self.what,
+            "given": self.given,
+            "expected": self.expected,
+            "try": self.hint,
+        }
+
+    def __str__(self) -> str:
+        error = MeshcommError(
+            f"{self.rule}: {self.what}", given=self.given, expected=self.expected, hint=self.hint
+        )
+        return str(error)
+
+
+class Footprint(NamedTuple):
+    """Of one rank, at most: all of its groups in use.
+
+    nccl, gloo: communicators, the default group of torch.distributed among them.
+    nccl_mb: estimated megabytes of device memory. descriptors: file descriptors that Gloo opens.
+    undecided: groups whose backend is decided by the device at the start; counted as nccl.
+    """
+
+    nccl: int
+    gloo: int
+    nccl_mb: int
+    descriptors: int
+    undecided: int
+
+
+def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
+    """What one rank's groups cost. Communicators that `ncclCommSplit` makes count like others.
+
+    The default group is idle unless a group of the plan is the whole world: Gloo then opens no
+    connection for it, and NCCL, which connects at the first call, takes no memory.
+    """
+    sizes: dict[str, list[int]] = {"nccl": [], "gloo": []}
+    undecided = 0
+    for family in plan.families:
+        if family.creates:
+            backend = chosen(settings.mesh, family.options.backend)
+            undecided += backend is None
+            sizes.setdefault(backend or "nccl", []).append(family.size)
+    default = chosen(settings.mesh, settings.mesh.backend) or "nccl"
+    nccl, gloo = sizes["nccl"], sizes["gloo"]
+    idle_gloo = default == "gloo" and world > 1
+    return Footprint(
+        nccl=len(nccl) + (default == "nccl" and world > 1),
+        gloo=len(gloo) + idle_gloo,
+        nccl_mb=sum(NCCL_MB_OF_TWO if size == 2 else NCCL_MB for size in nccl),
+        descriptors=1 + GLOO_DESCRIPTORS * (len(gloo) + idle_gloo) + sum(size - 1 for size in gloo),
+        undecided=undecided,
+    )
+
+
+def lint(
+    settings: Config, world: int | None, topology: TopologyConfig, descriptor_limit: int | None = None
+) -> list[Finding]:
+    """All findings about `settings` on `world` ranks.
+
+    topology: as `discovered` gives it. descriptor_limit: file descriptors that a process may have;
+    None: not compared. Raises ConfigError where the sizes do not fit.
+    """
+    settings = settings.resolved(world)
+    plan = settings.plan(world)
+    ranks = plan.layout.ranks
+    size = world if world is not None else int(ranks.max()) + 1
+    found: list[Finding] = []
+    where = machine(topology)
+    if where is None:
+        found.append(
+            Finding(
+                "topology",
+                "it is not known which ranks share a node: nothing is said about links",
+                "no topology.ranks_per_node, and no launcher's LOCAL_WORLD_SIZE",
+                "a number of ranks on each node",
+                "--set topology.ranks_per_node=8",
+            )
+        )
+    else:
+        spans = {f.name: span(plan.layout.groups(f.name), where) for f in plan.families if f.size > 1}
+        case = _Case(settings, plan, topology, where, spans, roles(settings), size)
+        for rule in (_devices, _last_node, _tensor, _pipeline, _uneven):
+            found.extend(rule(case))
+    found.extend(_communicators(settings, plan, topology, size, descriptor_limit))
+    return found
+
+
+def roles(settings: Config) -> dict[str, Part]:
+    """Dim -> part. From [parallel]; without it, by the dims' names in the field's usual spelling."""
+    if settings.parallel is not None:
+        return {dim: part for part, dim in settings.parallel.parts.items()}
+    names = [*settings.mesh.dims, *(name for sizes in settings.mesh.views.values() for name in sizes)]
+    return {name: _NAMES[name] for name in names if name in _NAMES}
+
+
+class _Case(NamedTuple):
+    """settings: resolved. spans: of every family with groups of two or more, by name."""
+
+    settings: Config
+    plan: Plan
+    topology: TopologyConfig
+    machine: Machine
+    spans: Mapping[str, Span]
+    roles: Mapping[str, Part]
+    world: int
+
+    def of(self, part: Part) -> tuple[str, Span] | None:
+        """The dim of a part, where it has groups."""
+        return next(
+            ((d, self.spans[d]) for d, p in self.roles.items() if p == part and d in self.spans), None
+        )
+
+
+def _devices(case: _Case) -> Iterator[Finding]:
+    devices, per_node = case.topology.devices_per_node, case.machine.ranks_per_node
+    if case.settings.mesh.device == "cpu" or devices is None or min(per_node, case.world) <= devices:
+        return
+    yield Finding(
+        "devices",
+        "more ranks on a node than it has devices: two ranks would share one, which NCCL refuses",
+        f"{min(per_node, case.world)} ranks on a node, {devices} devices",
+        f"at most {devices} ranks on a node",
+        f"--nproc-per-node {devices}, and topology.ranks_per_node = {devices}",
+    )
+
+
+def _last_node(case: _Case) -> Iterator[Finding]:
+    per_node = case.machine.ranks_per_node
+    rest = case.world % per_node
+    if case.world > per_node and rest:
+        full = case.world // per_node * per_node
+        yield Finding(
+            "last-node",
+            "the last node is not full: groups on it lie otherwise than the rest, and links are shared unequally",
+            f"{case.world} ranks, {per_node} on a node: {case.world} % {per_node} = {rest}",
+            f"a multiple of {per_node} ranks",
+            f"{full} or {full + per_node} processes",
+        )
+
+
+def _tensor(case: _Case) -> Iterator[Finding]:
+    found = case.of("tensor")
+    if found is None or found[1].most == 1:
+        return
+    dim, spans = found
+    crossing = sum(n for name, n in spans.crosses.items() if name != "node")
+    # Those that cross lie on two nodes at least, also where others do not cross.
+    fewest = max(spans.fewest, 2)
+    number = f"{fewest}" if fewest == spans.most else f"{fewest} to {spans.most}"
+    yield Finding(
+        "tensor-across-nodes",
+        f"{dim} crosses nodes: its all_reduces (or gathers and scatters), four or more in each layer and "
+        "micro-batch, wait for the network instead of the node's links",
+        f"{dim} = {spans.size}, {case.machine.ranks_per_node} ranks on a node: {crossing} of "
+        f"{sum(spans.crosses.values())} groups lie on {number} nodes",
+        f"{dim} innermost in mesh.dims, its size a divisor of {case.machine.ranks_per_node}",
+        _moved(case, dim, "tensor"),
+    )
+
+
+def _moved(case: _Case, dim: str, part: Part) -> str | None:
+    """Dims with `dim` innermost, and smaller where needed; only such as keep it inside a node."""
+    dims = dict(case.settings.mesh.dims)
+    if dim not in dims or case.settings.mesh.rank_order is not None:
+        return None
+    others = {name: size for name, size in dims.items() if name != dim}
+    grown = next(
+        (n for n, p in case.roles.items() if p in ("pipeline", "data", "shard") and n in others), None
+    )
+    for size in reversed(divisors(dims[dim])):
+        factor = dims[dim] // size
+        if factor > 1 and grown is None:
+            break
+        mended = {name: n * factor if name == grown and factor > 1 else n for name, n in others.items()}
+        mended[dim] = size
+        ranks = case.plan.layout.ranks
+        found = span(Layout(mended, rank_order=ranks.tolist()).groups(dim), case.machine)
+        if found.most == 1 and size > 1:
+            return f"mesh.dims = {toml_dims(mended)}"
+    return None
+
+
+def _pipeline(case: _Case) -> Iterator[Finding]:
+    pipeline, data = case.of("pipeline"), case.of("data") or case.of("shard")
+    if pipeline is None or data is None or pipeline[1].most > 1 or data[1].most == 1:
+        return
+    dim, other = pipeline[0], data[0]
+    dims = case.settings.mesh.dims
+    hint = None
+    if dim in dims and case.settings.mesh.rank_order is None:
+        mended = {dim: dims[dim], **{name: size for name, size in dims.items() if name != dim}}
+        layout = Layout(mended, rank_order=case.plan.layout.ranks.tolist())
+        if span(layout.groups(other), case.machine).most < data[1].most:
+            hint = f"mesh.dims = {toml_dims(mended)}"
+    yield Finding(
+        "pipeline-inside-node",
+        f"{dim} stays inside nodes while {other} crosses them: stages exchange one activation for each micro-batch, "
+        f"{other} the gradients of all weights, so the fast links carry the lesser traffic",
+        f"{dim} = {dims.get(dim, pipeline[1].size)} on {_range(pipeline[1])} node, {other} = {data[1].size} on "
+        f"{_range(data[1])} nodes",
+        f"{dim} outside {other}: the pipeline is what crosses nodes first",
+        hint,
+    )
+
+
+def _uneven(case: _Case) -> Iterator[Finding]:
+    per_node = case.machine.ranks_per_node
+    for name, found in case.spans.items():
+        if found.route.even:
+            continue
+        unequal = found.fewest != found.most
+        what = (
+            f"groups along {name} lie on unequal numbers of nodes: the ones on more nodes are slower, and all wait"
+            if unequal
+            else f"groups along {name} have more ranks on one node than on another: no hierarchical all_reduce over "
+            "it, and links shared unequally"
+        )
+        yield Finding(
+            "uneven-span",
+            what,
+            f"{name} = {found.size}, {per_node} ranks on a node: a group lies on {_range(found)} nodes",
+            f"sizes whose products, from the innermost dim outwards, divide {per_node} or are its multiples",
+            f"sizes out of {', '.join(map(str, divisors(per_node)))} for the dims inside a node",
+        )
+
+
+def _communicators(
+    settings: Config, plan: Plan, topology: TopologyConfig, world: int, descriptor_limit: int | None
+) -> Iterator[Finding]:
+    cost = footprint(settings, plan, world)
+    memory_gb = topology.memory_gbytes or _MEMORY_GB
+    if cost.nccl_mb > _MEMORY_SHARE * memory_gb * 1000:
+        assumed = "" if topology.memory_gbytes else ", assumed"
+        yield Finding(
+            "communicators",
+            f"NCCL's buffers take more than a tenth of a rank's memory: {cost.nccl} communicators on each rank",
+            f"about {cost.nccl_mb / 1000:.1f} GB (0.5 GB for two ranks, 0.7 GB for more, as measured by a user on "
+            f"A100; a rank has {memory_gb:g} GB{assumed})",
+            f"at most {_MEMORY_SHARE * memory_gb:g} GB",
+            "fewer merged dims and lanes, or NCCL_MAX_CTAS=8 for fewer channels",
+        )
+    if descriptor_limit is not None and cost.descriptors > descriptor_limit:
+        yield Finding(
+            "file-descriptors",
+            "Gloo's connections need more file descriptors than a process may open: creating groups fails",
+            f"{cost.descriptors} for {cost.gloo} groups with all peers connected, the limit here is {descriptor_limit}",
+            f"a limit of at least {cost.descriptors}",
+            f"ulimit -n {cost.descriptors + 256}, or smaller groups",
+        )
+
+
+def _range(found: Span) -> str:
+    return f"{found.most}" if found.fewest == found.most else f"{found.fewest} to {found.most}"

@@ -1,0 +1,79 @@
+"""How many bytes does a rank hold? Weights, gradients, AdamW's two moments, activations.
+
+The largest rank: the one with most layers and the larger of the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshcomm.predict.passes import microbatches_held
+from meshcomm.predict.workload import Sizes, Workload
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+
+class Held(NamedTuple):
+    """Weights that one rank holds, before sharding: plain ones and experts'; and those of one layer."""
+
+    plain: float
+    experts: float
+    layer: float
+
+    @property
+    def all(self) -> float:
+        """Both kinds."""
+        return self.plain + self.experts
+
+
+def held(work: Workload, sizes: Sizes) -> Held:
+    """Weights of the largest rank. Experts are split along expert and tensor, the rest along tensor."""
+    layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
+    norms, attention = 2 * work.width, work.attention_weights / sizes.tensor
+    dense, experts = work.expert_weights / sizes.tensor, work.experts * work.expert_weights
+    experts_here = experts / sizes.expert / sizes.tensor
+    # One rank of the pipeline has both tables only where there is one rank.
+    tables = work.width * work.vocabulary * (1 if sizes.pipeline > 1 or work.tied else 2) / sizes.tensor
+    plain = layers * (attention + norms) + (layers - with_experts) * dense + tables + work.width
+    plain += with_experts * work.width * work.experts
+    layer = attention + norms + (experts_here if work.expert_layers else dense)
+    return Held(plain, with_experts * experts_here, layer)
+
+
+def memory(work: Workload, sizes: Sizes) -> Memory:
+    """Bytes of the largest rank.
+
+    Weights, gradients and two moments are of the weights' dtype: 16 bytes for each float32 weight.
+    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020) each is divided by the shards, and one layer whole
+    is there besides; with zero_bubble all layers of the rank are, from the first to the last pass.
+    """
+    here = held(work, sizes)
+    share = here.all / sizes.shard * work.weight_bytes
+    kept = sizes.pipeline > 1 and work.schedule == "zero_bubble"
+    gathered = (here.all if kept else here.layer) * work.weight_bytes if sizes.shard > 1 else 0
+    return Memory(share + gathered, share, 2 * share, _activations(work, sizes))
+
+
+def _activations(work: Workload, sizes: Sizes) -> float:
+    """Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+
+    A layer keeps s b h (10 + 24/t) bytes for a micro-batch at 2 bytes an element, all of it divided by t
+    with sequence parallelism; scores are never kept, as their selective recomputation or flash
+    attention has it; with full recompute s b h 2 for each layer, and one layer whole. The first stage
+    keeps as many micro-batches as its schedule has under way.
+    """
+    unit = work.tokens(sizes) * work.width * work.activation_bytes / 2
+    if work.sequence_parallel:
+        layer, kept = unit * 34 / sizes.tensor, unit * 2 / sizes.tensor
+    else:
+        layer, kept = unit * (10 + 24 / sizes.tensor), unit * 2
+    number = microbatches_held(work.schedule, sizes.pipeline, work.stages_per_rank, sizes.microbatches)
+    stored = work.layers_of_rank(sizes) * (kept if work.recompute else layer) * number
+    return stored + (layer if work.recompute else 0)

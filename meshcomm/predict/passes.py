@@ -1,0 +1,250 @@
+"""Which pass of which stage runs when? Orders, their timeline, and in closed form what a rank waits and keeps.
+
+The orders are those in which the schedules of torch.distributed.pipelining run them (torch 2.13):
+GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021),
+zero-bubble in its ZB-H1 form on interleaved stages (Qi et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, assert_never
+
+from meshcomm.config.parallel import PipelineSchedule
+
+# Forward; whole backward; backward for the inputs only; then for the weights.
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+
+
+class Pass(NamedTuple):
+    """One pass of one microbatch through one stage."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class ScheduleProperties(NamedTuple):
+    """What whoever trains must know about how a schedule runs backward passes.
+
+    several_stages: a rank runs two stages or more; otherwise one.
+    splits_backward: inputs and weights have passes of their own, on all stages but stage 0: a node
+        of the graph that both need may run twice, as may what is recomputed; modules from
+        torch.compile are refused by torch.
+    accumulates_in_place: gradients are added into the `.grad` that is there.
+    hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
+        Where not, only stage 0 does so, and `Pipelined(on_stage_done=...)` says when a stage's
+        gradients are complete; it does for every schedule.
+    """
+
+    several_stages: bool
+    splits_backward: bool
+    accumulates_in_place: bool
+    hooks_fire: bool
+
+
+def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
+    """See `ScheduleProperties`."""
+    zero_bubble = schedule == "zero_bubble"
+    return ScheduleProperties(
+        several_stages=zero_bubble or schedule == "interleaved_1f1b",
+        splits_backward=zero_bubble,
+        accumulates_in_place=True,
+        hooks_fire=not zero_bubble,
+    )
+
+
+def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
+    """The passes of every rank, in the order in which it runs them.
+
+    Stage s lies on rank s % ranks; `each` is the number of stages on a rank, 1 where the schedule
+    has no more. The numbers are what `meshcomm.config.pipeline_checks.runs` allows.
+    """
+    return [_order(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
+
+
+class Costs(NamedTuple):
+    """How long a pass takes, in slots. A whole backward pass is both its halves one after the other."""
+
+    forward: float = 1
+    backward_input: float = 1
+    backward_weight: float = 1
+
+    def of(self, each: Pass) -> float:
+        """One pass of a stage of weight 1."""
+        halves = self.backward_input, self.backward_weight
+        return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
+
+
+class Slot(NamedTuple):
+    """A pass, and from when to when it runs."""
+
+    work: Pass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All passes of one step. ranks: those of each rank along the pipeline, in time."""
+
+    ranks: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def length(self) -> float:
+        """From the first pass of any rank to the end of the last."""
+        return max(slots[-1].end for slots in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step, 0 to 1, in which a rank waits, as the mean over the ranks."""
+        busy = sum(slot.end - slot.start for slots in self.ranks for slot in slots)
+        return 1 - busy / (self.length * len(self.ranks))
+
+    def held(self, rank: int) -> int:
+        """The most activations, counted as microbatches times stages, that a rank keeps at once.
+
+        They are kept from the forward pass to the end of the backward pass for the weights.
+        """
+        most = now = 0
+        for slot in self.ranks[rank]:
+            if slot.work.kind == "F":
+                now += 1
+                most = max(most, now)
+            elif slot.work.kind in "BW":
+                now -= 1
+        return most
+
+
+def timeline(
+    orders: Sequence[Sequence[Pass]], costs: Costs | None = None, weights: Sequence[float] | None = None
+) -> Timeline:
+    """Run the passes of each rank in their order, each as soon as its rank is free and its input there.
+
+    A forward pass needs that of the stage before, a backward pass that of the stage behind, and
+    the loss is part of the last stage's forward pass. Messages take no time.
+
+    Args:
+        orders: as `orders` of this module gives them.
+        costs: None: 1 slot forward, 2 backward.
+        weights: of each stage, what its passes take beside those of another; None: all equal.
+
+    Raises AssertionError where the orders wait for each other in a circle: no schedule's do.
+    """
+    costs = costs or Costs()
+    stages = 1 + max(each.stage for order in orders for each in order)
+    weights = weights or [1] * stages
+    ends: dict[tuple[str, int, int], float] = {}
+    slots: list[list[Slot]] = [[] for _ in orders]
+
+    def ready(each: Pass) -> float | None:
+        """When what it needs from other ranks is there; None: not known yet."""
+        kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
+        if each.kind == "W" or not 0 <= other < stages:
+            return 0
+        return ends.get((kind, other, each.microbatch))
+
+    waiting = True
+    while waiting:
+        waiting = False
+        for order, done in zip(orders, slots, strict=True):
+            while len(done) < len(order) and (there := ready(each := order[len(done)])) is not None:
+                start = max(there, done[-1].end if done else 0)
+                end = start + costs.of(each) * weights[each.stage]
+                done.append(Slot(each, start, end))
+                if each.kind != "W":
+                    ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = end
+                waiting = True
+    assert all(len(done) == len(order) for order, done in zip(orders, slots, strict=True)), "a circle"
+    return Timeline(tuple(tuple(done) for done in slots))
+
+
+def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
+    """How many micro-batches' time a rank stands idle in a step.
+
+    gpipe and 1f1b p - 1 (Huang et al. 2019, Narayanan et al. 2019); interleaved (p - 1) / v (Narayanan et
+    al. 2021); zero bubble, on v stages a rank, a third of that (Qi et al. 2024, ZB-H1 with equal passes).
+    """
+    if schedule in ("gpipe", "1f1b"):
+        return ranks - 1
+    return (ranks - 1) / each / (3 if schedule == "zero_bubble" else 1)
+
+
+def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
+    """Micro-batches, each counted with all of a rank's layers, that the first rank keeps at most.
+
+    gpipe all; 1f1b one for each rank (Narayanan et al. 2019), and zero bubble no more, on every rank (Qi et al.
+    2024, ZB-H1); interleaved 1 + (p - 1) / (p v) as many (Narayanan et al. 2021, Korthikanti et al. 2022).
+    """
+    if ranks == 1:
+        return 1.0
+    if schedule == "gpipe":
+        return microbatches
+    ahead = (ranks - 1) / each if schedule == "interleaved_1f1b" else 0
+    return min(microbatches, ranks + ahead)
+
+
+def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microbatches: int) -> list[Pass]:
+    # The stages of a rank take turns after so many microbatches.
+    turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches
+    forwards = _passes("F", rank, ranks, each, microbatches, turn)
+    backwards = _passes("B", rank, ranks, each, microbatches, turn)
+    behind = ranks - 1 - rank  # ranks between this one and the last
+    if schedule == "gpipe":
+        return forwards + backwards
+    if schedule == "1f1b":
+        return _alternate(forwards, backwards, behind)
+    if schedule == "interleaved_1f1b":
+        return _alternate(forwards, backwards, (each - 1) * turn + 2 * behind)
+    if schedule == "zero_bubble":
+        return _halve(_alternate(forwards, backwards, (each - 1) * turn + behind), rank)
+    assert_never(schedule)
+
+
+def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
+    """`turn` microbatches through one stage, then through the next; then the next microbatches."""
+    stages = [rank + ranks * index for index in range(each)]
+    return [
+        Pass(kind, stage, microbatch)
+        for start in range(0, microbatches, turn)
+        for stage in (stages if kind == "F" else reversed(stages))
+        for microbatch in range(start, start + turn)
+    ]
+
+
+def _alternate(forwards: list[Pass], backwards: list[Pass], warm_up: int) -> list[Pass]:
+    """`warm_up` forward passes ahead, then one forward, one backward; then what is left."""
+    ahead = min(warm_up, len(forwards))
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    steady = [each for pair in pairs for each in pair]
+    return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
+
+
+def _halve(order: list[Pass], delay: int) -> list[Pass]:
+    """Backward passes in two halves, that for the weights `delay` backward passes later.
+
+    Stage 0 sends no gradients on, so it runs both halves as one, when the second is due.
+    """
+    halved: list[Pass] = []
+    waiting: list[Pass] = []
+
+    def weights() -> Pass:
+        due = waiting.pop(0)
+        return due._replace(kind="W" if due.stage else "B")
+
+    for each in order:
+        if each.kind != "B":
+            halved.append(each)
+            continue
+        waiting.append(each)
+        if each.stage:
+            halved.append(each._replace(kind="I"))
+        if len(waiting) > delay:
+            halved.append(weights())
+    while waiting:
+        halved.append(weights())
+    return halved

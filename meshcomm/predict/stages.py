@@ -1,0 +1,163 @@
+"""Which layers are a stage, on which rank does it lie, and what does each part of the model cost beside the others?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from meshcomm.config import ModelConfig
+from meshcomm.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One contiguous part of the model; a rank runs one or several of them."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        """It takes the batch's inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It computes the loss."""
+        return self.index == self.count - 1
+
+
+def stages_of_rank(coord: int, ranks: int, each: int) -> list[int]:
+    """The stages that a rank runs, in the model's order: stage s lies on coord s % ranks.
+
+    >>> stages_of_rank(1, ranks=4, each=2)
+    [1, 5]
+    """
+    return [coord + ranks * turn for turn in range(each)]
+
+
+def split_layers(
+    layers: int,
+    stages: int,
+    costs: Sequence[float] | None = None,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+) -> list[range]:
+    """Layers of each stage: contiguous, and no other split has a cheaper largest stage.
+
+    Among those that are as good the most even one is taken (least sum of squares), then one whose
+    last stage costs least, then one whose first does: the last has the loss to compute besides,
+    and the first keeps the most microbatches in flight.
+
+    Args:
+        layers, stages: numbers of them; every stage gets a layer.
+        costs: of each layer, in any unit; None: 1 each.
+        first: what stage 0 costs besides its layers, in the same unit (the embedding).
+        last: what the last stage costs besides (the head and the loss).
+
+    Exact: costs are compared as fractions. Takes O(layers^2 stages) steps.
+    Raises LayoutError where a stage would have no layer, or a cost is negative or not finite.
+
+    >>> [len(part) for part in split_layers(6, 4)], [len(part) for part in split_layers(7, 4)]
+    ([1, 2, 2, 1], [2, 2, 2, 1])
+    >>> [len(part) for part in split_layers(8, 3, last=2)]
+    [3, 4, 1]
+    """
+    if not 1 <= stages <= layers:
+        raise LayoutError(
+            f"{layers} layers cannot fill {stages} pipeline stages",
+            given=f"layers = {layers}, {stages} pipeline stages",
+            expected="at least one stage, and at least one layer per stage",
+            hint=f"layers = {max(stages, 1)}, or {max(layers, 1)} stages",
+        )
+    each = _whole_numbers(layers, [1.0] * layers if costs is None else costs, first, last)
+    sums = [0, *accumulate(each)]
+    # The cost of the largest stage where that is least: of the first `stop` layers, one stage after the other.
+    least: list[float] = [0.0, *[math.inf] * layers]
+    for _ in range(stages):
+        least = [math.inf] + [
+            min(max(least[start], sums[stop] - sums[start]) for start in range(stop))
+            for stop in range(1, layers + 1)
+        ]
+    # best[stop]: of splits of the first `stop` layers whose stages cost no more, the best one's bounds, and what is
+    # least of it, first things first: squares, the last stage, the first stage, layers in late stages.
+    best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0, 0, 0, 0], (0,))}
+    for stage in range(stages):
+        found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        for start, (so_far, bounds) in best.items():
+            for stop in range(start + 1, layers - (stages - 1 - stage) + 1):
+                here = sums[stop] - sums[start]
+                if here > least[layers]:
+                    break
+                more = here * here, here * (stage == stages - 1), here * (stage == 0), stage * (stop - start)
+                total = [a + b for a, b in zip(so_far, more, strict=True)]
+                if stop not in found or total < found[stop][0]:
+                    found[stop] = total, (*bounds, stop)
+        best = found
+    return [range(start, stop) for start, stop in pairwise(best[layers][1])]
+
+
+class PartCosts(NamedTuple):
+    """Multiply-adds of a forward pass per token. Backward costs twice as much in every part."""
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+
+    def of_stages(self, parts: list[range]) -> list[int]:
+        """The cost of each stage, the embedding and the head with the first and the last."""
+        costs = [sum(self.layers[layer] for layer in part) for part in parts]
+        costs[0] += self.embedding
+        costs[-1] += self.head
+        return costs
+
+
+def part_costs(model: ModelConfig, sequence: int) -> PartCosts:
+    """What the matrices of each part cost; norms, rotations and the loss are not counted.
+
+    sequence: tokens of a sample: each query meets all of their keys, also those that the causal
+    mask then hides. The embedding looks rows up and multiplies nothing.
+    """
+    queries = model.heads * model.head_size
+    keys = model.kv_heads * model.head_size
+    attention = 2 * model.width * (queries + keys) + 2 * sequence * queries
+    dense = 3 * model.width * model.ff
+    experts = model.width * model.experts + min(model.experts_per_token, model.experts) * dense
+    layers = (attention + (experts if model.has_experts(i) else dense) for i in range(model.layers))
+    return PartCosts(0, tuple(layers), model.width * model.vocabulary)
+
+
+def model_stages(model: ModelConfig, sequence: int, stages: int) -> list[range]:
+    """The layers of each stage of this model, balanced by `part_costs`; see `split_layers`."""
+    costs = part_costs(model, sequence)
+    return split_layers(model.layers, stages, costs.layers, first=costs.embedding, last=costs.head)
+
+
+def _whole_numbers(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
+    """The layers' costs, the ends' with the first and the last, in a unit in which all are whole: exact to compare."""
+    if len(costs) != layers:
+        raise LayoutError(
+            "every layer has one cost",
+            given=f"{len(costs)} costs, layers = {layers}",
+            expected=f"{layers} costs",
+            hint="costs=None where all layers cost the same",
+        )
+    wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
+    if wrong:
+        raise LayoutError(
+            "a stage cannot be balanced by this cost",
+            given=f"{wrong[0]}",
+            expected="costs of 0 or more, finite",
+            hint="multiply-adds per token, or measured times",
+        )
+    exact = [Fraction(cost) for cost in costs]
+    exact[0] += Fraction(first)
+    exact[-1] += Fraction(last)
+    unit = math.lcm(*(value.denominator for value in exact))
+    return [int(value * unit) for value in exact]

@@ -1,0 +1,219 @@
+"""How long does a collective take on its links, by which algorithm, and how many bytes does it move?
+
+The alpha-beta time of every algorithm that could carry it out, exact. Sizes as nccl-tests count them: of
+all_gather and reduce_scatter the whole data, of all_to_all what one rank sends in all, itself included, of the
+others the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, assert_never, get_args
+
+from meshcomm.algorithms import formulas
+from meshcomm.collectives import ROWS
+from meshcomm.errors import ConfigError
+from meshcomm.layout.names import did_you_mean
+from meshcomm.predict.links import Route
+
+Operation: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv"
+]
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
+# Of which tensor the bytes are counted.
+COUNTED: Final[Mapping[Operation, str]] = {
+    "all_reduce": "the tensor, which is input and output",
+    "all_gather": "the output: all ranks' parts together",
+    "reduce_scatter": "the input: all ranks' parts together",
+    "all_to_all": "the input, what a rank keeps for itself included",
+    "broadcast": "the tensor",
+    "reduce": "the tensor",
+    "sendrecv": "the message",
+}
+# What a backend is taken to choose from: NCCL's rings, its double tree, and rings level by level.
+BACKENDS_OWN: Final = ("ring", "double_tree", "hierarchical", "pairwise", "message")
+# Into how many chunks trees may cut the data.
+CHUNKS: Final = tuple(2**power for power in range(13))
+# float32: what is measured.
+DTYPE_BYTES: Final = 4
+
+
+class Line(NamedTuple):
+    """One algorithm: fixed_s seconds, and byte_s more for every byte; exact.
+
+    chunks: pieces that it cuts the data into; 1 where that is not a choice.
+    """
+
+    name: str
+    chunks: int
+    fixed_s: Fraction
+    byte_s: Fraction
+
+    def seconds(self, size_bytes: float) -> float:
+        """The time for so many bytes."""
+        return float(self.fixed_s + self.byte_s * Fraction(size_bytes))
+
+
+def lines(operation: Operation, route: Route) -> list[Line]:
+    """The time of every algorithm for `operation` along `route`.
+
+    Algorithms that know no levels run all steps at the slowest link's alpha and beta; hierarchical ones,
+    where the route is even and has two levels or more, run each level at its own. Groups of one take no
+    time.
+    """
+    if route.ranks == 1:
+        return [Line("none", 1, Fraction(0), Fraction(0))]
+    n, alpha_s, beta_s = route.slowest
+    found = [
+        Line(name, chunks, steps * alpha_s, moved * beta_s)
+        for name, chunks, steps, moved in _flat(operation, n)
+    ]
+    if operation == "all_to_all":
+        found.insert(0, _pairwise(route))
+    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(operation)
+    if rounds and len(route.hops) > 1 and route.even:
+        found.append(_hierarchical(route, rounds))
+    return [line._replace(fixed_s=line.fixed_s + route.call_s) for line in found]
+
+
+def best(lines: Sequence[Line], size_bytes: float) -> Line:
+    """The line with the least time; of equals the first."""
+    size = Fraction(size_bytes)
+    return min(lines, key=lambda line: line.fixed_s + line.byte_s * size)
+
+
+def backend_lines(operation: Operation, route: Route) -> list[Line]:
+    """Of `lines` those that a backend chooses from, where that is known, otherwise all."""
+    every = lines(operation, route)
+    return [line for line in every if line.name in BACKENDS_OWN] or every
+
+
+def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
+    """How long a call takes as a backend carries it out: the best of `backend_lines`; `.seconds(size_bytes)` of it."""
+    return best(backend_lines(operation, route), size_bytes)
+
+
+def fastest_by_size(lines: Sequence[Line]) -> list[tuple[Fraction, Line]]:
+    """From which size on which line is least, ascending from 0 bytes: the lower envelope, exact.
+
+    Where lines are equal over a whole range the first of `lines` stands for them.
+
+    >>> ring = Line("ring", 1, Fraction(14), Fraction(1))
+    >>> tree = Line("tree", 1, Fraction(6), Fraction(3))
+    >>> [(str(size), line.name) for size, line in fastest_by_size([ring, tree])]
+    [('0', 'tree'), ('4', 'ring')]
+    """
+    # min keeps the first of equals, so the order of `lines` settles ties.
+    here = min(lines, key=lambda line: (line.fixed_s, line.byte_s))
+    found = [(Fraction(0), here)]
+    while better := [line for line in lines if line.byte_s < here.byte_s]:
+        # Of those that cross at the same size the one that is least behind it.
+        crossings = [(line.fixed_s - here.fixed_s) / (here.byte_s - line.byte_s) for line in better]
+        size, _, at = min((size, better[i].byte_s, i) for i, size in enumerate(crossings))
+        here = better[at]
+        found.append((size, here))
+    return found
+
+
+def bus_factor(operation: Operation, ranks: int) -> Fraction:
+    """busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
+
+    One for a single rank, where nothing moves. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
+
+    >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8)
+    (Fraction(7, 4), Fraction(7, 8))
+    """
+    return Fraction(1) if ranks == 1 or operation == "sendrecv" else ROWS[operation].bus(ranks)
+
+
+def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -> int:
+    """The largest size up to `size_bytes` of whole float32, for equal parts where there are parts.
+
+    Raises ConfigError where there is none.
+
+    >>> counted_bytes("all_reduce", 4099, "dp", 3), counted_bytes("all_gather", 4099, "dp", 3)
+    (4096, 4092)
+    """
+    row = ROWS.get(operation)
+    in_parts = row is not None and (row.splits or row.joins)
+    unit = DTYPE_BYTES * (ranks if in_parts else 1)
+    if size_bytes < unit:
+        parts = f", one for each of {ranks} ranks along {dim}" if in_parts else ""
+        raise ConfigError(
+            f"{size_bytes} bytes are too few for {operation} along {dim}",
+            given=f"--bytes {size_bytes}",
+            expected=f"at least {unit} bytes: float32 of {DTYPE_BYTES} bytes{parts}",
+            hint=f"--bytes {unit}, or other operations by --op",
+        )
+    return size_bytes - size_bytes % unit
+
+
+def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
+    """The operations of these names; all where there is none. Raises ConfigError."""
+    for name in names:
+        if name not in OPERATIONS:
+            raise ConfigError(
+                f"no operation {name}",
+                given=f"--op {name}",
+                expected="one of " + ", ".join(OPERATIONS),
+                hint=did_you_mean(name, OPERATIONS) or "--op all_reduce",
+            )
+    return tuple(each for each in OPERATIONS if each in names or not names)
+
+
+def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
+    """Algorithms that know no levels: name, chunks, steps, and bytes for each byte of the size, exact."""
+    one: Any = Fraction(1)
+    match operation:
+        case "all_reduce":
+            for name, cost in formulas.ALL_REDUCE.items():
+                for chunks in CHUNKS if "tree" in name else (1,):
+                    steps, path, busiest, _ = cost(n, one, chunks)
+                    yield name, chunks, steps, max(path, busiest)
+        case "all_gather" | "reduce_scatter":
+            # A ring all-reduce's halves.
+            yield "ring", 1, n - 1, Fraction(n - 1, n)
+            if n & (n - 1) == 0:
+                yield "recursive", 1, n.bit_length() - 1, Fraction(n - 1, n)
+        case "all_to_all":
+            # log2 n rounds, rounded up, each with half of the data or less: Bruck et al. 1997.
+            rounds = [sum(1 for i in range(n) if i >> bit & 1) for bit in range((n - 1).bit_length())]
+            yield "bruck", 1, len(rounds), Fraction(sum(rounds), n)
+        case "broadcast" | "reduce":
+            for chunks in CHUNKS:
+                # One way of a tree's two, see formulas.tree; an inner rank has two children, and its port
+                # carries the data to or from both.
+                steps = n.bit_length() - 1 + chunks - 1
+                yield "tree", chunks, steps, max(Fraction(steps, chunks), one if n == 2 else 2 * one)
+                chain = n - 1 + chunks - 1
+                yield "chain", chunks, chain, Fraction(chain, chunks)
+        case "sendrecv":
+            yield "message", 1, 1, one
+        case _:
+            assert_never(operation)
+
+
+def _hierarchical(route: Route, rounds: int) -> Line:
+    """Rings inside each level, and across it with what one unit of it has left: formulas.two_level, for any
+    number of levels. rounds: 2 for an all-reduce, 1 for each of its halves.
+    """
+    fixed = byte = Fraction(0)
+    share = Fraction(1)
+    for hop in route.hops:
+        fixed += rounds * (hop.ranks - 1) * hop.alpha_s
+        byte += rounds * share * Fraction(hop.ranks - 1, hop.ranks) * hop.beta_s
+        share /= hop.ranks
+    return Line("hierarchical", 1, fixed, byte)
+
+
+def _pairwise(route: Route) -> Line:
+    """Each rank sends to all others, one after the other, over the link that joins the two."""
+    fixed = byte = Fraction(0)
+    inner = 1
+    for hop in route.hops:
+        peers = inner * (hop.ranks - 1)
+        fixed += peers * hop.alpha_s
+        byte += Fraction(peers, route.ranks) * hop.beta_s
+        inner *= hop.ranks
+    return Line("pairwise", 1, fixed, byte)

@@ -1,0 +1,178 @@
+"""What does one rank send in a step, along which dims, in which calls and of how many bytes?
+
+As meshcomm's own training does it, whose `mesh.stats()` a test compares with this; sizes as
+`meshcomm.predict.times` counts them. Not counted, as they are small beside the rest: the loss's calls along tensor,
+which move a number or two for each token; losses, norms of gradients, and routers' counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeAlias
+
+from meshcomm.config import Config
+from meshcomm.config.parallel import Part
+from meshcomm.predict.memory import held
+from meshcomm.predict.times import Operation
+from meshcomm.predict.workload import BASE, Sizes, Workload, workload
+
+# The parts whose dims a call goes along together; "replica" are the copies of experts, edp.
+Along: TypeAlias = tuple[str, ...]
+REPLICA: Final = "replica"
+
+
+class Flow(NamedTuple):
+    """One kind of call. along: parts whose dims form its group. calls: of one rank, in each micro-batch
+    or in each step. size_bytes: of one call. what: in words.
+    """
+
+    part: Part
+    along: Along
+    operation: Operation
+    calls: int
+    size_bytes: float
+    each_microbatch: bool
+    what: str
+
+    def in_a_step(self, microbatches: int) -> int:
+        """Calls of a step."""
+        return self.calls * (microbatches if self.each_microbatch else 1)
+
+
+class Expected(NamedTuple):
+    """One kind of call. dims: whose ranks make it together. calls, size_bytes: of the largest rank in a
+    step, and of one call; microbatches is in them. what: in words.
+    """
+
+    dims: tuple[str, ...]
+    operation: Operation
+    calls: int
+    size_bytes: float
+    what: str
+
+    @property
+    def step_bytes(self) -> float:
+        """Of all calls of a step."""
+        return self.calls * self.size_bytes
+
+
+def expected(settings: Config, world: int) -> list[Expected]:
+    """The calls of a step along dims of size 2 or more, for the sizes that `settings` has itself.
+
+    Raises ConfigError where it does not train.
+    """
+    work = workload(settings)
+    mesh, parallel = settings.resolved(world).mesh, settings.parallel
+    assert parallel is not None
+    view = parallel.expert_view(mesh.views)
+    sizes = {**mesh.dims, **(mesh.views[view] if view is not None else {})}
+    dims: dict[str, tuple[str, ...]] = {part: (dim,) for part, dim in parallel.parts.items()}
+    dims[REPLICA] = parallel.expert_gradient_dims(mesh.views)
+    number = work.global_batch // (parallel.copies(mesh.dims) * work.microbatch)
+    played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
+    listed = []
+    for flow in flows(work, Sizes(**played, microbatches=number)):
+        along = tuple(dim for part in flow.along for dim in dims[part] if sizes[dim] > 1)
+        if along:
+            listed.append(Expected(along, flow.operation, flow.in_a_step(number), flow.size_bytes, flow.what))
+    return listed
+
+
+def flows(work: Workload, sizes: Sizes) -> list[Flow]:
+    """All calls of the largest rank."""
+    makers = {
+        "tensor": _tensor,
+        "context": _context,
+        "expert": _expert,
+        "pipeline": _pipeline,
+        "shard": _shard,
+    }
+    found = [flow for part, maker in makers.items() if part in work.parts for flow in maker(work, sizes)]
+    return [flow for flow in (*found, *_gradients(work, sizes)) if flow.calls]
+
+
+def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    """Two all_reduces forward and two backward in each layer (Shoeybi et al. 2019); with sequence
+    parallelism a gather and a scatter in the place of each (Korthikanti et al. 2022).
+
+    One more forward out of the embedding, and one backward out of the head. A forward pass that is
+    computed again ends before its last all_reduce or scatter: nothing in backward asks for its result.
+    """
+    layers = work.layers_of_rank(sizes)
+    # With a pipeline no rank has both tables.
+    ends = 1 if sizes.pipeline > 1 else 2
+    gathered = layers * (6 if work.recompute else 4) + ends
+    reduced = layers * (5 if work.recompute else 4) + ends
+    size = work.tokens(sizes) * work.width * work.activation_bytes
+    if work.sequence_parallel:
+        yield Flow("tensor", ("tensor",), "all_gather", gathered, size, True, "activations gathered")
+        yield Flow("tensor", ("tensor",), "reduce_scatter", reduced, size, True, "activations scattered")
+    else:
+        yield Flow("tensor", ("tensor",), "all_reduce", reduced, size, True, "activations")
+
+
+def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    layers, tokens, element = work.layers_of_rank(sizes), work.tokens(sizes), work.activation_bytes
+    forward = 2 if work.recompute else 1
+    along = ("context",)
+    if work.ulysses:
+        # Keys and values are repeated where the dim has more ranks than there are heads of them.
+        kv, query = max(work.kv_heads / sizes.tensor, sizes.context), work.heads / sizes.tensor
+        rows, calls = tokens * work.head_size * element, layers * (forward + 1)
+        size = rows * (query + 2 * kv)
+        yield Flow("context", along, "all_to_all", calls, size, True, "q, k, v for heads")
+        yield Flow("context", along, "all_to_all", calls, rows * query, True, "results for tokens")
+        return
+    block = tokens * 2 * work.kv_heads / sizes.tensor * work.head_size
+    turns = layers * (sizes.context - 1) * (forward + 1)
+    yield Flow("context", along, "sendrecv", turns, block * element, True, "keys and values")
+    back = layers * sizes.context if sizes.context > 1 else 0
+    yield Flow("context", along, "sendrecv", back, block * max(element, 4), True, "their gradients")
+
+
+def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    """Each token's rows to its experts and back, twice forward and twice backward."""
+    size = work.tokens(sizes) * work.experts_per_token * work.width * work.activation_bytes
+    calls = work.expert_layers_of_rank(sizes) * (6 if work.recompute else 4)
+    yield Flow("expert", ("expert",), "all_to_all", calls, size, True, "tokens to experts and back")
+
+
+def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    """One activation forward and its gradient backward for each stage of a rank."""
+    each = 2 * work.stages_per_rank if sizes.pipeline > 1 else 0
+    split = sizes.tensor if work.sequence_parallel else 1
+    size = work.tokens(sizes) * work.width * work.activation_bytes / split
+    yield Flow("pipeline", ("pipeline",), "sendrecv", each, size, True, "activations and their gradients")
+
+
+def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    """Each layer is gathered forward and backward, and its gradients scattered once a step."""
+    layers = work.layers_of_rank(sizes)
+    size = held(work, sizes).all / layers * work.weight_bytes
+    yield Flow("shard", ("shard",), "all_gather", 2 * layers, size, True, "weights gathered")
+    yield Flow("shard", ("shard",), "reduce_scatter", layers, size, False, "gradients scattered")
+
+
+def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
+    here = held(work, sizes)
+    plain, experts = here.plain * work.weight_bytes, here.experts * work.weight_bytes
+    if "expert" not in work.parts:
+        plain, experts = plain + experts, 0.0
+
+    def summed(part: Part, along: Along, size_bytes: float, what: str, calls: int = 0) -> Flow:
+        number = calls or max(1, math.ceil(size_bytes / work.bucket_bytes))
+        return Flow(part, along, "all_reduce", number, size_bytes / number, False, what)
+
+    if "shard" in work.parts:
+        rest = plain / sizes.shard
+        if "data" in work.parts:
+            yield summed("data", ("data",), rest, "shards' gradients", work.layers_of_rank(sizes))
+        if "context" in work.parts:
+            yield summed("context", ("context",), rest, "gradients")
+        return
+    if "data" in work.parts or "context" in work.parts:
+        along = tuple(part for part in ("data", "context") if part in work.parts)
+        yield summed("data" if "data" in along else "context", along, plain, "gradients")
+    if "expert" in work.parts:
+        yield summed("expert", (REPLICA,), experts, "experts' gradients")

@@ -1,0 +1,165 @@
+"""What a training configuration asks of any mesh: sizes of the model, the batch, and bytes of an element; and sizes of a mesh."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from meshcomm.config import Config
+from meshcomm.config.parallel import Part, PipelineSchedule
+from meshcomm.errors import ConfigError
+from meshcomm.predict.stages import part_costs
+
+_BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
+# The parts that lie along dims of the base, outermost first where nothing else decides.
+BASE: Final[tuple[Part, ...]] = ("pipeline", "data", "shard", "context", "tensor")
+
+
+class Sizes(NamedTuple):
+    """Sizes of the dims that play the parts; 1 where none does. microbatches: of a rank and step."""
+
+    pipeline: int = 1
+    data: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    microbatches: int = 1
+
+
+class Workload(NamedTuple):
+    """Everything that the model of place reads; from a Config by `workload`, or made by hand.
+
+    parts: those that the configuration plays. layer_macs, head_macs: multiply-adds of a forward pass for
+    each token, as the mean over the layers, and of the head. expert_layers: those with experts.
+    activation_bytes, weight_bytes: of one element in a message and in memory; of a weight.
+    """
+
+    parts: tuple[Part, ...]
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ff: int
+    vocabulary: int
+    tied: bool
+    experts: int
+    experts_per_token: int
+    expert_layers: int
+    sequence: int
+    global_batch: int
+    microbatch: int
+    layer_macs: float
+    head_macs: float
+    activation_bytes: int
+    weight_bytes: int
+    sequence_parallel: bool
+    schedule: PipelineSchedule
+    stages_per_rank: int
+    ulysses: bool
+    recompute: bool
+    bucket_bytes: float
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.width // self.heads
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of a layer's attention, without norms."""
+        return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one feed-forward block: gate, up and down."""
+        return 3 * self.width * self.ff
+
+    @property
+    def weights(self) -> int:
+        """Weights of the whole model, norms and routers included."""
+        dense = self.layers - self.expert_layers
+        experts = self.expert_layers * (self.experts * self.expert_weights + self.width * self.experts)
+        norms = (2 * self.layers + 1) * self.width
+        tables = self.width * self.vocabulary * (1 if self.tied else 2)
+        return self.layers * self.attention_weights + dense * self.expert_weights + experts + norms + tables
+
+    def tokens(self, sizes: Sizes) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.microbatch * self.sequence / sizes.context
+
+    def layers_of_rank(self, sizes: Sizes) -> int:
+        """Layers of the rank that has most, as if stages were cut evenly."""
+        each = self.stages_per_rank if sizes.pipeline > 1 else 1
+        return -(-self.layers // (sizes.pipeline * each)) * each
+
+    def expert_layers_of_rank(self, sizes: Sizes) -> int:
+        """Of these the ones with experts: where only every n-th has them, a rank's share, rounded up."""
+        return -(-self.layers_of_rank(sizes) * self.expert_layers // self.layers)
+
+    def flops(self, sizes: Sizes) -> float:
+        """Floating-point operations of one micro-batch on the rank with most layers and the head: 6 for each
+        multiply-add of a forward pass and token, 8 with recompute, as backward costs twice as much as forward.
+        """
+        macs = (self.layers_of_rank(sizes) * self.layer_macs + self.head_macs) / sizes.tensor
+        return (8 if self.recompute else 6) * self.tokens(sizes) * macs
+
+
+def workload(settings: Config) -> Workload:
+    """What `settings` trains. Raises ConfigError where it does not train, or fixes who sits where."""
+    parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
+    if parallel is None or model is None or data is None or train is None:
+        raise ConfigError(
+            f"{settings.source} says nothing about training",
+            given="a mesh without [parallel], [model], [data] and [train]",
+            expected="all four sections: bytes and memory follow from them",
+            hint="configs/quickstart.toml has them all",
+        )
+    _check_mesh(settings)
+    costs = part_costs(model, data.sequence)
+    expert_layers = sum(model.has_experts(layer) for layer in range(model.layers))
+    return Workload(
+        parts=tuple(parallel.parts),
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ff=model.ff,
+        vocabulary=model.vocabulary,
+        tied=model.tied_embeddings,
+        experts=model.experts,
+        experts_per_token=min(model.experts_per_token, model.experts),
+        expert_layers=expert_layers,
+        sequence=data.sequence,
+        global_batch=train.global_batch,
+        microbatch=train.microbatch,
+        layer_macs=sum(costs.layers) / model.layers,
+        head_macs=costs.head,
+        activation_bytes=_BYTES[train.compute_dtype or train.dtype],
+        weight_bytes=_BYTES[train.dtype],
+        sequence_parallel=parallel.sequence_parallel,
+        schedule=parallel.schedule,
+        stages_per_rank=parallel.stages_per_rank,
+        ulysses=parallel.attention == "ulysses",
+        recompute=train.recompute,
+        bucket_bytes=parallel.bucket_mb * 1e6,
+    )
+
+
+def _check_mesh(settings: Config) -> None:
+    """Raise ConfigError for what would not fit other sizes, or would undo another order."""
+    mesh, expert = settings.mesh, settings.expert_view
+    others = [name for name in mesh.views if name != expert]
+    unused = [dim for dim in mesh.dims if settings.parallel and dim not in settings.parallel.parts.values()]
+    fixed = {
+        "mesh.ranks": mesh.ranks is not None,
+        "mesh.rank_order": mesh.rank_order is not None,
+        **{f"mesh.views.{name}": True for name in others},
+        **{f"mesh.dims.{name}": True for name in unused},
+    }
+    for key in (key for key, there in fixed.items() if there):
+        raise ConfigError(
+            f"{key} belongs to one mesh, and place looks for another",
+            given=f"{settings.source} with {key}",
+            expected="dims that play the parts of [parallel], and the view of its expert, alone",
+            hint=f"--set {key}=   (nothing behind = removes it)",
+        )

@@ -1,0 +1,436 @@
+"""Which meshes are ranked, what a step is predicted to take, and what is written: against plain counting."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshcomm.cli import app
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError
+from meshcomm.layout import Layout
+from meshcomm.layout.sizes import divisors
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import Machine, known_machine
+from meshcomm.predict.memory import held, memory
+from meshcomm.predict.meshes import orders, strides, trainable
+from meshcomm.predict.place import Placement, rank_placements
+from meshcomm.predict.placed import place_config, placed_data, write_placement
+from meshcomm.predict.times import fastest
+from meshcomm.predict.traffic import flows
+from meshcomm.predict.workload import BASE, Sizes, Workload, workload
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(100)
+
+# Model, batch and sequence with many divisors, so that many sizes are legal and some are not.
+TRAIN: dict[str, Any] = {
+    "model": {"layers": 6, "width": 96, "heads": 12, "kv_heads": 6, "ff": 96},
+    "data": {"sequence": 48},
+    "train": {"steps": 1, "global_batch": 24, "microbatch": 2},
+}
+DIMS = {"pipeline": "pp", "data": "dp", "shard": "fs", "context": "cp", "tensor": "tp"}
+KINDS: dict[str, dict[str, Any]] = {
+    "3-D": {"parts": ["pipeline", "data", "tensor"]},
+    "sharded": {"parts": ["data", "shard", "tensor"], "sequence_parallel": True},
+    "ring": {"parts": ["data", "context", "tensor"], "sequence_parallel": True},
+    "ulysses": {"parts": ["pipeline", "context", "tensor"], "attention": "ulysses"},
+    "interleaved": {"parts": ["pipeline", "data"], "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    "all five": {"parts": ["pipeline", "data", "shard", "context", "tensor"]},
+    "experts": {"parts": ["pipeline", "data", "tensor"], "experts": 8},
+    "experts and context": {"parts": ["data", "context", "tensor"], "experts": 4},
+}
+
+
+def config(
+    kind: str, dims: dict[str, int] | None = None, view: dict[str, int] | None = None, **more: Any
+) -> Config:
+    """A training on these dims, all of size 1 where none are given."""
+    about = dict(KINDS[kind])
+    parts = about.pop("parts")
+    experts = about.pop("experts", 0)
+    parallel = {part: DIMS[part] for part in parts} | about
+    dims = dims or {DIMS[part]: 1 for part in parts}
+    data = {**TRAIN, "mesh": {"dims": dims}, "parallel": parallel, "model": dict(TRAIN["model"])}
+    if experts:
+        parallel["expert"] = "ep"
+        data["model"] |= {"experts": experts}
+        kept = {DIMS[part]: dims[DIMS[part]] for part in parts if part in ("pipeline", "tensor")}
+        data["mesh"]["views"] = {"expert": view or {"edp": 1, "ep": 1, **kept}}
+    return load(data | more)
+
+
+def machine_of(per_node: int, per_rack: int | None = None, **more: Any) -> Machine:
+    topology = {"ranks_per_node": per_node, "nodes_per_rack": per_rack, **more}
+    return known_machine(load({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
+
+
+def world_of(kind: str) -> int:
+    """A world on which this has several meshes."""
+    return 4 if kind == "interleaved" else 24
+
+
+# -- which meshes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, world: int) -> None:
+    parts = KINDS[kind]["parts"]
+    legal = []
+    for choice in product(divisors(world), repeat=len(parts)):
+        if prod(choice) != world:
+            continue
+        chosen = dict(zip(parts, choice, strict=True))
+        # In BASE's order: the rules about orders are another test's.
+        dims = {DIMS[part]: chosen[part] for part in BASE if part in chosen}
+        block = chosen.get("data", 1) * chosen.get("context", 1)
+        for expert in divisors(block) if KINDS[kind].get("experts") else [1]:
+            view: dict[str, int] | None = None
+            if KINDS[kind].get("experts"):
+                pp = {"pp": chosen["pipeline"]} if "pipeline" in chosen else {}
+                view = {**pp, "edp": block // expert, "ep": expert, "tp": chosen["tensor"]}
+            try:
+                config(kind, dims, view).resolved(world)
+            except ConfigError:
+                continue
+            number = 24 // (chosen.get("data", 1) * chosen.get("shard", 1) * 2)
+            legal.append(Sizes(**chosen, expert=expert, microbatches=number))
+    assert sorted(trainable(workload(config(kind)), world)) == sorted(legal)
+
+
+def test_a_rank_s_tokens_and_not_the_sample_s_are_split_along_tensor() -> None:
+    wide = {"model": {"layers": 2, "width": 64, "heads": 8, "kv_heads": 8, "ff": 64}, "data": {"sequence": 8}}
+    with pytest.raises(ConfigError, match="a rank's tokens are not divisible by tp"):
+        config("ring", {"dp": 1, "cp": 2, "tp": 8}, **wide)
+    found = [(each.context, each.tensor) for each in trainable(workload(config("ring", **wide)), 16)]
+    assert (2, 4) in found and (1, 8) in found and (2, 8) not in found
+
+
+def by_stride(size: int, step: int, world: int) -> list[list[int]]:
+    starts = [rank for rank in range(world) if rank // step % size == 0]
+    return [[start + step * i for i in range(size)] for start in starts]
+
+
+@pytest.mark.parametrize("kind", ["all five", "experts and context", "experts"])
+def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
+    """Every order of the dims written out as groups: those that are listed are all there are."""
+    # Heads, tokens and samples for all sizes of 12 ranks, whatever the parts.
+    free = {"heads": 12, "kv_heads": 12, "ff": 12, "vocabulary": 12, "layers": 12, "experts": 12}
+    work = workload(config(kind))._replace(**free, sequence=12 * 12 * 2, global_batch=12 * 12, microbatch=1)
+    parts = [part for part in BASE if part in work.parts]
+    every = sorted(trainable(work, 12))
+    assert len(every) > 20
+    for sizes in every[:: 1 if len(parts) < 5 else 7]:
+        chosen = {part: getattr(sizes, part) for part in parts}
+        meshes = set()
+        for order in permutations(parts):
+            if (
+                kind == "all five"
+                and order.index("data") > order.index("shard")
+                and min(chosen["data"], chosen["shard"]) > 1
+            ):
+                continue
+            base = {DIMS[part]: chosen[part] for part in order}
+            split = [part for part in order if chosen[part] > 1]
+            inside = [i for i, part in enumerate(split) if part in ("data", "context")]
+            views: list[dict[str, int]] = [{}]
+            if "expert" in work.parts:
+                if inside and inside[-1] - inside[0] + 1 != len(inside):
+                    continue
+                first = inside[0] if inside else 0
+                outer = {DIMS[p]: chosen[p] for p in split[:first]}
+                inner = {DIMS[p]: chosen[p] for p in split[first + len(inside) :]}
+                copies = chosen.get("data", 1) * chosen.get("context", 1) // sizes.expert
+                pairs = [{"edp": copies, "ep": sizes.expert}, {"ep": sizes.expert, "edp": copies}]
+                views = [{**outer, **pair, **inner} for pair in pairs]
+            for view in views:
+                layout = Layout(base, views={"v": view} if view else None)
+                names = [*(DIMS[p] for p in parts), *(["ep", "edp"] if view else [])]
+                meshes.add(tuple(str(sorted(layout.groups(name).tolist())) for name in names))
+        listed = []
+        for each in orders(work, sizes):
+            dims = strides(work, sizes, each)
+            names = [*parts, *(["expert", "replica"] if "expert" in work.parts else [])]
+            listed.append(tuple(str(sorted(by_stride(*dims[name], 12))) for name in names))
+        assert sorted(listed) == sorted(meshes), sizes
+
+
+# -- how long ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_written_out(kind: str) -> None:
+    topology = {"ranks_per_node": 4, "nodes_per_rack": 2, "call_us": 3.0}
+    settings = config(kind, topology=topology)
+    world = world_of(kind)
+    work, where = workload(settings), known_machine(settings.topology, "here")
+    ranking = rank_placements(work, world, where, tflops=0.01, top=10_000)
+    steps = [each.step_s for each in ranking.placements]
+    assert steps == sorted(steps)
+    assert sum(1 + each.also for each in ranking.placements) == ranking.meshes
+    assert ranking.meshes == sum(len([*orders(work, sizes)]) for sizes in trainable(work, world))
+    for each in ranking.placements:
+        calls = sum(share.seconds for share in each.shares)
+        assert each.step_s == pytest.approx(each.compute_s + each.bubble_s + calls, rel=1e-9)
+    # Each of them is a config that loads, and its groups cross the links that the reasons name.
+    for each in ranking.placements[:: max(1, len(ranking.placements) // 12)]:
+        placed = load(placed_data(settings, each)).resolved(world)
+        assert placed.parallel is not None
+        layout = placed.layout(world)
+        names: dict[str, str] = {**placed.parallel.parts, "replica": "edp"}
+        for share in each.shares:
+            found = span(layout.groups(tuple(names[part] for part in share.along)), where)
+            assert (found.size, found.slowest) == (share.ranks, share.link), share
+            line = fastest(share.operation, found.route, share.size_bytes)
+            assert line.name == share.algorithm
+            assert share.seconds == pytest.approx(share.calls * line.seconds(share.size_bytes), rel=1e-12)
+
+
+def test_one_step_by_hand() -> None:
+    """pp=2 dp=2 tp=4 on two nodes of eight: every number of the model, with plain arithmetic."""
+    model = TRAIN["model"] | {"heads": 8, "kv_heads": 4, "width": 64, "ff": 128, "layers": 6}
+    settings = config("3-D", {"pp": 2, "dp": 2, "tp": 4}, model=model)
+    links = {
+        "node": {"latency_us": 2.0, "bandwidth_gbytes_s": 100.0},
+        "network": {"latency_us": 10.0, "bandwidth_gbytes_s": 10.0},
+    }
+    where = machine_of(8, links=links)
+    keep = {"pipeline": 2, "data": 2, "tensor": 4}
+    ranking = rank_placements(workload(settings), 16, where, tflops=0.001, keep=keep)  # type: ignore[arg-type]
+    first = next(each for each in ranking.placements if list(each.dims) == ["pipeline", "data", "tensor"])
+    microbatches = 24 // 2 // 2
+    tokens, layers = 2 * 48, 3
+    # Multiply-adds a token: q, k, v, o; scores and values; gate, up, down; the head.
+    attention = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 48 * 64
+    macs = (layers * (attention + 3 * 64 * 128) + 64 * 256) / 4
+    compute = 2 * 3 * tokens * macs / 1e9
+    activation = tokens * 64 * 4
+    # Four calls a layer, and one of the embedding or the head.
+    tensor = (layers * 4 + 1) * min(6 * 2e-6 + 1.5 * activation / 100e9, *(
+        (4 + k - 1) * 2e-6 + max((4 + k - 1) / (2 * k), 2) * activation / 100e9 for k in (1, 2, 4, 8)
+    ))  # fmt: skip
+    boundary = 2 * (10e-6 + activation / 10e9)
+    # The rank of the first or the last stage: three layers, norms, one of the tables, the last norm.
+    weights = layers * ((64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) / 4 + 2 * 64) + 64 * 256 / 4 + 64
+    gradients = 2 * 2e-6 + weights * 4 / 100e9
+    step = (compute + tensor + boundary) * (microbatches + 1) + gradients
+    assert first.microbatches == microbatches
+    assert first.compute_s == pytest.approx(compute * microbatches)
+    assert first.bubble_s == pytest.approx(compute + tensor + boundary)
+    assert first.step_s == pytest.approx(step)
+    assert [(s.part, s.link, s.calls, s.size_bytes) for s in first.shares] == [
+        ("tensor", "node", 13 * microbatches, activation),
+        ("pipeline", "network", 2 * microbatches, activation),
+        ("data", "node", 1, weights * 4),
+    ]
+    # Gradients are fewer bytes than all boundaries here: with dp across the nodes instead it is faster.
+    assert list(ranking.placements[0].dims) == ["data", "pipeline", "tensor"]
+    # On nodes of four: six orders; which of the inner two is inside is no matter, so three rows of two.
+    keep = {"pipeline": 2, "data": 2, "tensor": 2}
+    found = rank_placements(workload(config("3-D")), 8, machine_of(4), keep=keep).placements  # type: ignore[arg-type]
+    assert [each.also for each in found] == [1, 1, 1]
+    outermost = [next(iter(each.dims)) for each in found]
+    assert sorted(outermost) == ["data", "pipeline", "tensor"] and outermost[-1] == "tensor"
+
+
+def test_the_calls_of_every_part_one_by_one() -> None:
+    """Six layers of width 96, samples of 48 tokens two at a time, along every part of size 2 or 4."""
+    two = {"context": 4, "tensor": 2, "microbatches": 3}
+    element, tokens, layers, head = 4, 2 * 48 / 4, 6, 8
+
+    def sent(kind: str, about: dict[str, Any] | None = None, **sizes: int) -> list[tuple[Any, ...]]:
+        found = flows(workload(config(kind))._replace(**(about or {})), Sizes(**sizes))
+        return [(f.along[0], f.operation, f.calls, f.size_bytes, f.each_microbatch) for f in found]
+
+    ring = sent("ring", **two)
+    block = tokens * 2 * (6 / 2) * head
+    forward, backward, turns = layers * 3, layers * 3, layers * 4
+    assert ("context", "sendrecv", forward + backward, block * element, True) in ring
+    assert ("context", "sendrecv", turns, block * 4, True) in ring
+    activation = tokens * 96 * element
+    # Four a layer; on a rank with both embedding and head two more, with a pipeline one more.
+    assert ("tensor", "all_gather", 4 * layers + 2, activation, True) in ring
+    assert ("tensor", "reduce_scatter", 4 * layers + 2, activation, True) in ring
+    piped = sent("3-D", {"sequence_parallel": False}, tensor=2, pipeline=2)
+    assert ("tensor", "all_reduce", 4 * layers // 2 + 1, activation * 4, True) in piped
+    # In bfloat16 keys and values are half as large, their gradients in float32 are not.
+    halved = sent("ring", {"activation_bytes": 2}, **two)
+    assert ("context", "sendrecv", turns, block * 4, True) in halved
+    assert ("context", "sendrecv", forward + backward, block * 2, True) in halved
+    # Recomputed, what is forward happens twice; a pass that is done again ends before its last scatter.
+    again = sent("ring", {"recompute": True}, **two)
+    assert ("context", "sendrecv", 2 * forward + backward, block * element, True) in again
+    assert ("tensor", "all_gather", 6 * layers + 2, activation, True) in again
+    assert ("tensor", "reduce_scatter", 5 * layers + 2, activation, True) in again
+
+    # Two kv heads a rank on four ranks: each is there twice.
+    ulysses = sent("ulysses", {"kv_heads": 4}, **two)
+    rows_of_heads = tokens * head * element
+    assert ("context", "all_to_all", 2 * layers, rows_of_heads * (6 + 2 * 4), True) in ulysses
+    assert ("context", "all_to_all", 2 * layers, rows_of_heads * 6, True) in ulysses
+
+    sharded = sent("all five", shard=4, data=2, context=2)
+    weights = workload(config("all five")).weights * 4
+    assert ("shard", "all_gather", 12, weights / layers, True) in sharded
+    assert ("shard", "reduce_scatter", 6, weights / layers, False) in sharded
+    assert ("data", "all_reduce", 6, weights / 4 / layers, False) in sharded
+    assert ("context", "all_reduce", 1, weights / 4, False) in sharded
+
+    experts = sent("experts", expert=4, data=8)
+    moe = workload(config("experts"))
+    spread = 6 * 8 * moe.expert_weights
+    assert ("expert", "all_to_all", 4 * layers, 2 * 48 * 2 * 96 * 4, True) in experts
+    assert ("data", "all_reduce", 1, (moe.weights - spread) * 4, False) in experts
+    assert ("replica", "all_reduce", 1, spread / 4 * 4, False) in experts
+
+    pipeline = sent("interleaved", {"layers": 8}, pipeline=2)
+    assert ("pipeline", "sendrecv", 4, 2 * 48 * 96 * 4, True) in pipeline
+    once = sent("ulysses", {"stages_per_rank": 1}, pipeline=2, context=4)
+    assert ("pipeline", "sendrecv", 2, tokens * 96 * 4, True) in once
+    # Buckets of 0.1 MB: as many calls as the gradients need.
+    small = sent("3-D", {"bucket_bytes": 1e5}, data=2)
+    whole = workload(config("3-D")).weights * 4
+    number = -(-whole // 100_000)
+    assert ("data", "all_reduce", number, whole / number, False) in small
+
+
+# -- how much memory --------------------------------------------------------------------------------
+
+# Sizes as published, and the weights that these models are published to have.
+LLAMA = {"layers": 126, "width": 16384, "heads": 128, "kv_heads": 8, "ff": 53248}
+MIXTRAL = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "ff": 14336} | {
+    "experts": 8,
+    "experts_per_token": 2,
+}
+
+
+def published(model: dict[str, int], vocabulary: int) -> Workload:
+    settings = load({**TRAIN, "model": model, "mesh": {"dims": {"dp": 1}}, "parallel": {"data": "dp"}})
+    return workload(settings)._replace(vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "weights"),
+    [(LLAMA, 128_256, 405_853_388_800), (MIXTRAL, 32_000, 46_702_792_704)],
+)
+def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
+    model: dict[str, int], vocabulary: int, weights: int
+) -> None:
+    work = published(model, vocabulary)
+    assert work.weights == held(work, Sizes()).all == weights
+    # Split along tensor and expert, all but norms and routers are there once.
+    apart = held(work, Sizes(tensor=8, expert=2 if "experts" in model else 1)).all
+    many = (2 * work.layers + 1) * work.width + work.expert_layers * work.width * work.experts
+    experts = work.expert_layers * work.experts * work.expert_weights
+    assert apart == many + (weights - many - experts + experts / 2) / 8
+
+
+def test_memory_by_hand() -> None:
+    work = published(LLAMA, 128_256)._replace(
+        sequence=8192, microbatch=1, activation_bytes=2, schedule="1f1b"
+    )
+    many = Sizes(tensor=8, pipeline=16, microbatches=64)
+    plain = memory(work, many)
+    assert plain.weights == plain.gradients == plain.optimizer / 2 == 4 * held(work, many).all
+    # Eight layers a stage, 16 micro-batches under way: s b h (10 + 24/t) each.
+    assert plain.activations == 8 * 16 * 8192 * 16384 * (10 + 24 / 8)
+    parallel = memory(work._replace(sequence_parallel=True), many)
+    assert parallel.activations == 8 * 16 * 8192 * 16384 * 34 / 8
+    again = memory(work._replace(recompute=True), many)
+    assert again.activations == 8192 * 16384 * (8 * 16 * 2 + 10 + 24 / 8)
+    sharded = memory(work, Sizes(shard=128))
+    one = work.attention_weights + work.expert_weights + 2 * work.width
+    assert sharded.gradients == 4 * work.weights / 128
+    assert sharded.weights == 4 * work.weights / 128 + 4 * one
+    # Where backward passes run in halves, all that a rank has stays gathered for the whole step.
+    halves = work._replace(schedule="zero_bubble", stages_per_rank=2)
+    whole = held(halves, Sizes(pipeline=2, microbatches=8)).all
+    assert memory(halves, Sizes(pipeline=2, shard=4, microbatches=8)).weights == 4 * whole * (1 + 1 / 4)
+
+
+def test_what_memory_does_not_hold_is_left_out() -> None:
+    work, where = workload(config("3-D")), machine_of(8)
+    everything = rank_placements(work, 24, where, top=1000)
+    held_bytes = [sum(each.memory_bytes.values()) for each in everything.placements]
+    limit = sorted(held_bytes)[len(held_bytes) // 2]
+    less = rank_placements(work, 24, where, memory_gb=limit / 1e9, top=1000)
+    kept = [each for each, size in zip(everything.placements, held_bytes, strict=True) if size <= limit]
+    assert [each.dims for each in less.placements] == [each.dims for each in kept]
+    assert less.too_large > 0 and less.sizes == everything.sizes
+
+
+# -- refusals, files, the command -------------------------------------------------------------------
+
+
+def test_what_cannot_be_placed(tmp_path: Path) -> None:
+    work, where = workload(config("3-D")), machine_of(8)
+    topology = config("3-D", topology={"ranks_per_node": 8}).topology
+    ordered = load(config("3-D", {"pp": 1, "dp": 2, "tp": 1}), ["mesh.rank_order=[1, 0]"])
+    ranking = rank_placements(work, 8, where)
+    for call, text in (
+        (lambda: rank_placements(work, 7, where), r"no sizes that multiply to 7 can train this\n.*7 ranks along"),
+        (lambda: rank_placements(work, 8, where, memory_gb=1e-5), r"no mesh of 8 ranks holds this in 1e-05 GB"),
+        (lambda: workload(load({"mesh": {"dims": {"dp": 2}}})), "says nothing about training"),
+        (lambda: workload(ordered), r"mesh.rank_order belongs to one mesh(.*\n)*.*--set mesh.rank_order="),
+        (lambda: place_config(config("3-D"), 8, topology, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
+        (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
+        (lambda: write_placement(config("3-D"), ranking, 99, 8, tmp_path / "o.toml"), "there is no mesh 99 in the ranking"),
+        (lambda: write_placement(config("3-D"), ranking, 1, 8, tmp_path / "o.yaml"), r"not a TOML file's name(.*\n)*.*--write .*o.toml"),
+        (lambda: write_placement(config("3-D"), ranking, 1, 8, tmp_path / "no" / "o.toml"), "cannot be written: no such file"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chosen_mesh_is_written_and_loads(kind: str, tmp_path: Path) -> None:
+    settings = load(config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"])
+    world = world_of(kind)
+    asked = place_config(settings, world, settings.topology)
+    for number in (1, len(asked.ranking.placements)):
+        chosen: Placement = asked.ranking.placements[number - 1]
+        written = write_placement(settings, asked.ranking, number, world, tmp_path / "out.toml")
+        assert written.parallel == settings.parallel and written.train == settings.train
+        assert (written.mesh.timeout_s, written.topology) == (77.0, settings.topology)
+        expected = [(asked.names[part], size) for part, size in chosen.dims.items()]
+        assert list(written.mesh.dims.items()) == expected
+        assert written.plan(world).layout.world_size == world
+        if "expert" in asked.names:
+            assert written.plan(world).layout.size("ep") == chosen.expert
+
+
+def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
+    def command(*words: str) -> Any:
+        return CliRunner().invoke(app, list(words))
+
+    quickstart = str(ROOT / "configs/quickstart.toml")
+    words = ["place", quickstart, "--world", "8", "--set", "topology.ranks_per_node=4"]
+    target = str(tmp_path / "placed.toml")
+    shown = command(*words, "--write", target, "--choose", "2")
+    assert shown.exit_code == 0, shown.stderr
+    assert "19 meshes of 8 ranks ranked: 8 legal sizes" in shown.stdout
+    assert "links: node 2 us 300 GB/s (assumed); network 10 us 50 GB/s (assumed)" in shown.stdout
+    facts = json.loads(command(*words, "--json").stdout)
+    assert len(facts["placements"]) == 10
+    assert dict(load(target).mesh.dims) == facts["placements"][1]["dims"]
+    plan = command("plan", target)
+    assert plan.exit_code == 0 and "mesh of 8 ranks" in plan.stdout
+    kept = json.loads(command(*words, "--json", "--keep", "pp", "--keep", "tp").stdout)
+    assert {(p["dims"]["pp"], p["dims"]["tp"]) for p in kept["placements"]} == {(2, 2)}
+    assert command(*words, "--choose", "2").exit_code == 2
+
+
+def test_large_worlds_are_ranked() -> None:
+    """Five dims, 131,072 ranks: tens of thousands of meshes."""
+    world = 131_072
+    dims = "mesh.dims={ rep = 1, dp = 8, pp = 16, cp = 16, tp = 8 }"
+    wide = ["parallel.data='rep'", dims, "model.kv_heads=128", f"train.global_batch={world}"]
+    settings = load(ROOT / "configs/llama_405b.toml", wide)
+    assert place_config(settings, world, settings.topology).ranking.meshes > 50_000
