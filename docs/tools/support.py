@@ -8,7 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from meshcomm.transport.support import LACKS, REDUCE_OPS, WIDENED, name_of, support_table
+from meshcomm.collectives import ROWS
+from meshcomm.transport.support import (
+    CARRIES,
+    LACKS,
+    REDUCE_OPS,
+    WIDENED,
+    carries,
+    name_of,
+    support_table,
+)
 
 PAGE: Final = Path(__file__).parents[1] / "reference" / "support.md"
 _VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->\n")
@@ -19,7 +28,7 @@ def page() -> str:
     before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     versions = before.partition(_VERSIONS[0])[2].partition(_VERSIONS[1])[0]
     lines = [
-        "# Versions of torch, and what each backend reduces",
+        "# Versions of torch, backends, and what each of them reduces",
         "",
         "## Versions of torch",
         "",
@@ -31,6 +40,7 @@ def page() -> str:
         "Tried on two cores beside other work. What failed passed when it was run alone on the same version after its mend: on 2.11 and 2.12 three tests for want of setuptools 77, one for the path in which",
         "Gloo was built, on 2.11 one for the strides of a pipeline's input; the two of a compiled `mesh.rearrange` are skipped there since. On 2.12 and 2.13 one that the load had kept waiting passed as it was; on 2.14 one had counted what another test left behind, which it collects now.",
         "",
+        *_backends(),
         "## What each backend reduces",
         "",
         "Made by `python docs/tools/support.py` from the table that refuses calls before a byte moves; a test",
@@ -53,6 +63,40 @@ def page() -> str:
         "Every other backend is asked itself.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _backends() -> list[str]:
+    """Which operation is there on which backend for which device's tensors, and the rule which backend to take."""
+    lines = [
+        "## Backends",
+        "",
+        "| | " + " | ".join(f"{backend}, {device}" for backend, device in CARRIES) + " |",
+        "|---" * (len(CARRIES) + 1) + "|",
+    ]
+    for operation in ("send", "recv", *ROWS):
+        cells = {"yes": "yes", "no": "-", "?": "?", "list": "lists"}
+        row = [cells[carries(backend, device, operation)] for backend, device in CARRIES]
+        lines.append(f"| {operation} | {' | '.join(row)} |")
+    return [
+        *lines,
+        "",
+        "Source: PyTorch's documentation of [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html), section",
+        '"Backends", read in November 2026; ucc, which its table leaves out and calls experimental, by the operations that torch\'s ProcessGroupUCC',
+        "implements. ?: where MPI was built for the device, and torch from source with that MPI. lists: torch's call on a list of",
+        "tensors only; meshcomm calls the form of one tensor, so this fails there. cuda is ROCm too, xpu is Intel's GPUs. A backend of a third party",
+        "(`Backend.register_backend`) is taken by its name and asked itself. meshcomm is tested on gloo, and on nccl where a GPU is at hand; mpi,",
+        "ucc and xccl are handed the calls and were not tried. A Gloo dim takes host memory whatever the mesh's device is.",
+        "",
+        'Which one, by the same documentation; `backend = "auto"` is nccl on cuda and gloo on cpu, another is named:',
+        "",
+        "| hosts | take |",
+        "|---|---|",
+        "| GPUs, whatever joins them | nccl (Intel: xccl); it is the only one with InfiniBand and GPUDirect. gloo where nccl makes trouble, which is slower |",
+        "| CPUs, Ethernet | gloo |",
+        '| CPUs, InfiniBand with IP over IB | gloo on that interface, as in `network.interfaces = ["ib0"]` |',
+        "| CPUs, InfiniBand without IP over IB | mpi, in a torch that was built with it |",
+        "",
+    ]
 
 
 if __name__ == "__main__":

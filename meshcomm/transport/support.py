@@ -32,6 +32,31 @@ REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
 # Operations that a backend lacks for every dtype.
 LACKS: Final[dict[str, frozenset[str]]] = {"nccl": BITWISE}
 
+# Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
+# has it (torch.distributed, "Backends"), where "?" is what depends on how MPI was built; of ucc, which that table leaves
+# out, as its ProcessGroupUCC implements them. A collective that is not named is there.
+_MESSAGES: Final = frozenset(("send", "recv"))
+CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
+    ("gloo", "cpu"): {},
+    ("gloo", "cuda"): {"no": _MESSAGES | {"barrier"}},
+    ("mpi", "cpu"): {"no": frozenset(("reduce_scatter",))},
+    ("mpi", "cuda"): {"no": frozenset(("reduce_scatter",)), "?": frozenset(("*",))},
+    ("nccl", "cuda"): {},
+    ("ucc", "cpu"): {"list": frozenset(("reduce_scatter",))},
+    ("ucc", "cuda"): {"list": frozenset(("reduce_scatter",))},
+    ("xccl", "xpu"): {},
+}
+
+
+def carries(backend: str, device: str, operation: str) -> str:
+    """ "yes", "no", "?" (MPI, built for CUDA or not) or "list" (only torch's call on a list of tensors, which meshcomm
+    does not make): whether `backend` carries out `operation`, a collective's name, "send" or "recv", on `device`.
+    """
+    known = CARRIES.get((backend, device))
+    if known is None:
+        return "no"
+    return next((say for say, names in known.items() if operation in names or "*" in names), "yes")
+
 
 def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
     """Raise UnsupportedOp unless a reduction `op` of `dtype` exists and is exact on `backend`.

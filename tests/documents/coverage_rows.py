@@ -20,11 +20,12 @@ class Row(NamedTuple):
 
 # The number of a row of PAGE and what says it; below it files of tests/, each with its tests.
 _TABLE: Final = """
-1: PAGE#joining-backends-devices docs/reference/support.md#what-each-backend-reduces docs/guide/launching.md#is-this-host-fit
+1: PAGE#joining-backends-devices docs/reference/support.md#backends docs/guide/launching.md#is-this-host-fit
     mesh/test_torch_facts.py test_a_registered_backend_and_one_named_by_device
     comm/test_refused.py test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on
     doctor/test_doctor.py test_a_device_or_backend_that_is_not_there
     documents/test_documents.py test_a_page_that_is_made_is_what_is_made_now
+    comm/test_refused.py test_the_table_of_backends_knows_every_operation_and_torch_s_devices
 2: PAGE#joining-backends-devices docs/reference/config.md#network docs/guide/launching.md#several-hosts
     mesh/test_meeting.py test_network_settings_are_set_before_and_put_back_after
         test_an_interface_that_is_set_twice_is_refused
