@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 import meshcomm
-from meshcomm.bench.timing import Row, compare, in_turn
+from meshcomm.bench.measure import Row, compare, in_turn
 from meshcomm.comm.scheduled import SCHEDULED
 from meshcomm.mesh import Mesh
 

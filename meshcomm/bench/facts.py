@@ -1,22 +1,70 @@
-"""From a live mesh to all that `meshcomm bench` shows: measured, described, and put as plain data."""
+"""From a live mesh to all that `meshcomm bench` shows: chosen, measured, described, and put as plain data."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from meshcomm.bench.chosen import Item, chosen_dims, items
-from meshcomm.bench.machine import machine_facts
-from meshcomm.bench.sweep import ROUND_S, sweep
+import torch
+
+from meshcomm import __version__
+from meshcomm.bench.measure import ROUND_S, Item, Skipped, sweep
 from meshcomm.config import TopologyConfig
+from meshcomm.errors import ConfigError
+from meshcomm.layout import Family, Plan
 from meshcomm.mesh import Mesh
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import machine
-from meshcomm.predict.times import COUNTED, Operation
+from meshcomm.predict.times import COUNTED, Operation, counted_bytes
 from meshcomm.show.bench import row_facts
 from meshcomm.show.units import size_text
+
+
+def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
+    """The families to measure, in plan order; those left out.
+
+    asked: names of dims, merged dims or views' dims; all with groups of their own where there is none.
+    Raises UnknownDim, and ConfigError where nothing is left to measure.
+    """
+    for name in asked:
+        plan.layout.digits(name)
+    found, skipped = [], []
+    for family in plan.families:
+        if asked and family.name not in asked:
+            continue
+        if family.size == 1:
+            skipped.append(Skipped(family.name, None, "one rank: nothing moves"))
+        elif family.shares is not None and not asked:
+            skipped.append(Skipped(family.name, None, f"its groups are those of {family.shares}"))
+        else:
+            found.append(family)
+    if not found:
+        sizes = ", ".join(f"{family.name} = {family.size}" for family in plan.families)
+        raise ConfigError(
+            "no dim to measure has two ranks or more",
+            given=sizes + "".join(f", --dim {name}" for name in asked),
+            expected="a dim along which something moves",
+            hint="--set mesh.dims.DIM=2" if not asked else "leave --dim out",
+        )
+    return found, skipped
+
+
+def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Sequence[int]) -> list[Item]:
+    """Every operation and size along every dim, sizes ascending, each once. Raises ConfigError."""
+    found = [
+        Item(family.name, operation, counted_bytes(operation, size, family.name, family.size))
+        for family in families
+        for operation in operations
+        for size in sorted(sizes)
+    ]
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -64,16 +112,8 @@ def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress:
             for family in families
         ],
         "rows": [
-            row_facts(
-                each.item.dim,
-                mesh.size(each.item.dim),
-                each.item.operation,
-                each.item.size_bytes,
-                each.calls,
-                each.ours_s,
-                each.torch_s,
-            )
-            for each in found
+            row_facts(dim, mesh.size(dim), operation, size_bytes, calls, ours_s, torch_s)
+            for (dim, operation, size_bytes), calls, ours_s, torch_s in found
         ],
         "skipped": [each._asdict() for each in (*skipped, *lacking)],
         "fit": None,
@@ -102,3 +142,35 @@ def _shown(total: int, wanted: bool) -> Iterator[Callable[[Item], None]]:
             begun += 1
 
         yield advance
+
+
+def machine_facts(mesh: Mesh) -> dict[str, Any]:
+    """This rank's host and device, and the number of hosts of the mesh.
+
+    Called by: every rank of the mesh; of the host, what rank 0 says is shown.
+    load: the system's load average over a minute, before anything is measured.
+    """
+    on_cuda = mesh.device.type == "cuda"
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": _hosts(mesh),
+        "cpus": os.cpu_count() or 1,
+        "load": os.getloadavg()[0],
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "device": torch.cuda.get_device_name(mesh.device) if on_cuda else mesh.device.type,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "meshcomm": __version__,
+    }
+    if on_cuda:
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def _hosts(mesh: Mesh) -> int:
+    """How many host names the ranks have."""
+    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
+    for dim in mesh.dims:
+        mine = mesh.all_gather(dim, mine)
+    return len(set(mine.tolist()))

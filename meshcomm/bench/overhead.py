@@ -1,108 +1,119 @@
-"""What does a call cost before a byte moves? On torch's fake backend, in one process."""
+"""What does a call cost before a byte moves, and a long list of small tensors when they do?"""
 
 from __future__ import annotations
 
+import random
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
-from meshcomm.bench.calls import Pair, pair
-from meshcomm.bench.timing import Row, compare, in_turn
+from meshcomm.bench.calls import Call, Pair, pair
+from meshcomm.bench.measure import Row, compare, in_turn
+from meshcomm.mesh import Mesh
 from meshcomm.predict.times import OPERATIONS
+from meshcomm.transport.torch_private import coalescing
 
 # Small enough that copying them costs nothing beside a call.
 _BYTES: Final = 256
-_NAMES: Final = {"sendrecv": "shift"}
 
 
 def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
     """Times of calls of one element, or of 256 bytes, along a dim of 4 of 8 pretended ranks, beside torch's own.
 
-    Results on this backend are meaningless by design; only the calls are timed. The process must
-    not have initialised torch.distributed.
+    On torch's fake backend, in one process: results are meaningless by design; only the calls are timed. The
+    process must not have initialised torch.distributed.
     """
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
         with meshcomm.init(dims={"pp": 2, "dp": 4}, device="cpu", backend="fake") as mesh:
-            x = torch.ones(1)
-            group = mesh.group("dp")
-            device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
-            backend: Any = group._get_backend(torch.device("cpu"))
-            others: dict[str, Pair] = {
-                name: pair(mesh, "dp", name, _BYTES) for name in OPERATIONS if name != "all_reduce"
-            }
-            others["send"] = Pair(
-                lambda: mesh.send("dp", x, 1), lambda: dist.send(x, group=group, group_dst=1)
-            )
-            others["recv"] = Pair(
-                lambda: mesh.recv("dp", x, src=1), lambda: dist.recv(x, group=group, group_src=1)
-            )
-            others["isend"] = Pair(
-                lambda: mesh.isend("dp", x, 1).wait(),
-                lambda: _waited(dist.isend(x, group=group, group_dst=1)),
-            )
-            others["all_reduce(async_op=True)"] = Pair(
-                lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
-                lambda: _waited(dist.all_reduce(x, group=group, async_op=True)),
-            )
-            by_hand = {
-                name: in_turn({"ours": both.ours, "torch": both.torch}, rounds, max(1, calls // 5))
-                for name, both in others.items()
-            }
-            pattern = in_turn(
-                {
-                    "rearrange": lambda: mesh.rearrange(x, "h -> (dp h)"),
-                    "all_gather": lambda: mesh.all_gather("dp", x),
-                },
-                rounds,
-                max(1, calls // 5),
-            )
-            lookup = in_turn(
-                {
-                    "mesh": lambda: mesh.all_reduce("dp", x),
-                    "device_mesh": lambda: dist.all_reduce(x, group=device_mesh["dp"].get_group()),
-                },
-                rounds,
-                max(1, calls // 20),
-            )
-            # Last: where this follows a job, its other ranks may still be ending.
-            found = in_turn(
-                {
-                    "mesh": lambda: mesh.all_reduce("dp", x),
-                    "group": lambda: dist.all_reduce(x, group=group),
-                    "backend": lambda: backend.allreduce([x]).wait(),
-                },
-                rounds,
-                calls,
-            )
-            return [
-                compare(
-                    "all_reduce / dist.all_reduce(group)", found["mesh"], found["group"], target="at most 0.8"
-                ),
-                compare("all_reduce / the backend's own call", found["mesh"], found["backend"]),
-                compare(
-                    "all_reduce / dist.all_reduce(device_mesh[..])",
-                    lookup["mesh"],
-                    lookup["device_mesh"],
-                    target="at most 0.05",
-                ),
-                compare(
-                    "rearrange / mesh.all_gather",
-                    pattern["rearrange"],
-                    pattern["all_gather"],
-                    target="at most 5 us more",
-                ),
-                *(
-                    compare(f"{_NAMES.get(name, name)} / torch.distributed", times["ours"], times["torch"])
-                    for name, times in by_hand.items()
-                ),
+            # Backwards: where this follows a job, its other ranks may still be ending.
+            found = [
+                _timed(name, both, rounds, max(1, calls // share), target)
+                for name, both, share, target in reversed(_calls(mesh))
             ]
+            return found[::-1]
     finally:
         dist.destroy_process_group()
 
 
-def _waited(work: Any) -> None:
-    work.wait()
+def _calls(mesh: Mesh) -> list[tuple[str, Pair, int, str]]:
+    """Name, both ways, which share of the calls is enough, and what the ratio has to reach."""
+    x, group = torch.ones(1), mesh.group("dp")
+    device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    backend: Any = group._get_backend(torch.device("cpu"))
+
+    def ours() -> Tensor:
+        return mesh.all_reduce("dp", x)
+
+    def waited(work: Any) -> None:
+        work.wait()
+
+    by_lookup = Pair(ours, lambda: dist.all_reduce(x, group=device_mesh["dp"].get_group()))
+    by_pattern = Pair(lambda: mesh.rearrange(x, "h -> (dp h)"), lambda: mesh.all_gather("dp", x))
+    by_hand = {name: pair(mesh, "dp", name, _BYTES) for name in OPERATIONS if name != "all_reduce"}
+    others = {
+        **{"shift" if name == "sendrecv" else name: both for name, both in by_hand.items()},
+        "send": Pair(lambda: mesh.send("dp", x, 1), lambda: dist.send(x, group=group, group_dst=1)),
+        "recv": Pair(lambda: mesh.recv("dp", x, src=1), lambda: dist.recv(x, group=group, group_src=1)),
+        "isend": Pair(
+            lambda: mesh.isend("dp", x, 1).wait(), lambda: waited(dist.isend(x, group=group, group_dst=1))
+        ),
+        "all_reduce(async_op=True)": Pair(
+            lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
+            lambda: waited(dist.all_reduce(x, group=group, async_op=True)),
+        ),
+    }
+    return [
+        ("all_reduce / dist.all_reduce(group)", Pair(ours, lambda: dist.all_reduce(x, group=group)), 1, "at most 0.8"),
+        ("all_reduce / the backend's own call", Pair(ours, lambda: backend.allreduce([x]).wait()), 1, ""),
+        ("all_reduce / dist.all_reduce(device_mesh[..])", by_lookup, 20, "at most 0.05"),
+        ("rearrange / mesh.all_gather", by_pattern, 5, "at most 5 us more"),
+        *((f"{name} / torch.distributed", both, 5, "") for name, both in others.items()),
+    ]  # fmt: skip
+
+
+def _timed(name: str, both: Pair, rounds: int, calls: int, target: str) -> Row:
+    times = in_turn(both._asdict(), rounds, calls)
+    return compare(name, times["ours"], times["torch"], target=target)
+
+
+def many(mesh: Mesh, dim: str, rounds: int) -> list[Row]:
+    """A list of 1,000 tensors of 1 to 4,096 floats, beside flattening by hand and torch's coalescing."""
+    group = mesh.group(dim)
+    sizes = random.Random(0)
+    shapes = [sizes.randint(1, 4096) for _ in range(1000)]
+    rows = []
+    for name, dtypes in (
+        ("float32", (torch.float32,)),
+        ("float32 and bfloat16", (torch.float32, torch.bfloat16)),
+    ):
+        # Zeros that were written: adding them a hundred times over changes nothing.
+        tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]).zero_() for i, n in enumerate(shapes)]
+        by_dtype = [[x for x in tensors if x.dtype == dtype] for dtype in dtypes]
+
+        def by_hand(by_dtype: list[list[Tensor]] = by_dtype) -> None:
+            for chosen in by_dtype:
+                flat = torch.cat(chosen)
+                dist.all_reduce(flat, group=group)
+                for x, value in zip(chosen, flat.split([x.numel() for x in chosen]), strict=True):
+                    x.copy_(value)
+
+        def coalesced(by_dtype: list[list[Tensor]] = by_dtype) -> None:
+            for chosen in by_dtype:  # Gloo's coalescing takes one dtype at a time
+                with coalescing(group):
+                    for x in chosen:
+                        dist.all_reduce(x, group=group)
+
+        def ours(tensors: list[Tensor] = tensors) -> None:
+            mesh.all_reduce(dim, tensors)
+
+        ways: dict[str, Call] = {"ours": ours, "hand": by_hand, "coalescing": coalesced}
+        found = in_turn(ways, rounds, 1, align=lambda: mesh.barrier(dim))
+        best = [min(a, b) for a, b in zip(found["hand"], found["coalescing"], strict=True)]
+        label = f"list of 1,000, {name} / the faster of two"
+        rows.append(compare(label, found["ours"], best, sum(shapes) * 4, "at most 1"))
+    return rows

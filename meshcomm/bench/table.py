@@ -8,7 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshcomm.bench.timing import Row
+from meshcomm.bench.measure import Row
+from meshcomm.show.units import seconds_text
 
 
 def console() -> Console:
@@ -20,7 +21,7 @@ def console() -> Console:
 def rows_table(title: str, rows: Sequence[Row]) -> Table:
     """One row per comparison: both medians, the median of the ratios, what that has to reach."""
     table = Table(
-        title=f"{title}; times: medians of the rounds, ratio: the median of the rounds' ratios",
+        title=f"{title}; times: medians of the rounds; ratio: the median of the rounds' ratios;\nGB/s: the bytes over the median time",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -31,18 +32,11 @@ def rows_table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         speed = "-" if row.bytes_moved is None else f"{row.bytes_moved / row.ours_s / 1e9:.2f}"
         table.add_row(
-            row.name, seconds(row.ours_s), seconds(row.theirs_s), f"{row.ratio:.3f}", speed, row.target or "-"
+            row.name,
+            seconds_text(row.ours_s),
+            seconds_text(row.theirs_s),
+            f"{row.ratio:.3f}",
+            speed,
+            row.target or "-",
         )
     return table
-
-
-def seconds(value: float) -> str:
-    """
-    >>> seconds(1.5e-6), seconds(0.0123), seconds(2)
-    ('1.50 us', '12.3 ms', '2.00 s')
-    """
-    if value < 1e-3:
-        return f"{value * 1e6:.2f} us"
-    if value < 1:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value:.2f} s"

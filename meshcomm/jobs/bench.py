@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshcomm.bench.chosen import chosen_dims, items
-from meshcomm.bench.facts import Asked, measured_facts
-from meshcomm.bench.output import check_output
+from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
+from meshcomm.bench.measure import Row
+from meshcomm.bench.overhead import many, overhead
+from meshcomm.bench.table import console, rows_table
 from meshcomm.config import Config, load
 from meshcomm.config.whole_file import write_whole
 from meshcomm.errors import ConfigError
@@ -18,12 +20,12 @@ from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
-from meshcomm.predict.fit import MARK as TOPOLOGY_MARK
+from meshcomm.predict.fit import MARK as FIT_MARK
 from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
 from meshcomm.predict.machine import discovered, known_machine
 from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
-from meshcomm.show.plot import MARK as PLOT_MARK
+from meshcomm.show.plot import MARK as SVG_MARK
 from meshcomm.show.plot import bandwidth_svg
 from meshcomm.show.units import read_bytes
 
@@ -31,6 +33,7 @@ SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.
 _WORLD: Final = 4
 _DIM: Final = "dp"
+_ONE_DIM: Final = {"mesh": {"dims": {_DIM: -1}, "device": "cpu", "timeout_s": 300.0}}
 
 
 class Output(NamedTuple):
@@ -60,7 +63,7 @@ def bench(
     asked = Asked(
         named_operations(operations), [read_bytes(text) for text in sizes or SIZES], dims, rounds, alone
     )
-    settings = load(config if config is not None else _one_dim(), overrides)
+    settings = load(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
     if config is None and here.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
@@ -68,10 +71,10 @@ def bench(
     families, _ = chosen_dims(settings.plan(size), dims)
     items(families, asked.operations, asked.sizes)
     if output.svg is not None:
-        check_output(output.svg, "--svg", ".svg", PLOT_MARK)
+        _check_output(output.svg, "--svg", ".svg", SVG_MARK)
     if output.fit is not None:
         check_sizes(asked.sizes)
-        check_output(output.fit, "--fit", ".toml", TOPOLOGY_MARK)
+        _check_output(output.fit, "--fit", ".toml", FIT_MARK)
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
     for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
         words += [word for value in values for word in (option, value)]
@@ -81,8 +84,34 @@ def bench(
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output, config is None))
 
 
-def _one_dim() -> dict[str, Any]:
-    return {"mesh": {"dims": {_DIM: -1}, "device": "cpu", "timeout_s": 300.0}}
+def _check_output(path: Path, option: str, suffix: str, mark: str) -> None:
+    """Raise ConfigError unless `path` can become a file of this kind.
+
+    A file that is there is replaced only where `mark`, which all that meshcomm writes begins with, is in
+    its first lines: a config or a picture of somebody's own is not lost.
+    """
+    if path.suffix != suffix:
+        raise ConfigError(
+            f"{path} does not end in {suffix}",
+            given=f"{option} {path}",
+            expected=f"a name that ends in {suffix}",
+            hint=f"{option} {path.with_suffix(suffix)}" if path.name else None,
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(
+            f"{path} cannot be written",
+            given=f"{option} {path}",
+            expected="a file in a folder that is there and may be written",
+        )
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if mark not in file.read(4096):
+                raise ConfigError(
+                    f"{path} is there, and is not what meshcomm bench wrote",
+                    given=f"{option} {path}",
+                    expected="a new file, or one that an earlier meshcomm bench wrote",
+                    hint=f"{option} {path.with_stem(path.stem + '_measured')}",
+                )
 
 
 def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
@@ -96,16 +125,12 @@ def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
         first = mesh.rank == int(mesh.layout.ranks.min())
         facts = measured_facts(mesh, asked, topology, first)
         if plain:
-            from meshcomm.bench.lists import many
-
             facts["lists"] = [asdict(row) for row in many(mesh, _DIM, asked.rounds)]
         plan = mesh.plan
     if not first:
         return
     if plain:
         # Now that the other ranks have ended, and no group is left in this process.
-        from meshcomm.bench.overhead import overhead
-
         facts["calls"] = [asdict(row) for row in overhead(asked.rounds)]
     failure: ConfigError | None = None
     if output.fit is not None:
@@ -155,13 +180,8 @@ def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> Non
 
 def _print(facts: dict[str, Any], output: Output) -> None:
     if output.json:
-        from json import dumps
-
-        print(dumps(facts, indent=2))
+        print(json.dumps(facts, indent=2))
         return
-    from meshcomm.bench.table import console, rows_table
-    from meshcomm.bench.timing import Row
-
     to = console()
     to.print(bench_view(facts))
     for key, title in (("calls", "calls, fake backend, one process"), ("lists", "lists of tensors")):

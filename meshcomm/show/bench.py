@@ -91,9 +91,10 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
         + ("one group along a dim at a time" if facts["alone"] else "all groups along a dim at once"),
     ]
     notes = [
-        "bandwidths in GB/s, busbw as nccl-tests counts it; torch: the time of\n"
-        "torch.distributed; ratio: the median of the rounds' ratios of meshcomm's time to torch's, which is "
-        "not the ratio of the medians beside it; below 1 meshcomm is faster"
+        "time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of\n"
+        "the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'\n"
+        "ratios of meshcomm's time to torch's, not the ratio of the medians beside it;\n"
+        "below 1 meshcomm is faster"
     ]
     notes += [
         f"skipped: {each['operation'] or 'all'} along {each['dim']}: {each['why']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import xml.etree.ElementTree as ET
 from fractions import Fraction
 from itertools import pairwise
@@ -14,14 +15,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.chosen import Item, chosen_dims, items
-from meshcomm.bench.facts import Asked, measured_facts
-from meshcomm.bench.output import check_output
-from meshcomm.bench.sweep import Measured
-from meshcomm.bench.timing import in_turn
+from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
+from meshcomm.bench.measure import Item, Measured, compare, in_turn
+from meshcomm.bench.table import rows_table
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.errors import ConfigError, UnknownDim
@@ -63,6 +63,22 @@ def test_bandwidths_are_those_of_a_table_written_by_hand() -> None:
         assert theirs["busbw_gbytes_s"] == pytest.approx(bus[operation] / 2)
         # Of each round: 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
         assert facts["ratio"] == pytest.approx(1.5)
+
+
+def test_captions_say_which_figures_are_medians_of_ratios_and_which_of_medians() -> None:
+    # Of each round 0.25, 2 and 1.5; the ratio of the medians, 2 ms and 4 ms, would be 0.5.
+    row = compare("a / b", [0.001, 0.002, 0.009], [0.004, 0.001, 0.006], 4_000_000)
+    assert (row.ours_s, row.theirs_s, row.ratio) == (0.002, 0.004, pytest.approx(1.5))
+    text = shown(rows_table("calls", [row]))
+    assert re.search(r"a / b +2 ms +4 ms +1.500 +2.00", text)
+    of_one = made_facts(1) | {
+        "rows": [row_facts("dp", 4, "broadcast", 4_000_000, 7, [0.001, 0.002, 0.009], [0.004, 0.001, 0.006])]
+    }
+    for each in (text, printed(of_one)):
+        said = " ".join(each.split())
+        assert "medians of the rounds; " in said and "ratio: the median of the rounds' ratios" in said
+        assert re.search(r"GB/s:? (of|the bytes over) the median time", said)
+    assert re.search(r"2 ms +2 +2 +4 ms +1.50", printed(of_one))
 
 
 def test_a_size_is_what_nccl_tests_counts() -> None:
@@ -395,13 +411,15 @@ def test_one_size_alone_is_points_without_lines() -> None:
     ET.fromstring(text)
 
 
-def printed(facts: dict[str, Any]) -> str:
-    from rich.console import Console
-
+def shown(what: Any) -> str:
     console = Console(width=110, color_system=None)
     with console.capture() as capture:
-        console.print(bench_view(facts))
+        console.print(what)
     return capture.get()
+
+
+def printed(facts: dict[str, Any]) -> str:
+    return shown(bench_view(facts))
 
 
 def test_the_table_has_every_row_and_what_was_left_out() -> None:
@@ -450,7 +468,7 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone:
     mesh_of = {"dims": {"dp": 2, "tp": 2}, "merge": {"all": ("dp", "tp")}}
     with (
         patch.dict(support.LACKS, gloo=frozenset(lacking)),
-        patch("meshcomm.bench.sweep.pair", counted),
+        patch("meshcomm.bench.measure.pair", counted),
         meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
     ):
         asked = Asked(operations, [64, 4099], ("tp", "all"), 1, alone, round_s=0.001)
@@ -566,7 +584,6 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
     assert "one size does not tell" in refused(mesh, "--fit", "fit.toml", "--bytes", "4KiB")
     # The same, of a file that bench wrote, is let through: the launcher is reached.
     (tmp_path / "old.toml").write_text(f"{MARK} --fit`: before\n")
-    check_output(tmp_path / "old.toml", "--fit", ".toml", MARK)
     result = CliRunner().invoke(app, ["bench", mesh, "--fit", "old.toml"])
     assert isinstance(result.exception, AssertionError)
 
