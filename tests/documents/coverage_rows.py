@@ -117,12 +117,12 @@ _TABLE: Final = """
 25: PAGE#collectives docs/guide/costs.md#24576-gpus-180-ms-against-1-ms
     algorithms/test_algorithms.py test_algorithms_on_gloo test_the_simulator_counts_what_the_formulas_say
         test_the_guide_has_the_tables_of_the_formulas
-    costs/test_costs.py
+    predict/test_times.py
         test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated_constants
 26: PAGE#joining-backends-devices docs/guide/launching.md#local-rank-and-device
     mesh/test_torch_facts.py test_more_ranks_than_devices_are_refused_before_a_group_exists
     comm/test_nccl.py test_more_ranks_than_devices_are_refused
-    topology/test_topology.py test_more_ranks_than_devices
+    predict/test_links.py test_each_finding_has_its_numbers_and_what_to_try
 """
 
 
