@@ -15,7 +15,7 @@ import torch
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
-from meshcomm.layout import Dims, Layout
+from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
@@ -479,9 +479,3 @@ def test_the_profiler_sees_op_dims_and_plan(mesh: Mesh) -> None:
     assert found == {
         f"meshcomm::{call}, plan {plan}" for call in ("all_gather tp", "all_reduce dp", "shift tp")
     }
-
-
-def test_the_layout_says_what_the_mesh_gathers() -> None:
-    layout = Layout(DIMS, merge=MERGE)
-    assert layout.group_of(5, "data").tolist() == [4, 6, 5, 7]
-    assert layout.group_of(5, ("tp", "dp")).tolist() == [4, 6, 5, 7]
