@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +16,13 @@ needs_one = pytest.mark.skipif(GPUS < 1, reason="needs a GPU; this host has none
 needs_eight = pytest.mark.skipif(GPUS < 8, reason=f"needs 8 GPUs; this host has {GPUS}")
 
 
-def alone() -> dict[str, object]:
+@needs_one
+@on_ranks(1)
+def test_world_size_one_on_one_gpu() -> None:
     with meshcomm.init(dims={"dp": 1, "tp": 1}, timeout_s=60) as mesh:
         x = torch.arange(6.0, device=mesh.device).view(2, 3)
-        assert mesh.device.type == "cuda"
+        assert mesh.device.type == "cuda" and mesh.plan.defaults.backend == "nccl"
+        assert mesh.plan.for_rank(0).creations == 0
         for dims in ("dp", "tp", ("dp", "tp")):
             assert torch.equal(mesh.all_reduce(dims, x.clone()), x)
             assert torch.equal(mesh.all_gather(dims, x, 1), x)
@@ -31,36 +32,27 @@ def alone() -> dict[str, object]:
             y = x.clone().requires_grad_()
             mesh.functional.all_reduce("tp", y, grad="sum").sum().backward()
             assert torch.equal(y.grad, torch.ones_like(x))
-        return {"backend": mesh.plan.defaults.backend, "created": mesh.plan.for_rank(0).creations}
 
 
 @needs_one
-def test_world_size_one_on_one_gpu(pool: Pool) -> None:
-    assert pool.run(alone, ranks=1) == [{"backend": "nccl", "created": 0}]
-
-
-def two_on_one() -> str:
-    try:
+@on_ranks(GPUS + 1)
+def test_more_ranks_than_devices_are_refused() -> None:
+    told = rf"{GPUS + 1} ranks on a host with {GPUS} cuda device\(s\)"
+    with pytest.raises(meshcomm.MeshcommError, match=told):
         meshcomm.init(dims={"dp": GPUS + 1}, timeout_s=30)
-    except meshcomm.MeshcommError as error:
-        return f"{type(error).__name__}: {error.what}"
-    return "nothing"
 
 
-@needs_one
-def test_more_ranks_than_devices_are_refused(pool: Pool) -> None:
-    for text in pool.run(two_on_one, ranks=GPUS + 1):
-        assert f"{GPUS + 1} ranks on a host with {GPUS} cuda device(s)" in text
-
-
-def on_gpus(check: Callable[[Mesh], None], order: list[int] | None) -> None:
+@needs_eight
+@on_ranks(8)
+def test_eight_gpus() -> None:
     dims, merge = {"pp": 2, "dp": 2, "tp": 2}, {"model": ("pp", "tp"), "data": ("tp", "dp")}
-    with meshcomm.init(dims=dims, merge=merge, rank_order=order, device="cuda", timeout_s=60) as mesh:
-        torch.set_default_device(mesh.device)
-        try:
-            check(mesh)
-        finally:
-            torch.set_default_device(None)
+    for order in (None, [6, 3, 1, 4, 0, 7, 5, 2]):
+        with meshcomm.init(dims=dims, merge=merge, rank_order=order, device="cuda", timeout_s=60) as mesh:
+            torch.set_default_device(mesh.device)
+            try:
+                basics(mesh)
+            finally:
+                torch.set_default_device(None)
 
 
 def basics(mesh: Mesh) -> None:
@@ -80,9 +72,3 @@ def basics(mesh: Mesh) -> None:
             mesh.all_reduce(dims, x.long(), "band")
         with pytest.raises(meshcomm.MeshcommError, match="cannot receive from any source"):
             mesh.recv_any(dims, x)
-
-
-@needs_eight
-@pytest.mark.parametrize("order", [None, [6, 3, 1, 4, 0, 7, 5, 2]])
-def test_eight_gpus(pool: Pool, order: list[int] | None) -> None:
-    pool.run(on_gpus, basics, order)
