@@ -135,7 +135,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
     assert live_groups() == before + 1
 
 
-@pytest.mark.mesh(pp=2, dp=2, tp=2, via="gloo")
+@pytest.mark.mesh(pp=2, dp=1, tp=2, via="gloo")
 def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
     with pytest.raises(meshcomm.MeshcommError) as caught:
         mesh.all_reduce(("pp", "tp"), torch.ones(1))
@@ -187,7 +187,7 @@ def test_a_warm_up_that_fails_gives_the_groups_back() -> None:
     assert live_groups() == before and not dist.is_initialized()
 
 
-# What rank 1 of two gives in place of the usual, and what is said of it; of what it cannot even read, on the others.
+# What rank 2 of four gives in place of the usual, and what is said of it; what it cannot even read is the others' problem.
 USUAL: dict[str, Any] = {
     "dims": {"pp": 2, "dp": 1, "tp": 2},
     "merge": {"grad": ["pp", "dp"]},
