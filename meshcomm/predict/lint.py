@@ -210,30 +210,31 @@ def _tensor(case: _Case) -> Iterator[Finding]:
         f"{dim} = {spans.size}, {case.machine.ranks_per_node} ranks on a node: {crossing} of "
         f"{sum(spans.crosses.values())} groups lie on {number} nodes",
         f"{dim} innermost in mesh.dims, its size a divisor of {case.machine.ranks_per_node}",
-        _moved(case, dim, "tensor"),
+        _moved(case, dim),
     )
 
 
-def _moved(case: _Case, dim: str, part: Part) -> str | None:
+def _moved(case: _Case, dim: str) -> str | None:
     """Dims with `dim` innermost, and smaller where needed; only such as keep it inside a node."""
     dims = dict(case.settings.mesh.dims)
     if dim not in dims or case.settings.mesh.rank_order is not None:
         return None
     others = {name: size for name, size in dims.items() if name != dim}
-    grown = next(
-        (n for n, p in case.roles.items() if p in ("pipeline", "data", "shard") and n in others), None
-    )
-    for size in reversed(divisors(dims[dim])):
-        factor = dims[dim] // size
-        if factor > 1 and grown is None:
+    growing = (n for n, p in case.roles.items() if p in ("pipeline", "data", "shard") and n in others)
+    grown = next(growing, None)
+    for size in reversed(divisors(dims[dim])[1:]):
+        if size < dims[dim] and grown is None:
             break
-        mended = {name: n * factor if name == grown and factor > 1 else n for name, n in others.items()}
+        mended = {n: number * (dims[dim] // size if n == grown else 1) for n, number in others.items()}
         mended[dim] = size
-        ranks = case.plan.layout.ranks
-        found = span(Layout(mended, rank_order=ranks.tolist()).groups(dim), case.machine)
-        if found.most == 1 and size > 1:
+        if _laid_out(case, mended, dim).most == 1:
             return f"mesh.dims = {toml_dims(mended)}"
     return None
+
+
+def _laid_out(case: _Case, dims: Mapping[str, int], along: str) -> Span:
+    """Where the groups along a dim would lie with these dims on the same ranks."""
+    return span(Layout(dims, rank_order=case.plan.layout.ranks.tolist()).groups(along), case.machine)
 
 
 def _pipeline(case: _Case) -> Iterator[Finding]:
@@ -245,8 +246,7 @@ def _pipeline(case: _Case) -> Iterator[Finding]:
     hint = None
     if dim in dims and case.settings.mesh.rank_order is None:
         mended = {dim: dims[dim], **{name: size for name, size in dims.items() if name != dim}}
-        layout = Layout(mended, rank_order=case.plan.layout.ranks.tolist())
-        if span(layout.groups(other), case.machine).most < data[1].most:
+        if _laid_out(case, mended, other).most < data[1].most:
             hint = f"mesh.dims = {toml_dims(mended)}"
     yield Finding(
         "pipeline-inside-node",

@@ -74,15 +74,6 @@ class Workload(NamedTuple):
         """Weights of one feed-forward block: gate, up and down."""
         return 3 * self.width * self.ff
 
-    @property
-    def weights(self) -> int:
-        """Weights of the whole model, norms and routers included."""
-        dense = self.layers - self.expert_layers
-        experts = self.expert_layers * (self.experts * self.expert_weights + self.width * self.experts)
-        norms = (2 * self.layers + 1) * self.width
-        tables = self.width * self.vocabulary * (1 if self.tied else 2)
-        return self.layers * self.attention_weights + dense * self.expert_weights + experts + norms + tables
-
     def tokens(self, sizes: Sizes) -> float:
         """Tokens of a micro-batch on one rank."""
         return self.microbatch * self.sequence / sizes.context

@@ -277,7 +277,7 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("context", "all_to_all", 2 * layers, rows_of_heads * 6, True) in ulysses
 
     sharded = sent("all five", shard=4, data=2, context=2)
-    weights = workload(config("all five")).weights * 4
+    weights = held(workload(config("all five")), Sizes()).all * 4
     assert ("shard", "all_gather", 12, weights / layers, True) in sharded
     assert ("shard", "reduce_scatter", 6, weights / layers, False) in sharded
     assert ("data", "all_reduce", 6, weights / 4 / layers, False) in sharded
@@ -287,7 +287,7 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     moe = workload(config("experts"))
     spread = 6 * 8 * moe.expert_weights
     assert ("expert", "all_to_all", 4 * layers, 2 * 48 * 2 * 96 * 4, True) in experts
-    assert ("data", "all_reduce", 1, (moe.weights - spread) * 4, False) in experts
+    assert ("data", "all_reduce", 1, (held(moe, Sizes()).all - spread) * 4, False) in experts
     assert ("replica", "all_reduce", 1, spread / 4 * 4, False) in experts
 
     pipeline = sent("interleaved", {"layers": 8}, pipeline=2)
@@ -296,7 +296,7 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("pipeline", "sendrecv", 2, tokens * 96 * 4, True) in once
     # Buckets of 0.1 MB: as many calls as the gradients need.
     small = sent("3-D", {"bucket_bytes": 1e5}, data=2)
-    whole = workload(config("3-D")).weights * 4
+    whole = held(workload(config("3-D")), Sizes()).all * 4
     number = -(-whole // 100_000)
     assert ("data", "all_reduce", number, whole / number, False) in small
 
@@ -324,7 +324,7 @@ def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
     model: dict[str, int], vocabulary: int, weights: int
 ) -> None:
     work = published(model, vocabulary)
-    assert work.weights == held(work, Sizes()).all == weights
+    assert held(work, Sizes()).all == weights
     # Split along tensor and expert, all but norms and routers are there once.
     apart = held(work, Sizes(tensor=8, expert=2 if "experts" in model else 1)).all
     many = (2 * work.layers + 1) * work.width + work.expert_layers * work.width * work.experts
@@ -347,8 +347,8 @@ def test_memory_by_hand() -> None:
     assert again.activations == 8192 * 16384 * (8 * 16 * 2 + 10 + 24 / 8)
     sharded = memory(work, Sizes(shard=128))
     one = work.attention_weights + work.expert_weights + 2 * work.width
-    assert sharded.gradients == 4 * work.weights / 128
-    assert sharded.weights == 4 * work.weights / 128 + 4 * one
+    assert sharded.gradients == 4 * held(work, Sizes()).all / 128
+    assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 4 * one
     # Where backward passes run in halves, all that a rank has stays gathered for the whole step.
     halves = work._replace(schedule="zero_bubble", stages_per_rank=2)
     whole = held(halves, Sizes(pipeline=2, microbatches=8)).all
