@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
 import torch
 
 import meshcomm
-from meshcomm.bench.measure import Row, compare, in_turn
+from meshcomm.bench.measure import Row, compare, in_turn, slowest
 from meshcomm.comm.scheduled import SCHEDULED
 from meshcomm.mesh import Mesh
 
@@ -40,18 +40,13 @@ def algorithms(mesh: Mesh, dim: str, sizes: Mapping[str, int] = SIZES, rounds: i
         }
         calls = 20 if size < 1 << 16 else 4
         found = in_turn(ways, rounds, calls, align=lambda: mesh.barrier(dim))
-        slowest = {name: _slowest(mesh, dim, times) for name, times in found.items()}
+        worst = dict(zip(found, slowest(mesh, [*found.values()]), strict=True))
         rows += [
-            compare(f"{name} of {label} / flat", times, slowest["flat"])
-            for name, times in slowest.items()
+            compare(f"{name} of {label} / flat", times, worst["flat"])
+            for name, times in worst.items()
             if name != "flat"
         ]
     return rows
-
-
-def _slowest(mesh: Mesh, dim: str, times: Sequence[float]) -> list[float]:
-    worst: list[float] = mesh.all_reduce(dim, torch.tensor(times, dtype=torch.float64), "max").tolist()
-    return worst
 
 
 def _main() -> None:

@@ -152,7 +152,7 @@ def _measure(mesh: Mesh, item: Item, rounds: int, alone: bool, round_s: float) -
 
     def times(rounds: int, calls: int) -> list[tuple[float, ...]]:
         found = in_turn(ways, rounds, calls, align=together, finish=lambda: _finish(device))
-        return _slowest(mesh, list(found.values()))
+        return slowest(mesh, list(found.values()))
 
     # One call says roughly how many fill a quarter of a round, and these how many fill one.
     count = 1
@@ -174,7 +174,7 @@ def _finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     """The largest of all ranks' times, one by one: equal on all of them."""
     worst = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
