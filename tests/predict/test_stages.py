@@ -102,6 +102,7 @@ def test_no_split_has_a_cheaper_largest_stage_and_none_as_good_is_more_even() ->
         (4, 1, {"last": 9.0}, [4]),
         # 0.1 + 0.2 and 0.3 are not the same number, and no rounding may decide for the worse.
         (4, 2, {"costs": [0.1, 0.2, 0.3, 1e-17]}, [2, 2]),
+        (3, 2, {"costs": [1.04, 1.0, 1.03]}, [1, 2]),
     ],
 )
 def test_ends_and_costs_move_the_split(
