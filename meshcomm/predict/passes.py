@@ -29,13 +29,12 @@ class Pass(NamedTuple):
 
 
 class ScheduleProperties(NamedTuple):
-    """What whoever trains must know about how a schedule runs backward passes.
+    """What whoever trains must know about how a schedule runs backward passes. All add gradients in place.
 
     several_stages: a rank runs two stages or more; otherwise one.
     splits_backward: inputs and weights have passes of their own, on all stages but stage 0: a node
         of the graph that both need may run twice, as may what is recomputed; modules from
         torch.compile are refused by torch.
-    accumulates_in_place: gradients are added into the `.grad` that is there.
     hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
         Where not, only stage 0 does so, and `Pipelined(on_stage_done=...)` says when a stage's
         gradients are complete; it does for every schedule.
@@ -43,19 +42,14 @@ class ScheduleProperties(NamedTuple):
 
     several_stages: bool
     splits_backward: bool
-    accumulates_in_place: bool
     hooks_fire: bool
 
 
 def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
     """See `ScheduleProperties`."""
     zero_bubble = schedule == "zero_bubble"
-    return ScheduleProperties(
-        several_stages=zero_bubble or schedule == "interleaved_1f1b",
-        splits_backward=zero_bubble,
-        accumulates_in_place=True,
-        hooks_fire=not zero_bubble,
-    )
+    several = zero_bubble or schedule == "interleaved_1f1b"
+    return ScheduleProperties(several, splits_backward=zero_bubble, hooks_fire=not zero_bubble)
 
 
 def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
