@@ -114,7 +114,7 @@ def _factors(units: list[Ranks], size: int) -> list[int] | None:
     for unit in units:
         number = int(1 + (np.diff(unit[0]) != 0).sum())
         each, rest = divmod(size, number)
-        if rest or each % inner:
+        if rest:
             return None
         blocks = unit.reshape(len(unit), number, each)
         if (blocks != blocks[:, :, :1]).any() or (np.diff(blocks[:, :, 0], axis=1) == 0).any():
