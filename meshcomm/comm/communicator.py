@@ -59,9 +59,9 @@ from meshcomm.comm.shapes import (
 )
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.layout import Dims
-from meshcomm.transport import Transport
+from meshcomm.transport import Transport, Work
 from meshcomm.transport.support import WIDENED, check_reduce, name_of
-from meshcomm.transport.torch_private import written
+from meshcomm.transport.torch_private import capturing, written
 
 
 class Ready(NamedTuple):
@@ -91,6 +91,7 @@ class Communicator:
     __slots__ = (
         "_calls",
         "_kinds",
+        "_queues",
         "_ready",
         "coord",
         "messages",
@@ -118,6 +119,8 @@ class Communicator:
         self._kinds = transport.kinds
         self.coord = transport.coord
         self.who = who
+        # Whether calls run after they have returned, so that somebody has to look after them.
+        self._queues = self.recorder.ordered
         # The prepared calls. Nothing in it leads back here: this and its group have to go with their last reference.
         self._ready: dict[tuple[object, ...], Ready] = {}
         self.recorder.quick.append(self._ready)
@@ -130,6 +133,10 @@ class Communicator:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         """The error for a call that the backend gave up on."""
         return self.recorder.inquire(self.recorder, self.where(call), error)
+
+    def wait_within(self, work: Work, timeout_s: float) -> None:
+        """Wait for one of the group's Works for a limited time."""
+        self.transport.wait_within(work, timeout_s)
 
     @contextmanager
     def named(self, call: str, group: bool = True) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
@@ -483,6 +490,8 @@ class Communicator:
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
         with self.recorder.call(self, counter, nbytes, x):
             work = start(*row.arguments(sent, came, self.size, ()), options)
+            if self._queues:
+                self.recorder.queued(work)
             if async_op:
                 works = () if work is None else (work,)
                 return Handle(works, self, row.name, result=made, pending=self.recorder.later(), held=sent)
@@ -508,7 +517,8 @@ class Communicator:
 
     def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> None:
         """Tell the other ranks of the call while calls are still compared; raises where they make another."""
-        if self._calls is None:
+        # What is compared is read by the host, which would end the capture of a graph.
+        if self._calls is None or capturing():
             return
         if not self._calls.active:
             self._calls = None
@@ -523,6 +533,8 @@ class Communicator:
 
     def _run(self, call: Call, finish: Callable[[], Any] = lambda: None, async_op: bool = False) -> Any:
         work = self.transport.start(call)
+        if self._queues:
+            self.recorder.queued(work)
         if async_op:
             works = () if work is None else (work,)
             return Handle(works, self, call.row.name, finish, pending=self.recorder.later(), held=call)

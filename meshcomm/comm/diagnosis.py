@@ -109,24 +109,31 @@ def diagnose(
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """The first sequence number on the group with which ranks made different operations, as far as is remembered."""
+    """The first sequence number on the group with which ranks made different operations, as far as is remembered.
+
+    Where all ranks bring equally much to an operation, it is another one with another size.
+    """
     recent = {
-        rank: {number: (call, callsite) for number, call, callsite in group.get("recent", ())}
+        rank: {number: made for number, *made in group.get("recent", ())}
         for rank in ranks
         if (group := _group(statuses.get(rank), label)) is not None
     }
     for number in sorted(set().union(*recent.values())):
         calls = {rank: made[number] for rank, made in recent.items() if number in made}
-        usual = Counter(call for call, _ in calls.values()).most_common(1)[0][0]
+        sized = len({call for call, *_ in calls.values()}) == 1
+        what = {
+            rank: f"{call} of {nbytes} bytes" if sized and nbytes is not None else call
+            for rank, (call, _, nbytes) in calls.items()
+        }
+        usual = Counter(what.values()).most_common(1)[0][0]
         lines = {
-            rank: f"{name_of_rank(rank, statuses[rank])} made {call}, at {callsite}, as call {number}"
-            for rank, (call, callsite) in calls.items()
-            if call != usual
+            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}, at {callsite}, as call {number}"
+            for rank, (_, callsite, _) in calls.items()
+            if what[rank] != usual
         }
         if lines:
             others = [rank for rank in calls if rank not in lines]
-            call, callsite = calls[others[0]]
-            rest = f"{ranks_text(others)} made {call}, at {callsite}, as call {number}"
+            rest = f"{ranks_text(others)} made {usual}, at {calls[others[0]][1]}, as call {number}"
             return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
     return None
 
@@ -333,19 +340,23 @@ class FailedCall:
         recorder: of the group, when the call has just failed, or is under way.
         where: opens the error, as in `all_reduce along "dp" on rank 0 (dp=0)`.
         error: the backend's.
+        number: of the collective; None: the last one.
     """
 
-    def __init__(self, recorder: FlightRecorder, where: str, error: BaseException) -> None:
+    def __init__(
+        self, recorder: FlightRecorder, where: str, error: BaseException, number: int | None = None
+    ) -> None:
         found = recorder.status()
         self.label, self.ranks = recorder.label, recorder.ranks
         # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
         inside = recorder.under_way is not None
         self.waiting: Waiting = None if inside else found["messages"]["waiting"]
-        self.number: int = found["started"]
+        self.number: int = found["started"] if number is None else number
         self.reason = reason_of(error)
         self._said = first_line(error)
         self._where = where
-        last = found["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
+        made = found["last"] if number is None else recorder.call_data(number)
+        last = made or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
         call = self.waiting or last
         # As `CommunicationError.call` has it.
         self._call = None if self.waiting else {"label": self.label, **last}

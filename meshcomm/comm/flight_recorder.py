@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import BARRIER, HOOKED, Collective
+from meshcomm.collectives import ALL_REDUCE, BARRIER, BROADCAST, HOOKED, REDUCE, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
@@ -28,6 +28,10 @@ from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, 
 KEPT: Final = 256
 # Collectives of which a rank tells the others.
 _RECENT: Final = 16
+# Collectives to which all ranks bring tensors of one size.
+_EQUALLY_LARGE: Final = frozenset((ALL_REDUCE.name, BROADCAST.name, REDUCE.name))
+# As many at most where calls run long after they were made.
+_MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 
@@ -49,7 +53,9 @@ class FlightRecorder:
     started:   the sequence number of the last collective; ranks of a group call in the same order, so that equal
                numbers are one call.
     under_way: what a call was given while it is under way; None while none is.
-    work:      the Work of the last collective made past the mesh.
+    ordered:   calls run after they have returned, in the order of the calls.
+    work:      the Work of the last collective made past the mesh; where calls are ordered, of the last call of any kind,
+               `message` where that is one. over: the number of a collective that is known to be over, as all before it.
     left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
     counters:    the counters of all calls. messages: the group's messages, which are counted by peer.
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
@@ -75,7 +81,10 @@ class FlightRecorder:
         self.inquire = inquire
         self.started = 0
         self.under_way: object = None
+        self.ordered = False
         self.work: Any = None
+        self.message: PendingMessage | None = None
+        self.over = 0
         self.ring: list[Entry | None] = [None] * KEPT
         self.left = [0.0] * KEPT
         self.counters: Counters = {}
@@ -171,6 +180,11 @@ class FlightRecorder:
         if self.span is not None:
             self.span.nbytes = nbytes
 
+    def queued(self, work: Any, message: PendingMessage | None = None) -> None:
+        """The backend has the call under way, and will run it after those before it."""
+        # The Work of a captured call is never over: its graph is.
+        self.work, self.message = None if capturing() else work, message
+
     def refuse(self) -> None:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
@@ -239,6 +253,8 @@ class FlightRecorder:
 
     def _compare(self, check: CallCheck, row: Collective, kind: str, name: str, who: str, given: Any) -> None:
         """Compare a call past the mesh. What is compared travels on the same group while this call is under way."""
+        if capturing():
+            return
         if not check.active:
             self._check = None
             return
@@ -260,10 +276,11 @@ class FlightRecorder:
         if self._issued:
             self._issued = False
             self.__exit__(None, None, None)
-            # The Work of a captured call is never over: its graph is.
-            self.work = None if capturing() else given.work
+            self.queued(given.work)
         elif self._past is not None:
             self.messages.posted(self._past, given.work)
+            if self.ordered:
+                self.queued(given.work, self._past)
             self._past = None
 
     # -- what is known -------------------------------------------------------------------------------
@@ -343,15 +360,29 @@ class FlightRecorder:
     def status(self) -> dict[str, Any]:
         """What is known of the group's calls, as plain data.
 
-        recent: sequence number, operation and callsite of the last collectives, but those that were refused.
+        recent: sequence number, operation, callsite and, where it is the same on all ranks, bytes of the last collectives, but those that were refused; where
+        calls are ordered, from the first one on that may not be over.
         """
-        recent = [self.call_data(n) for n in self.remembered()[-_RECENT:] if n not in self.refused]
+        first = self.started - _RECENT
+        if self.ordered:
+            first = min(first, max(self.over, self.started - _MOST_RECENT))
+        numbers = range(max(first, 0) + 1, self.started + 1)
+        recent = [self.call_data(n) for n in numbers if n not in self.refused]
         return {
             "label": self.label,
             "ranks": self.ranks,
             "started": self.started,
             "last": self.last(),
-            "recent": [(call["number"], call["call"], call["callsite"]) for call in recent if call],
+            "recent": [
+                (
+                    call["number"],
+                    call["call"],
+                    call["callsite"],
+                    call["bytes"] if call["call"] in _EQUALLY_LARGE else None,
+                )
+                for call in recent
+                if call
+            ],
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.told(),
         }

@@ -27,6 +27,8 @@ class Caller(Protocol):
 
     def failed(self, call: str, error: BaseException) -> MeshcommError: ...
 
+    def wait_within(self, work: Any, timeout_s: float) -> None: ...
+
 
 class UnwaitedHandle(UserWarning):
     """An asynchronous call whose handle was dropped: its result was never known to be there."""
@@ -141,7 +143,7 @@ class Handle(Generic[T]):
                     if timeout_s is None:
                         work.wait()
                     else:
-                        work.wait(timedelta(seconds=timeout_s))
+                        self._by.wait_within(work, timeout_s)
             except RuntimeError as error:
                 raise self._by.failed(self._call, error) from error
         except MeshcommError as error:

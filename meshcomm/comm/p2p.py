@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from meshcomm.comm.callsite import line_of
 from meshcomm.comm.checks import (
     OWN_TAGS,
     check_apart,
@@ -27,7 +28,7 @@ from meshcomm.comm.checks import (
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.p2p_log import PendingMessage
+from meshcomm.comm.p2p_log import MessageLog, PendingMessage
 from meshcomm.comm.shapes import (
     CARRIED,
     as_bytes,
@@ -174,6 +175,10 @@ class Messages:
         """The error for a call that the backend gave up on."""
         return self._recorder.inquire(self._recorder, self.where(call), error)
 
+    def wait_within(self, work: Work, timeout_s: float) -> None:
+        """Wait for one of the group's Works for a limited time."""
+        self._transport.wait_within(work, timeout_s)
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
@@ -277,6 +282,8 @@ class Messages:
         recorder, log = self._recorder, self._recorder.messages
         message = handle = None
         works: Sequence[Work] = ()
+        if self._transport.ordered and len(ends) == 1:
+            self._check_order(call, ends[0], log)
         try:
             # Messages of a collective that is done step by step are a part of it.
             message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
@@ -292,8 +299,12 @@ class Messages:
                         for end in ends
                     ]
                 )
+            if recorder.ordered:
+                recorder.queued(works[-1], message)
             if async_op:
                 message.started()
+                if self._transport.ordered and len(ends) == 1:
+                    log.flies(message)
                 handle = Handle(
                     [*own, *works] if own else works,
                     self,
@@ -308,7 +319,11 @@ class Messages:
                     held=ends,
                 )
             else:
-                _wait(works, left_s)
+                for work in works:
+                    if left_s is None:
+                        work.wait()
+                    else:
+                        self.wait_within(work, left_s)
         except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
             works = ()  # an error that is kept keeps this frame, which must not keep the group
             raise self.failed(_told(call, ends), error) from error
@@ -318,19 +333,24 @@ class Messages:
                 message.ended()
         return handle
 
+    def _check_order(self, call: str, end: P2P, log: MessageLog) -> None:
+        """Refuse a message that has to wait for another one of this rank in the other direction, and may keep it waiting."""
+        other = log.flying("recv" if end.direction == "send" else "send")
+        if other is None:
+            return
+        raise UnsupportedOp(
+            f"{self.where(_told(call, [end]))}: {self._transport.name} would start it when an earlier "
+            f"{'receive' if end.direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
+            given=f"{other.call} at {line_of(*other.place)} was not waited for",
+            expected="messages in both directions as one call, or a wait in between",
+            hint="mesh.exchange(dims, sends=[...], recvs=[...]), or mesh.shift",
+        )
+
     def _served_by(self, work: Work, message: PendingMessage) -> int:
         """The coord that a receive from any source was served by."""
         src = self._transport.source_of(work)
         self._recorder.messages.arrived(message, src)
         return src
-
-
-def _wait(works: Sequence[Work], timeout_s: float | None) -> None:
-    for work in works:
-        if timeout_s is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
 
 
 def _told(call: str, ends: Sequence[P2P]) -> str:

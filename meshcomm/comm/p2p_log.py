@@ -47,7 +47,7 @@ class PendingMessage(PendingCall):
     other ends that had not come. For the rest see PendingCall.
     """
 
-    __slots__ = ("call", "name", "parts", "unanswered")
+    __slots__ = ("_log", "call", "name", "parts", "unanswered")
     place: tuple[CodeType, int]
 
     def __init__(
@@ -70,6 +70,8 @@ class PendingMessage(PendingCall):
         self.call = call
         self.parts = parts
         self.unanswered = unanswered
+        # Where this counts as under way; None: nowhere.
+        self._log: MessageLog | None = None
         log.recent.append(self)
 
     def started(self) -> None:
@@ -78,6 +80,13 @@ class PendingMessage(PendingCall):
         self._seconds = now - self.began
         if self.told is not None:
             self.told.left = now
+
+    def waited(self, since: float) -> None:
+        """A wait that began at `since` is over."""
+        super().waited(since)
+        if self._log is not None:
+            self._log.lands(self)
+            self._log = None
 
     def ended(self) -> None:
         """A blocking call is over, whether or not it failed."""
@@ -103,12 +112,13 @@ class MessageLog:
         check: compares the first messages between their ends; None compares nothing.
     """
 
-    __slots__ = ("_check", "_counters", "_posted", "begun", "label", "recent", "spans", "waiting")
+    __slots__ = ("_check", "_counters", "_flying", "_posted", "begun", "label", "recent", "spans", "waiting")
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
         self._counters = counters
         self._check = check
         self._posted: deque[tuple[PendingMessage, Any]] = deque(maxlen=_KEPT)
+        self._flying: list[PendingMessage] = []
         self.begun: dict[Channel, int] = {}
         self.label = label
         self.recent: deque[PendingMessage] = deque(maxlen=_KEPT)
@@ -182,6 +192,19 @@ class MessageLog:
         )
         message.over = message.began
         return message
+
+    def flies(self, message: PendingMessage) -> None:
+        """`message` is under way by itself until it is waited for, on a backend that runs messages in order."""
+        message._log = self
+        self._flying.append(message)
+
+    def lands(self, message: PendingMessage) -> None:
+        """`message` was waited for."""
+        self._flying.remove(message)
+
+    def flying(self, direction: Direction) -> PendingMessage | None:
+        """A message in this direction that is under way by itself."""
+        return next((each for each in self._flying if each.parts[0][0] == direction), None)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
         """`work` is the backend's for a message past the mesh; it is kept until it is over."""

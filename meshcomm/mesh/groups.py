@@ -16,6 +16,7 @@ from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.mesh.devices import backend_on
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import create_group, split_color
 
 
@@ -57,6 +58,9 @@ def _lent(existing: DeviceMesh | None, plan: Plan, group: Group) -> dist.Process
     return handle if tuple(dist.get_process_group_ranks(handle)) == group.ranks else None
 
 
+# Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
+_MARGIN_S: Final = 60.0
+
 # Gloo's word for an address that a coord of the group has not put into the store.
 _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
 
@@ -66,13 +70,16 @@ def open_group(
 ) -> ProcessGroupTransport:
     """Create one group of the plan. Called by its ranks."""
     options = group.options
+    backend = backend_on(options.backend, device)
+    ordered = backend in STREAM_ORDERED
     try:
         handle = create_group(
             name=f"{prefix}/{group.name}/{group.index}",
             ranks=group.ranks,
             coord=group.ranks.index(rank),
             backend=options.backend,
-            timeout=timedelta(seconds=options.timeout_s),
+            # A backend that ends the process where a call does not end comes after our own diagnosis.
+            timeout=timedelta(seconds=options.timeout_s + (_MARGIN_S if ordered else 0.0)),
             store=store,
             options=_backend_options(options),
             label=group.label,
@@ -98,7 +105,7 @@ def open_group(
             if reason_of(error) is Reason.UNREACHABLE
             else "look at the first error of the other ranks; check backend and network",
         ) from error
-    return ProcessGroupTransport(handle, backend_on(options.backend, device), device, owned=True)
+    return ProcessGroupTransport(handle, backend, device, owned=True, timeout_s=options.timeout_s)
 
 
 def _can_split(plan: Plan, group: Group) -> bool:

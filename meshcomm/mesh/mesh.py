@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 from weakref import WeakSet
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import Barriers
 from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.runtime import Runtime
-from meshcomm.mesh.store import MeshStore, prefixed
+from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid.view import RankGrid
+
+# How long the groups of NCCL may take to let go of their calls, where a program leaves a mesh by an error.
+_ABORTS_S: Final = 10.0
 
 
 @final
@@ -199,6 +203,9 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
     def _close(self, compare: bool) -> None:
         if self.closed:
             return
+        if compare and self._watch is not None:
+            # Closing a group waits for what is queued on it, and nobody would hear why that does not end.
+            self._watch.drain()
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
@@ -206,6 +213,11 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
         self._recorders.clear()
         if self._watch is not None:
             self._watch.close()
+        ordered = [each for each in self._transports.values() if each.ordered]
+        if ordered and not compare:
+            # Others may never come to what is queued. In a thread, as a backend may wait even so.
+            with suppress(TimeoutError, RuntimeError):
+                within(_ABORTS_S, lambda: _abort(set(ordered)))
         self._forget()
         self.store.close()
         self._runtime.resources.close()
@@ -335,6 +347,11 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
             hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
             f'mesh.create("{joined}", ({listed}))',
         )
+
+
+def _abort(transports: Iterable[Transport]) -> None:
+    for transport in transports:
+        transport.abort()
 
 
 _OPEN: WeakSet[Mesh] = WeakSet()

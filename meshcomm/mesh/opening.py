@@ -21,7 +21,7 @@ from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.agree import agree, leave_together
-from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
+from meshcomm.mesh.devices import backend_on, check_backends, check_devices, choose_backend, choose_device
 from meshcomm.mesh.environment import (
     SHARED,
     find_launch,
@@ -39,6 +39,7 @@ from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
+from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import default_store
 
 if TYPE_CHECKING:
@@ -277,11 +278,18 @@ def _create(
                 hint="look for the first error of the process that holds the store",
             ) from error
 
+    clients: list[dist.Store] = []
+
     def create(group: Group, split: bool) -> Transport:
         if world is not None:
             return world.open(group, prefix)
+        if not clients:
+            # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
+            # threads that answer for this rank have to get through.
+            ordered = backend_on(group.options.backend, device) in STREAM_ORDERED
+            clients.append(store.clone() if ordered else store)
         with with_variables(gloo_defaults(launch.one_host, len(group.ranks)), keep=True):
-            transport = open_group(group, rank, dist.PrefixStore("groups", store), prefix, device, split)
+            transport = open_group(group, rank, dist.PrefixStore("groups", clients[0]), prefix, device, split)
         resources.callback(transport.close)
         return transport
 

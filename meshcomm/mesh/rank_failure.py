@@ -78,7 +78,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     text = (
         f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
     )
-    if isinstance(error, CommunicationError):
+    if isinstance(error, CommunicationError) and frames:
         # It may be another rank's; then how the program came to its call matters.
         text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
     return Failure(

@@ -68,6 +68,10 @@ class Watching(Protocol):
         """The error to raise from `error`, where that is a backend's about a call past the mesh; may wait for seconds."""
         ...
 
+    def drain(self) -> None:
+        """Return when all that was queued on the groups is over."""
+        ...
+
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         """What each of `ranks` that answers is doing; may wait for seconds. Nothing where nobody can be asked."""
         ...

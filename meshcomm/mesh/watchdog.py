@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 from weakref import WeakMethod, ref
 
 import torch
@@ -42,6 +42,9 @@ from meshcomm.transport.torch_private import calls_under_way, capturing
 
 # A call that its backend has not given up so long after the group's timeout: it never will.
 GRACE_S: Final = 5.0
+
+# How often, in seconds, calls that are queued are looked at, where their group's timeout is long.
+_ASKS_S: Final = 10.0
 
 # How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
 _CLOSES_S: Final = 10.0
@@ -135,6 +138,7 @@ class Watchdog:
             return failure(where, error) if found is None else found(recorder, where, error)
 
         recorder = FlightRecorder(label, ranks, inquire_if_alive, check)
+        recorder.ordered = transport.ordered
         # A group that is lent has a timeout of its own.
         self._recorders.append((recorder, max(self._timeouts(label), transport.timeout_s)))
         return recorder
@@ -157,6 +161,8 @@ class Watchdog:
             return None
         found: dict[float, tuple[FlightRecorder, PendingMessage | None]] = {}
         for recorder, _ in self._recorders:
+            if recorder.ordered:
+                continue  # what is queued is no part of the program's own errors
             if recorder.pending or (recorder.work is not None and has_failed(recorder.work)):
                 found[recorder.began(recorder.started)] = recorder, None
             elif (message := recorder.messages.unfinished()) is not None:
@@ -168,6 +174,12 @@ class Watchdog:
             return self._diagnosed(FailedCall(recorder, self._past(recorder), error))
         finally:
             recorder.messages.waiting = None
+
+    def drain(self) -> None:
+        """Return when all that was queued on any group is over; a call that cannot end is found as ever meanwhile."""
+        for recorder, _ in self._recorders:
+            while recorder.ordered and recorder.pending:
+                time.sleep(0.002)
 
     def close(self) -> None:
         """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
@@ -275,7 +287,29 @@ class Watchdog:
                 held = TimeoutError("its backend has not given it up")
                 error = self._diagnosed(FailedCall(recorder, self._past(recorder), held))
                 print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
+        for recorder, queued in self._timer.stuck(self._recorders, time.monotonic()):
+            # The program waits for a value, or for the device: nothing can be raised there.
+            self._end(self._diagnosed(self._queued(recorder, queued)))
+            return False
         return True
+
+    def _queued(self, recorder: FlightRecorder, queued: Queued) -> FailedCall:
+        """What is known of a call that was queued and does not end."""
+        held = TimeoutError("it was queued, and is not over; the process ends")
+        message = queued.message
+        call = (
+            recorder.call_data(queued.number)
+            if message is None
+            else {"call": message.call, "dim": message.name}
+        )
+        where = f'{call["call"]} along "{call["dim"]}" on {self._who}' if call else f"a call on {self._who}"
+        if message is None:
+            return FailedCall(recorder, where, held, queued.number)
+        waiting, recorder.messages.waiting = recorder.messages.waiting, message
+        try:
+            return FailedCall(recorder, where, held)
+        finally:
+            recorder.messages.waiting = waiting
 
     # -- asking -----------------------------------------------------------------------------------------
 
@@ -350,6 +384,8 @@ class CallTimer:
 
     def __init__(self) -> None:
         self._seen: dict[FlightRecorder, tuple[Any, float]] = {}
+        self._queued: dict[FlightRecorder, Queued] = {}
+        self._next: dict[FlightRecorder, float] = {}
 
     def overdue(
         self, recorders: Sequence[tuple[FlightRecorder, float]], now: float
@@ -370,6 +406,42 @@ class CallTimer:
                 found.append((recorder, call))
         return found
 
+    def stuck(
+        self, recorders: Sequence[tuple[FlightRecorder, float]], now: float
+    ) -> list[tuple[FlightRecorder, Queued]]:
+        """The calls of groups with ordered calls that are queued for longer than their group's timeout.
+
+        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph. It is the same
+        call that is asked for until it is over, however many the program queues behind it.
+        """
+        found = []
+        for recorder, timeout_s in recorders:
+            if not recorder.ordered or now < self._next.get(recorder, 0.0):
+                continue
+            self._next[recorder] = now + min(timeout_s / 8, _ASKS_S)
+            queued = self._queued.get(recorder)
+            if queued is not None and not queued.work.is_completed():
+                if now - queued.since > timeout_s:
+                    found.append((recorder, queued))
+                continue
+            if queued is not None:
+                recorder.over = max(recorder.over, queued.number)
+            work, message, number = recorder.work, recorder.message, recorder.started
+            if work is None or work.is_completed():
+                self._queued.pop(recorder, None)
+            else:
+                self._queued[recorder] = Queued(work, message, number, now)
+        return found
+
+
+class Queued(NamedTuple):
+    """A call that was queued on its backend. number: of the collective, or of the last one before the message."""
+
+    work: Any
+    message: PendingMessage | None
+    number: int
+    since: float
+
 
 def _under_way(recorder: FlightRecorder) -> Any:
     """The call or message that blocks the rank now, or the last Work past the mesh; None: none is known."""
@@ -379,7 +451,9 @@ def _under_way(recorder: FlightRecorder) -> Any:
         return recorder.messages.waiting
     # A copy, as the program may make the first call of a kind meanwhile.
     waits = (total.waiting for total in list(recorder.counters.values()))
-    return next((later for later in waits if later is not None), None) or recorder.work
+    return next((later for later in waits if later is not None), None) or (
+        None if recorder.ordered else recorder.work
+    )
 
 
 # -- threads ----------------------------------------------------------------------------------------------

@@ -117,6 +117,9 @@ class SimulatedWatch:
     def before_leaving(self) -> None:
         return None
 
+    def drain(self) -> None:
+        return None
+
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         return {}
 

@@ -69,8 +69,8 @@ class Transport(ABC):
     any_source: bool
     # After so long the backend ends a call by itself; 0.0: not known.
     timeout_s: float = 0.0
-    # Whether messages of one call have to be started as one operation.
-    together: bool = False
+    # Whether calls run in the order in which they were queued, after they have returned: as on NCCL.
+    ordered: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -96,6 +96,14 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the group back. Called once, by every rank of the group, in plan order reversed."""
+
+    def abort(self) -> None:
+        """Let go of calls that others may never come to, so that `close` does not wait for them."""
+        return
+
+    def wait_within(self, work: Work, timeout_s: float) -> None:
+        """Wait for `work`, but no longer. Raises RuntimeError, after which the group can still be used if its backend allows it."""
+        work.wait(timedelta(seconds=timeout_s))
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
         """`start` for many calls of one kind, their options made once; None where there is no shorter way."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any, Final, final
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from meshcomm.collectives import Call, Collective
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
+from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import options_type, source_rank, timeout_of
 
 _OPS: Final[dict[str, Any]] = {
@@ -33,17 +36,24 @@ class ProcessGroupTransport(Transport):
     (argument checks, group look-ups, global-rank translation): the communicator has done it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, owned: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: str,
+        device: torch.device,
+        owned: bool,
+        timeout_s: float | None = None,
+    ) -> None:
         self.group = group
         self.name = backend
         self.group_name = str(group.group_name)
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
-        self.timeout_s = timeout_of(group, device)
+        self.timeout_s = timeout_of(group, device) if timeout_s is None else timeout_s
         self.any_source = backend in ("gloo", "mpi")
         self._owned = owned
-        self.together = "nccl" in backend and device.type == "cuda"
+        self.ordered = backend in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
 
     @property
@@ -65,7 +75,7 @@ class ProcessGroupTransport(Transport):
         return Prepared(method, _options(row.options, blocking, op, root, device))
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
-        if not self.together or len(batch) == 1:
+        if not self.ordered or len(batch) == 1:
             return [self._message(message) for message in batch]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
         self.group._start_coalescing(self.device)
@@ -87,6 +97,22 @@ class ProcessGroupTransport(Transport):
 
     def source_of(self, work: Work) -> int:
         return source_rank(work)
+
+    def wait_within(self, work: Work, timeout_s: float) -> None:
+        if not self.ordered:
+            work.wait(timedelta(seconds=timeout_s))
+            return
+        # With a timeout, NCCL's own wait ends by aborting the communicator.
+        ends = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > ends:
+                raise RuntimeError(f"timed out: not over after {timeout_s:g} s; it stays queued")
+            time.sleep(0.001)
+        work.wait()
+
+    def abort(self) -> None:
+        if self.ordered and self._owned:
+            self.group.abort()
 
     def close(self) -> None:
         """Give the group back, and let go of it: its sockets and threads go with the last reference.

@@ -24,6 +24,10 @@ _COMPLEX: Final = frozenset((torch.complex64, torch.complex128))
 # Reduced in a wider dtype and put back, exact because the wider one holds every result's low bits.
 WIDENED: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
+# Backends whose calls return when they are queued, to run in this order on a stream of the device. The last one is
+# that of meshcomm.testing, which stands for NCCL where there is no GPU.
+STREAM_ORDERED: Final = frozenset(("nccl", "nccl-legacy", "nccl2", "xccl", "emulated_nccl"))
+
 # dtypes that a backend reduces, as they are or widened; a backend that is not here is asked itself.
 REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},

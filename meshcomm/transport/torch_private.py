@@ -56,6 +56,7 @@ _HOOKED_CALLS: Any = getattr(bindings, "HookOpName", None)
 HOOK_NAMES: dict[int, str] = {
     int(member): name for name, member in getattr(_HOOKED_CALLS, "__members__", {}).items()
 }
+HOOK_NUMBERS: dict[str, int] = {name: number for number, name in HOOK_NAMES.items()}
 
 
 @final

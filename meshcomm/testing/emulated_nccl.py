@@ -1,0 +1,686 @@
+"""A backend for tests that orders calls, and loses control, as NCCL does; on CPU memory, carried by Gloo.
+
+    with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu") as mesh: ...
+
+What is as on a GPU (docs/design/emulated_nccl.md has every rule with its source): a communicator is a queue that runs
+what it was given in order; a call returns when it is queued; `wait` orders what comes later behind the call and does
+not block the host, reading a value does. A message is over when its other end has come; messages that were not put
+into one group run one after the other. A dead peer is not noticed. A watchdog finds a queue that does not move, and
+ends the process by SIGABRT. `abort` lets everything go, with whatever is in memory by then.
+
+Where the device would wait, the host does here, at the first operator that touches the tensor. An operator that
+touches it before the call was waited for, a race on a GPU, raises UnorderedAccess.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshcomm.transport.torch_private import HOOK_NUMBERS
+
+NAME: Final = "emulated_nccl"
+
+# ProcessGroup's methods, those of older torch too: what hooks call them, and which arguments hold inputs and roots.
+_METHODS: Final = {
+    "allreduce": ("ALLREDUCE", 0),
+    "allreduce_coalesced": ("ALLREDUCE_COALESCED", 0),
+    "broadcast": ("BROADCAST", 0),
+    "reduce": ("REDUCE", 0),
+    "allgather": ("ALLGATHER", 1),
+    "_allgather_base": ("ALLGATHER_BASE", 1),
+    "all_gather_single": ("ALLGATHER_BASE", 1),
+    "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
+    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
+    "gather": ("GATHER", 1),
+    "scatter": ("SCATTER", 1),
+    "reduce_scatter": ("REDUCE_SCATTER", 1),
+    "_reduce_scatter_base": ("REDUCE_SCATTER_BASE", 1),
+    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", 1),
+    "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
+    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
+    "alltoall": ("ALLTOALL", 1),
+    "alltoall_base": ("ALLTOALL_BASE", 1),
+    "all_to_all_single": ("ALLTOALL_BASE", 1),
+}
+_LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+# Operators that do not touch the memory of what they are given.
+_UNTOUCHED: Final = frozenset(
+    (
+        "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros", "aten::new_ones",
+        "aten::new_full", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::sym_size",
+        "aten::is_pinned", "aten::record_stream", "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    )
+)  # fmt: skip
+
+
+class UnorderedAccess(AssertionError):
+    """An operator touches memory that a call, not waited for, still reads or writes: a race on a GPU."""
+
+
+class HostSync(RuntimeError):
+    """The host asked for a value while a graph is captured, or where `no_host_sync` forbids it."""
+
+
+@final
+class _Item:
+    """What one call put into a queue. over: it has run, or was let go of by abort."""
+
+    def __init__(
+        self, queue: EmulatedNCCL, name: str, run: Callable[[], Any], tensors: Sequence[tuple[Tensor, bool]]
+    ) -> None:
+        self.queue = queue
+        self.name = name
+        self.run = run
+        self.memory = [(*_extent(x), written) for x, written in tensors if x.numel()]
+        self.kept = [x for x, _ in tensors]
+        self.number = 0
+        self.queued_at = 0.0
+        self.after: list[_Item] = []
+        self.over = threading.Event()
+        self.waited = False
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what the program does now is ordered behind this."""
+        return self.waited or self.number <= self.queue.waited
+
+    def meets(self, x: Tensor, writes: bool) -> bool:
+        """Whether an operator on `x` would have to come after this."""
+        begin, end = _extent(x)
+        return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
+
+
+class EmulatedWork(dist._Work):
+    """As WorkNCCL: `wait` blocks the host for a barrier only, or where a timeout is given."""
+
+    def __init__(self, items: Sequence[_Item], host_waits: bool = False) -> None:
+        super().__init__()
+        self._items = items
+        self._host_waits = host_waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for item in self._items:
+            item.queue.order(item)
+        if timeout.total_seconds() > 0:
+            # TORCH_NCCL_BLOCKING_WAIT's path: who runs out of it aborts the communicator.
+            ends = time.monotonic() + timeout.total_seconds()
+            for item in self._items:
+                if not item.over.wait(max(0.0, ends - time.monotonic())):
+                    item.queue.abort()
+                    raise dist.DistBackendError(f"Watchdog caught collective operation timeout: {item.name}")
+        elif self._host_waits:
+            for item in self._items:
+                _block(item)
+        for item in self._items:
+            if item.queue.aborted.is_set():
+                raise dist.DistBackendError(f"NCCL communicator was aborted on rank {item.queue.rank()}.")
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def is_completed(self) -> bool:
+        if _emulation().graph is not None:
+            raise HostSync(
+                "a Work was asked whether it is over while a graph is captured, which ends the capture"
+            )
+        return all(item.over.is_set() for item in self._items)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        gone = [item for item in self._items if item.queue.aborted.is_set()]
+        return dist.DistBackendError("NCCL communicator was aborted") if gone else None
+
+    def result(self) -> list[Tensor]:
+        return [x for item in self._items for x in item.kept]
+
+    def source_rank(self) -> int:
+        raise RuntimeError("sourceRank() may only be called on work objects that correspond to a recv")
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        # Completed when queued, as that of NCCL: its value is used behind the call on the current stream.
+        self.wait()
+        future.set_result(self.result())
+        return future
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+@final
+class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
+    """One communicator. It is connected by its first call, which waits for its peers, as without a bound device."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, bound: bool) -> None:
+        super().__init__(rank, size)
+        self._name = self._desc = ""
+        self._store, self._rank, self._size = store, rank, size
+        self.options = SimpleNamespace(
+            _timeout=timeout, global_ranks_in_group=[], is_high_priority_stream=False
+        )
+        self.supports_splitting = True
+        self.aborted = threading.Event()
+        self.waited = self._number = 0
+        self._connected: Any = None
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._together: list[_Item] | None = None
+        self._before: dict[int, Callable[[Any], None]] = {}
+        self._after: dict[int, Callable[[Any], None]] = {}
+        self._thread: threading.Thread | None = None
+        _emulation().queues.append(self)
+        if bound:
+            self._connect()
+
+    # -- what torch asks of a group ---------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    def _set_group_desc(self, text: str) -> None:
+        self._desc = text
+        super()._set_group_desc(text)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    pg_name = group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _get_backend(self, device: torch.device) -> EmulatedNCCL:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+    set_timeout = _set_default_timeout
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connect()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        self._before[hook_id] = hook
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        self._after[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self._before.pop(hook_id, None)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self._after.pop(hook_id, None)
+
+    def abort(self) -> None:
+        """Let everything go that is queued or under way; memory stays as it is."""
+        self.aborted.set()
+        if self._connected is not None:
+            self._connected.abort()
+        self._items.put(None)
+        for item in _emulation().pending_of(self):
+            _emulation().is_over(item)
+
+    def shutdown(self) -> None:
+        """Wait for all that is queued, without a limit, as ncclCommFinalize does; then close."""
+        if not self.aborted.is_set():
+            for item in _emulation().pending_of(self):
+                _block(item)
+        self._items.put(None)
+        if self._thread is not None and not self.aborted.is_set():
+            self._thread.join()
+        self._connected = None
+        if self in _emulation().queues:
+            _emulation().queues.remove(self)
+
+    # -- calls ------------------------------------------------------------------------------------------
+
+    def _collective(self, method: str, *given: Any) -> EmulatedWork:
+        kind, inputs = _METHODS[method]
+        arguments, options = (given[:-1], given[-1]) if _is_options(given[-1]) else (given, None)
+        if (op := getattr(options, "reduceOp", None)) in _LACKING:
+            raise ValueError(f"Cannot use {op} with NCCL")
+        outs = tree_leaves(arguments[0])
+        ins = tree_leaves(arguments[inputs])
+        root = getattr(options, "rootRank", -1)
+        tensors = [(x, True) for x in outs] + [(x, False) for x in ins if inputs]
+        if kind == "BROADCAST" and root == self._rank:
+            tensors = [(x, False) for x in outs]
+
+        def run() -> None:
+            self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
+            getattr(self._connected, method)(*given).wait()
+
+        blocking = options is not None and not getattr(options, "asyncOp", True)
+        return self._call(kind, run, tensors, ins, outs if inputs else [], root, blocking)
+
+    def barrier(self, opts: Any = None) -> EmulatedWork:
+        blocking = opts is not None and not opts.asyncOp
+        flag = torch.zeros(1)
+        run = partial(self._run_barrier, flag)
+        return self._call("BARRIER", run, [(flag, True)], [], [], -1, blocking, host_waits=True)
+
+    def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
+        """Raise where the ranks run different kernels: on a GPU these wait for each other, or take wrong data."""
+        mine = torch.tensor([HOOK_NUMBERS.get(kind, -1), root, sum(sizes)], dtype=torch.int64)
+        if kind in ("GATHER", "SCATTER") or "ALLTOALL" in kind:
+            mine[2] = 0
+        everyone = [torch.empty_like(mine) for _ in range(self._size)]
+        self._connected.allgather([everyone], [mine]).wait()
+        if any(not torch.equal(each, mine) for each in everyone):
+            raise RuntimeError("the ranks run different kernels")
+
+    def _run_barrier(self, flag: Tensor) -> None:
+        self._expect("BARRIER", [], -1)
+        self._connected.allreduce([flag]).wait()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork:
+        return self._message("SEND", tensors, peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork:
+        return self._message("RECV", tensors, peer)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> EmulatedWork:
+        raise RuntimeError("Backend nccl does not support recvAnysource")
+
+    def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork:
+        def start() -> _Both:
+            # NCCL knows no tags: messages of two ranks meet in order. The size goes first.
+            size = torch.tensor([sum(x.numel() for x in tensors)])
+            come = size.clone()
+            first = getattr(self._connected, kind.lower())([come], peer, 0)
+            if kind == "SEND":
+                second = self._connected.send(tensors, peer, 1)
+                return _Both(lambda: (first.wait(), second.wait()))
+            return _Both(lambda: self._receive(first, come, size, tensors, peer))
+
+        pairs = [(x, kind == "RECV") for x in tensors]
+        ins, outs = (tensors, []) if kind == "SEND" else ([], tensors)
+        return self._call(kind, start, pairs, ins, outs, peer, False, message=True)
+
+    def _receive(self, first: Any, come: Tensor, size: Tensor, tensors: list[Tensor], peer: int) -> None:
+        first.wait()
+        if not torch.equal(come, size):
+            raise RuntimeError("both ends of a message have different sizes")
+        self._connected.recv(tensors, peer, 1).wait()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> EmulatedWork:
+        """Queue what came since `_start_coalescing` as one kernel: its messages wait for each other in no order."""
+        items, self._together = self._together or [], None
+        starts = [item.run for item in items]
+
+        def run() -> None:
+            for work in [start() for start in starts]:
+                work.wait()
+
+        whole = _Item(self, "COALESCED", run, [])
+        whole.memory = [each for item in items for each in item.memory]
+        whole.kept = [x for item in items for x in item.kept]
+        self._queue(whole)
+        return EmulatedWork([whole])
+
+    def _call(
+        self,
+        kind: str,
+        run: Callable[[], Any],
+        tensors: Sequence[tuple[Tensor, bool]],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        root: int,
+        blocking: bool,
+        host_waits: bool = False,
+        message: bool = False,
+    ) -> EmulatedWork:
+        number = HOOK_NUMBERS.get(kind, -1)
+        told = SimpleNamespace(
+            name=number,
+            input_tensors=list(inputs),
+            output_tensors=list(outputs),
+            root=root,
+            async_op=not blocking,
+            op_id=self._number + 1,
+        )
+        for hook in list(self._before.values()):
+            hook(told)
+        if self.aborted.is_set():
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
+        item = _Item(self, kind, run, tensors)
+        work = EmulatedWork([item], host_waits)
+        if self._together is not None:
+            _emulation().check(item)
+            self._together.append(item)
+        else:
+            if message:
+                item.run = lambda: run().wait()
+            self._queue(item)
+        if blocking:
+            self.order(item)
+        for hook in list(self._after.values()):
+            hook(SimpleNamespace(name=number, async_op=not blocking, work=work, op_id=told.op_id))
+        return work
+
+    def order(self, item: _Item) -> None:
+        """What the program does from now on comes after `item`, and after all that this queue was given before it."""
+        item.waited = True
+        self.waited = max(self.waited, item.number)
+
+    def _queue(self, item: _Item) -> None:
+        emulation = _emulation()
+        emulation.check(item)
+        self._connect()
+        self._number += 1
+        item.number = self._number
+        if emulation.graph is not None:
+            emulation.graph.items.append(item)
+            return
+        self.submit(item)
+
+    def submit(self, item: _Item) -> None:
+        """Give the queue one more item."""
+        item.queued_at = time.monotonic()
+        _emulation().pending.append(item)
+        self._items.put(item)
+
+    def _connect(self) -> None:
+        if self._connected is not None:
+            return
+        # A dead peer and a slow one look alike, so that Gloo's own timeout has no say.
+        self._connected = dist.ProcessGroupGloo(self._store, self._rank, self._size, timedelta(days=1))
+        self._thread = threading.Thread(target=self._work, name=f"{NAME}-{self._rank}", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (item := self._items.get()) is not None and not self.aborted.is_set():
+            for other in item.after:
+                other.over.wait()
+            try:
+                with torch.no_grad():
+                    item.run()
+            except RuntimeError:
+                # Within a host, NCCL does not notice that a peer has died or made another call.
+                self.aborted.wait()
+            _emulation().is_over(item)
+
+
+for _method in _METHODS:
+    setattr(EmulatedNCCL, _method, lambda self, *given, _name=_method: self._collective(_name, *given))
+
+
+@final
+class _Both:
+    """The two messages of one."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+@final
+class Graph:
+    """The calls of one capture; `replay` queues them again."""
+
+    def __init__(self) -> None:
+        self.items: list[_Item] = []
+
+    def replay(self) -> None:
+        for captured in self.items:
+            item = _Item(captured.queue, captured.name, captured.run, [])
+            item.memory, item.kept, item.waited = captured.memory, captured.kept, True
+            item.number = captured.number
+            captured.queue.submit(item)
+
+
+@final
+class _Emulation(TorchDispatchMode):
+    """What all communicators of this process share: who still needs which memory, and the watchdog."""
+
+    def __init__(self, dump_s: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.queues: list[EmulatedNCCL] = []
+        self.pending: list[_Item] = []
+        self.graph: Graph | None = None
+        self.strict = False
+        self.syncs = 0
+        self._dump_s = dump_s
+        self._ended = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name=f"{NAME}-watchdog", daemon=True)
+        self._watchdog.start()
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(each not in (Tensor, torch.nn.Parameter) for each in types):
+            return NotImplemented  # a subclass: what it holds comes here later
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
+            self.sync(name)
+        if self.pending and name not in _UNTOUCHED and not func.is_view:
+            for given, argument in zip(func._schema.arguments, args, strict=False):
+                self._touch(argument, given.alias_info is not None and given.alias_info.is_write, name)
+            written = {
+                each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+            }
+            for key, argument in kwargs.items():
+                self._touch(argument, key in written, name)
+        return func(*args, **kwargs)
+
+    def _touch(self, argument: Any, writes: bool, name: str) -> None:
+        for x in tree_leaves(argument):
+            if isinstance(x, Tensor):
+                self.touch(x, writes, name)
+
+    def touch(self, x: Tensor, writes: bool, name: str) -> None:
+        """An operator is about to read or write `x`: it comes after what it was ordered behind."""
+        for item in list(self.pending):
+            if item.meets(x, writes):
+                if not item.ordered:
+                    raise UnorderedAccess(f"{name} touches what {item.name} has not been waited for")
+                _block(item)
+
+    def check(self, item: _Item) -> None:
+        """A call is about to be queued: what it is ordered behind on other communicators goes first."""
+        for other in list(self.pending):
+            if other.queue is not item.queue and any(
+                other.meets(x, writes) for x, writes in ((x, True) for x in item.kept)
+            ):
+                if not other.ordered:
+                    raise UnorderedAccess(
+                        f"{item.name} uses what {other.name} of another group has not been waited for"
+                    )
+                item.after.append(other)
+
+    def sync(self, name: str) -> None:
+        """The host asks for a value."""
+        if self.graph is not None:
+            raise HostSync(f"{name} while a graph is captured")
+        if self.strict:
+            raise HostSync(f"{name}: the host waits for the device")
+        self.syncs += 1
+
+    def is_over(self, item: _Item) -> None:
+        """Nothing has to wait for `item` any more."""
+        if item in self.pending:
+            self.pending.remove(item)
+        item.over.set()
+
+    def pending_of(self, queue: EmulatedNCCL) -> list[_Item]:
+        return [item for item in list(self.pending) if item.queue is queue]
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            now = time.monotonic()
+            for item in list(self.pending):
+                limit_s = item.queue.options._timeout.total_seconds()
+                if now - item.queued_at > limit_s and not item.queue.aborted.is_set():
+                    self._overdue(item, limit_s)
+
+    def _overdue(self, item: _Item, limit_s: float) -> None:
+        mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        if mode == "0":
+            return
+        print(
+            f"[Rank {item.queue.rank()}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
+            f"{item.number}, OpType={item.name}, Timeout(ms)={limit_s * 1000:.0f}) ran for "
+            f"{(time.monotonic() - item.queued_at) * 1000:.0f} milliseconds before timing out.",
+            file=sys.stderr,
+        )
+        # The time of the flight recorder's dump, in which the process lives on.
+        if self._ended.wait(self._dump_s):
+            return
+        if mode == "2":
+            for queue in list(self.queues):
+                queue.abort()
+        elif not item.over.is_set():
+            print(
+                f"[Rank {item.queue.rank()}] To avoid data inconsistency, we are taking the entire process down.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.abort()
+
+    def close(self) -> None:
+        self._ended.set()
+        for queue in list(self.queues):
+            queue.abort()
+
+
+_active: list[_Emulation] = []
+
+
+def _emulation() -> _Emulation:
+    if not _active:
+        raise RuntimeError(f"a group of {NAME} outside of `with emulated_nccl()`")
+    return _active[-1]
+
+
+@contextmanager
+def emulated_nccl(dump_s: float = 1.0) -> Iterator[None]:
+    """Make the backend "emulated_nccl" usable, and order this thread's operators behind its calls.
+
+    dump_s: seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    emulation = _Emulation(dump_s)
+    _active.append(emulation)
+    with ExitStack() as stack:
+        stack.callback(_active.remove, emulation)
+        stack.callback(emulation.close)
+        stack.enter_context(emulation)
+        for name in ("tolist", "numpy", "__array__"):
+            stack.enter_context(patch.object(Tensor, name, _reads(name, getattr(Tensor, name))))
+        yield
+
+
+@contextmanager
+def capture() -> Iterator[Graph]:
+    """Capture the calls of the block, as torch.cuda.graph does; they run by `Graph.replay` only."""
+    emulation = _emulation()
+    emulation.graph = Graph()
+    try:
+        with (
+            patch.object(torch.cuda, "is_initialized", lambda: True),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        ):
+            yield emulation.graph
+    finally:
+        emulation.graph = None
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Raise HostSync where the host asks for a value, as torch.cuda.set_sync_debug_mode("error") does."""
+    emulation = _emulation()
+    emulation.strict = True
+    try:
+        yield
+    finally:
+        emulation.strict = False
+
+
+def host_syncs() -> int:
+    """How often the host has asked for a value since `emulated_nccl` began."""
+    return _emulation().syncs
+
+
+def _create(given: Any, options: Any = None) -> EmulatedNCCL:
+    # Every rank of the parent takes part in a split, as in ncclCommSplit.
+    parent = given.split_from
+    if isinstance(parent, EmulatedNCCL):
+        parent.eager_connect_single_device(torch.device("cpu"))
+        parent._run_barrier(torch.zeros(1))
+    return EmulatedNCCL(given.store, given.group_rank, given.group_size, given.timeout, parent is not None)
+
+
+def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads a tensor's memory without an operator."""
+
+    def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active:
+            _emulation().sync(name)
+            _emulation().touch(x, False, name)
+        return method(x, *args, **kwargs)
+
+    return read
+
+
+def _block(item: _Item) -> None:
+    """The host waits; in turns, so that signals come through."""
+    if _emulation().graph is not None:
+        raise HostSync(f"the host waits for {item.name} while a graph is captured")
+    while not item.over.wait(0.2):
+        pass
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's memory, and the first behind it."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    begin = x.data_ptr()
+    return begin, begin + (reach * x.element_size() if x.numel() else 0)
+
+
+def _is_options(given: Any) -> bool:
+    return type(given).__name__.endswith("Options")

@@ -1,0 +1,162 @@
+"""The backend that stands for NCCL: its calls are queued, in order, and lost as on a GPU; see docs/design/emulated_nccl.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+import meshcomm
+from meshcomm.errors import CollectiveTimeout, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+from meshcomm.testing.emulated_nccl import (
+    NAME,
+    HostSync,
+    UnorderedAccess,
+    capture,
+    emulated_nccl,
+    host_syncs,
+    no_host_sync,
+)
+
+
+def on_a_mesh(check: Callable[[Mesh], None], timeout_s: float = 30.0) -> None:
+    dims = {"dp": 2, "tp": 2}
+    with emulated_nccl(), meshcomm.init(dims=dims, backend=NAME, device="cpu", timeout_s=timeout_s) as mesh:
+        check(mesh)
+
+
+def every_call(mesh: Mesh) -> None:
+    """Right along both dims, first calls and prepared ones, ours and torch's own."""
+    for _ in range(70):
+        for dim in ("dp", "tp"):
+            ranks = mesh.ranks(dim)
+            x = torch.full((4, 2), float(mesh.rank))
+            assert mesh.all_reduce(dim, x.clone()).sum() == 8 * sum(ranks)
+            assert mesh.all_gather(dim, x[:1, :1]).view(-1).tolist() == ranks
+            assert mesh.reduce_scatter(dim, x)[0, 0] == sum(ranks)
+            assert mesh.all_to_all(dim, x)[::2, 0].tolist() == ranks
+            assert mesh.broadcast(dim, x.clone(), src=1)[0, 0] == ranks[1]
+            came = mesh.shift(dim, x, 1)
+            assert came is not None and came[0, 0] == ranks[(mesh.coord(dim) - 1) % 2]
+    assert mesh.objects.all_gather("dp", {"rank": mesh.rank}) == [{"rank": rank} for rank in mesh.ranks("dp")]
+    group = mesh.group("tp")
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2, 2, 2]
+    assert (functional.all_reduce(x, "sum", group) + 1).tolist() == [5, 5, 5]
+    mesh.barrier()
+
+
+def order_and_host(mesh: Mesh) -> None:
+    """A call returns when it is queued; reading blocks; a read before the wait is a race; wait does not block."""
+    for _ in range(65):
+        mesh.all_reduce("dp", torch.ones(1))
+    mesh.barrier()
+    if mesh.coord("dp") == 1:
+        time.sleep(1.0)
+    began = time.monotonic()
+    x, y = torch.ones(4), torch.ones(4)
+    handle = mesh.all_reduce("dp", x, async_op=True)
+    with pytest.raises(UnorderedAccess, match="aten::add touches what ALLREDUCE has not been waited for"):
+        x + 1
+    assert y.sum() == 4
+    handle.wait()
+    mesh.all_reduce("dp", y)
+    queued_s = time.monotonic() - began
+    assert x.tolist() == [2, 2, 2, 2]
+    blocked_s = time.monotonic() - began
+    if mesh.coord("dp") == 0:
+        assert queued_s < 0.5 < blocked_s
+    syncs = host_syncs()
+    assert y[0] == 2
+    assert host_syncs() == syncs + 1
+    with no_host_sync(), pytest.raises(HostSync, match="the host waits"):
+        y.max().item()
+    mesh.barrier()
+
+
+def messages(mesh: Mesh) -> None:
+    """In both directions at once only as one call: one after the other, ranks that do the same wait for ever."""
+    peer, x = 1 - mesh.coord("dp"), torch.full((2,), float(mesh.rank))
+    sent = mesh.isend("dp", x, dst=peer) if peer else None
+    out = torch.empty(2)
+    if sent is not None:
+        with pytest.raises(UnsupportedOp, match="ranks that do the same wait for ever") as refused:
+            mesh.irecv("dp", out, src=peer)
+        assert "mesh.exchange" in refused.value.hint
+        sent.wait()
+    else:
+        assert mesh.recv("dp", out, src=peer)[0] == mesh.ranks("dp")[0]
+    received = mesh.exchange("dp", sends=[(x, peer)], recvs=[(out, peer)])
+    assert received[0][0] == mesh.ranks("dp")[peer]
+
+
+def captured(mesh: Mesh) -> None:
+    """A capture holds the calls, which run at each replay; the first calls on a group are not compared within."""
+    x = torch.ones(2)
+    with capture() as graph:
+        mesh.all_reduce("tp", x)
+        with pytest.raises(HostSync):
+            x.tolist()
+    assert x.tolist() == [1, 1]
+    graph.replay()
+    graph.replay()
+    assert x.tolist() == [4, 4]
+
+
+def limited_wait(mesh: Mesh) -> None:
+    """A wait that gives up leaves the communicator as it is."""
+    x = torch.ones(2)
+    for _ in range(65):
+        mesh.all_reduce("dp", torch.ones(1))
+    mesh.barrier()
+    if mesh.coord("dp"):
+        mesh.store.wait(["gave up/0", "gave up/1"])
+    handle = mesh.all_reduce("dp", x, async_op=True)
+    if mesh.coord("dp") == 0:
+        with pytest.raises(CollectiveTimeout):
+            handle.wait(timeout_s=0.3)
+        mesh.store.set(f"gave up/{mesh.rank}", b"")
+        mesh.all_reduce("dp", torch.ones(1))
+    else:
+        assert handle.wait() is x
+        mesh.all_reduce("dp", torch.ones(1))
+    assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize(
+    "check", [every_call, order_and_host, messages, captured, limited_wait], ids=lambda check: check.__name__
+)
+def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
+    pool.run(on_a_mesh, check, ranks=4)
+
+
+def aborted() -> None:
+    """`abort` lets a queued call go, and refuses the next; destroying waits for nothing then."""
+    with emulated_nccl():
+        rank = int(dist.get_rank()) if dist.is_initialized() else None
+        with meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", timeout_s=30.0) as mesh:
+            rank = mesh.rank
+            group = mesh.group("dp")
+            mesh.all_reduce("dp", torch.ones(1)).item()
+            if rank == 0:
+                work = group.allreduce([torch.ones(2)])
+                assert not work.is_completed()
+                began = time.monotonic()
+                group.abort()
+                assert work.is_completed() and time.monotonic() - began < 5
+                with pytest.raises(dist.DistBackendError, match="aborted"):
+                    work.wait(timedelta(seconds=1))
+                with pytest.raises(dist.DistBackendError, match="aborted"):
+                    group.allreduce([torch.ones(2)])
+
+
+def test_abort(pool: Pool) -> None:
+    pool.run(aborted, ranks=2)
