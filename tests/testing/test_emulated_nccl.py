@@ -140,22 +140,20 @@ def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
 
 def aborted() -> None:
     """`abort` lets a queued call go, and refuses the next; destroying waits for nothing then."""
-    with emulated_nccl():
-        rank = int(dist.get_rank()) if dist.is_initialized() else None
-        with meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", timeout_s=30.0) as mesh:
-            rank = mesh.rank
-            group = mesh.group("dp")
-            mesh.all_reduce("dp", torch.ones(1)).item()
-            if rank == 0:
-                work = group.allreduce([torch.ones(2)])
-                assert not work.is_completed()
-                began = time.monotonic()
-                group.abort()
-                assert work.is_completed() and time.monotonic() - began < 5
-                with pytest.raises(dist.DistBackendError, match="aborted"):
-                    work.wait(timedelta(seconds=1))
-                with pytest.raises(dist.DistBackendError, match="aborted"):
-                    group.allreduce([torch.ones(2)])
+    dims = {"dp": 2}
+    with emulated_nccl(), meshcomm.init(dims=dims, backend=NAME, device="cpu", validate_calls=1) as mesh:
+        group = mesh.group("dp")
+        mesh.all_reduce("dp", torch.ones(1)).item()
+        if mesh.rank == 0:
+            work = group.allreduce([torch.ones(2)])
+            assert not work.is_completed()
+            began = time.monotonic()
+            group.abort()
+            assert work.is_completed() and time.monotonic() - began < 5
+            with pytest.raises(dist.DistBackendError, match="aborted"):
+                work.wait(timedelta(seconds=1))
+            with pytest.raises(dist.DistBackendError, match="aborted"):
+                group.allreduce([torch.ones(2)])
 
 
 def test_abort(pool: Pool) -> None:

@@ -1,0 +1,43 @@
+"""Calls that run after they have returned, as on NCCL: what cannot end is named all the same, and nothing hangs."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
+from tests.mesh.queued_program import TIMEOUT_S
+
+PROGRAM = str(Path(__file__).with_name("queued_program.py"))
+
+# What the launcher's last lines say of the cause; rank 1 shares its "dp" group with rank 3.
+CAUSES = {
+    "skips": r"rank 3 \(dp=1 tp=1\) has not come: it has closed the mesh.*\n(.*\n)*.*it waited for rank 3",
+    "deaf": r"CollectiveTimeout: send to 1 along .dp.*\n.*it waited for rank [23]",
+    "raises": r"rank 3.* failed: ValueError: a fault of the program",
+    "killed": r"rank 3.* was ended by SIGKILL",
+    "asleep": r"CollectiveTimeout.*\n.*it waited for rank 3",
+    "shape": r"rank 3.* failed: CallMismatchError",
+}
+# In steady state in each suite; before and at the end of the comparison of first calls in the deep set.
+ROWS = [
+    pytest.param(fault, calls, marks=[] if calls == 70 else [pytest.mark.faults])
+    for fault in CAUSES
+    for calls in (70, 0, 10, 64)
+]
+
+
+@pytest.mark.parametrize(("fault", "calls"), ROWS)
+def test_a_fault_is_named_while_the_host_waits_for_a_value(
+    pool: Pool, tmp_path: Path, fault: str, calls: int
+) -> None:
+    job = Job(pool, tmp_path, "-m", "meshcomm", "run", "--world", "4", PROGRAM, fault, str(calls))
+    code, out, err = job.finish()
+    took_s = time.time() - float(re.findall(r"fault at (\S+)", out)[0])
+    assert code != 0
+    assert re.search(CAUSES[fault], err), err
+    assert took_s < TIMEOUT_S + 10, err
