@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from meshcomm.doctor.finding import Finding
 from meshcomm.layout import Plan
-from meshcomm.mesh.devices import backend_on
 from meshcomm.mesh.environment import with_variables
+from meshcomm.transport.support import backend_on
 
 
 class Cost(NamedTuple):

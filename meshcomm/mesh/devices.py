@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import torch
 import torch.distributed as dist
 
@@ -10,10 +13,16 @@ from meshcomm.layout import Plan
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.source import Settings
+from meshcomm.transport.support import STREAM_ORDERED, backend_on, by_device
+from meshcomm.transport.torch_private import bound_device
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this process: cuda where there is one, numbered by local rank; else cpu."""
+    """The device of this process: cuda where there is one, else cpu.
+
+    Its number: that which torch's default group is bound to, or that the program has made the current one; else the
+    local rank, where this process sees more than one device.
+    """
     kind = wanted
     if wanted == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +36,49 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
             expected=f"a {kind} device, and a torch built for it",
             hint='mesh.device = "cpu", or "auto"',
         )
+    bound = bound_device() if dist.is_initialized() else None
+    if bound is not None and bound.type == kind and bound.index is not None:
+        return bound
+    module = torch.get_device_module(kind)
+    if module.is_initialized() and (chosen := module.current_device()):
+        return torch.device(kind, chosen)
+    if present > 1 and not launch.placed:
+        raise LaunchError(
+            f"which of {present} {kind} devices is for this process?",
+            given=f"rank {launch.rank} of {launch.world_size}, {present} devices, no local rank",
+            expected="LOCAL_RANK, SLURM_LOCALID or MPI's own, one visible device, or a current device",
+            hint="torchrun, which sets LOCAL_RANK, or torch.cuda.set_device(n) before meshcomm.init",
+        )
     return torch.device(kind, launch.local_rank % present)
+
+
+def device_identity(device: torch.device) -> str | None:
+    """What no other device of any host is called; None where the device does not say."""
+    if device.type != "cuda":
+        return None
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if found is None else f"{socket.gethostname()}/{found}"
+
+
+def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
+    """Raise LaunchError where another rank has the same device, which NCCL refuses; one store operation.
+
+    Ranks that see one device each all call it cuda:0. NCCL allows it where it is told to, by NCCL_HOSTID or
+    NCCL_MULTI_RANK_GPU_ENABLE.
+    """
+    backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
+    allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+    identity = device_identity(device) if backends & STREAM_ORDERED and not allowed else None
+    if identity is None:
+        return
+    first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
+    if first != str(rank):
+        raise LaunchError(
+            f"ranks {first} and {rank} share one {device.type} device",
+            given=f"{identity}, which rank {rank} calls {device}",
+            expected="one device for each rank: NCCL refuses two ranks on one device",
+            hint='a launcher that sets LOCAL_RANK, CUDA_VISIBLE_DEVICES by rank, or mesh.device = "cpu"',
+        )
 
 
 def choose_backend(device: torch.device) -> str:
@@ -37,11 +88,6 @@ def choose_backend(device: torch.device) -> str:
         if ":" in backend or dist.is_backend_available(backend):
             return backend
     return str(dist.get_default_backend_for_device(device.type))
-
-
-def backend_on(backend: str, device: torch.device) -> str:
-    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"."""
-    return _by_device(backend).get(device.type, backend)
 
 
 def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
@@ -65,7 +111,7 @@ def check_backends(plan: Plan) -> None:
         if family.creates:
             chosen.setdefault(family.options.backend, family.name)
     for backend, name in chosen.items():
-        for part in _by_device(backend).values() or [backend]:
+        for part in by_device(backend).values():
             if not dist.is_backend_available(part):
                 usable = usable_backends()
                 raise LaunchError(
@@ -74,13 +120,13 @@ def check_backends(plan: Plan) -> None:
                     expected=f"one of {', '.join(usable)}",
                     hint=did_you_mean(part, usable) or 'mesh.backend = "auto"',
                 )
-        for kind, part in _by_device(backend).items():
-            if kind != "cpu" and not _devices(kind):
+        for kind, part in by_device(backend).items():
+            if kind not in ("", "cpu") and not _devices(kind):
                 raise LaunchError(
                     f"this host has no {kind} device for the backend {part}",
                     given=f"{backend} for {name}",
                     expected=f"a {kind} device, or a backend for the devices of this host",
-                    hint=f'mesh.backend = "{_by_device(backend).get("cpu", "auto")}"',
+                    hint=f'mesh.backend = "{by_device(backend).get("cpu", "auto")}"',
                 )
     if dist.is_initialized() and dist.get_backend() == "fake" != plan.defaults.backend:
         raise LaunchError(
@@ -112,8 +158,16 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
                 )
     if "nccl" not in backend or device.type != "cuda":
         return
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        raise LaunchError(
+            "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before anybody is asked",
+            given=f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}",
+            expected="the variable unset: meshcomm names who is missing at the timeout",
+            hint="unset TORCH_NCCL_BLOCKING_WAIT",
+        )
     present = torch.cuda.device_count()
-    if launch.local_rank >= present or launch.local_size > present:
+    # Who sees one device may have been given one of its own: `refuse_shared` knows.
+    if present > 1 and (launch.local_rank >= present or launch.local_size > present):
         raise LaunchError(
             f"{max(launch.local_size, launch.local_rank + 1)} ranks on a host with {present} cuda device(s)",
             given=f"local rank {launch.local_rank} of {launch.local_size}, backend {backend}",
@@ -128,8 +182,3 @@ def _devices(kind: str) -> int:
         return int(torch.get_device_module(kind).device_count())
     except RuntimeError:  # torch has never heard of it
         return 0
-
-
-def _by_device(backend: str) -> dict[str, str]:
-    """The parts of "cpu:gloo,cuda:nccl"; none of a single name."""
-    return dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {}

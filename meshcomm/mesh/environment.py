@@ -61,6 +61,7 @@ class Launch:
     kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi" or "single".
     local_rank: number of this process on its host. local_size: processes on this host.
     address, port: where rank 0 can be met; None where nothing says so.
+    placed: the launcher has said the local rank.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Launch:
     local_size: int
     address: str | None = None
     port: int | None = None
+    placed: bool = True
 
     @property
     def one_host(self) -> bool:
@@ -126,9 +128,12 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     # Launchers other than torchrun may not say how many processes a host has; then claim nothing.
     local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
-    return Launch(
-        "torchrun", rank, world, _number(env, "LOCAL_RANK", 0), local_size, env.get("MASTER_ADDR"), port
-    )
+    # A script that exports RANK and WORLD_SIZE under Slurm or MPI need not export this.
+    names = ("LOCAL_RANK", "SLURM_LOCALID", *(names[2] for names in _MPI))
+    local = next((name for name in names if name in env), None)
+    local_rank = 0 if local is None else _number(env, local)
+    address = env.get("MASTER_ADDR")
+    return Launch("torchrun", rank, world, local_rank, local_size, address, port, placed=local is not None)
 
 
 def attempt_of(env: Mapping[str, str]) -> int:

@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.comm.diagnosis import INTERFACES, Reason, reason_of
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
-from meshcomm.mesh.devices import backend_on
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
-from meshcomm.transport.support import STREAM_ORDERED
-from meshcomm.transport.torch_private import create_group, split_color
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_private import backend_of, create_group, default_group, split_color
 
 
 def create_transports(
@@ -41,9 +40,9 @@ def create_transports(
         name, group = family.name, mine.get(family.name)
         if group is None:
             transports[name] = SoloTransport(device)
-        elif handle := _lent(existing, plan, group):
-            backend = backend_on(group.options.backend, device)
-            transports[name] = ProcessGroupTransport(handle, backend, device, owned=False)
+        elif existing is not None and _lends(existing, plan, name):
+            handle = existing.get_group(name)
+            transports[name] = ProcessGroupTransport(handle, group.options.backend, device, owned=False)
         elif family.shares is not None:
             transports[name] = transports[family.shares]
         else:
@@ -51,11 +50,17 @@ def create_transports(
     return transports
 
 
-def _lent(existing: DeviceMesh | None, plan: Plan, group: Group) -> dist.ProcessGroup | None:
-    if existing is None or group.name not in plan.layout.dims:
-        return None
-    handle = existing.get_group(group.name)
-    return handle if tuple(dist.get_process_group_ranks(handle)) == group.ranks else None
+def _lends(existing: DeviceMesh, plan: Plan, name: str) -> bool:
+    """Whether all groups along `name` are those of `existing`, with their ranks in the order of the coords.
+
+    Decided for the family, not for a group: all ranks create groups of their own, or none does.
+    """
+    if name not in plan.layout.dims:
+        return False
+    place = (existing.mesh_dim_names or ()).index(name)
+    lent = existing.mesh.movedim(place, -1).reshape(-1, existing.mesh.shape[place]).tolist()
+    # torch's groups have their ranks in ascending order.
+    return sorted(map(sorted, lent)) == sorted(plan.layout.groups(name).tolist())
 
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
@@ -105,12 +110,12 @@ def open_group(
             if reason_of(error) is Reason.UNREACHABLE
             else "look at the first error of the other ranks; check backend and network",
         ) from error
-    return ProcessGroupTransport(handle, backend, device, owned=True, timeout_s=options.timeout_s)
+    return ProcessGroupTransport(handle, options.backend, device, owned=True, timeout_s=options.timeout_s)
 
 
 def _can_split(plan: Plan, group: Group) -> bool:
     """Whether NCCL may split the world's communicator: torch tells the parts apart by a hash."""
-    if "nccl" not in group.options.backend:
+    if "nccl" not in group.options.backend or "nccl" not in backend_of(default_group()):
         return False
     groups = plan.layout.groups(group.name)
     return len({split_color(ranks) for ranks in groups.tolist()}) == len(groups)

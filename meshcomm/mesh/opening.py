@@ -21,7 +21,13 @@ from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.agree import agree, leave_together
-from meshcomm.mesh.devices import backend_on, check_backends, check_devices, choose_backend, choose_device
+from meshcomm.mesh.devices import (
+    check_backends,
+    check_devices,
+    choose_backend,
+    choose_device,
+    refuse_shared,
+)
 from meshcomm.mesh.environment import (
     SHARED,
     find_launch,
@@ -39,7 +45,7 @@ from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
-from meshcomm.transport.support import STREAM_ORDERED
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_store
 
 if TYPE_CHECKING:
@@ -171,6 +177,8 @@ def _open(
     if failure is None:
         try:
             plan, device = _plan(settings, joined, world, resources)
+            if world is None:
+                refuse_shared(prefixed("devices", store), joined.rank, plan, device)
             facts = {
                 **plan.facts(),
                 "world": joined.world_size,
@@ -254,9 +262,9 @@ def _create(
     transports: dict[str, Transport] = {}
     resources.callback(transports.clear)
     watch: Watching | None = None
+    if world is None and device.type == "cuda":
+        torch.cuda.set_device(device)
     if world is None and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         bind = settings.process.device_id is not False and device.type != "cpu"
         resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         try:

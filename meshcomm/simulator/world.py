@@ -14,13 +14,13 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
-from meshcomm.mesh.devices import backend_on
 from meshcomm.mesh.environment import Launch
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.store import InMemoryStore, SimulatedStore
 from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
+from meshcomm.transport.support import backend_on
 
 _CPU = torch.device("cpu")
 

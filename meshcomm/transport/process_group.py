@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshcomm.collectives import Call, Collective
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
-from meshcomm.transport.support import STREAM_ORDERED
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import options_type, source_rank, timeout_of
 
 _OPS: Final[dict[str, Any]] = {
@@ -45,21 +45,27 @@ class ProcessGroupTransport(Transport):
         timeout_s: float | None = None,
     ) -> None:
         self.group = group
-        self.name = backend
+        self._backend = backend
+        self.name = self.serving(device)
         self.group_name = str(group.group_name)
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
         self.timeout_s = timeout_of(group, device) if timeout_s is None else timeout_s
-        self.any_source = backend in ("gloo", "mpi")
+        self.any_source = self.name in ("gloo", "mpi")
         self._owned = owned
-        self.ordered = backend in STREAM_ORDERED
+        self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Gloo carries host memory, whatever the mesh's device is."""
-        return tuple(dict.fromkeys((self.device.type, "cpu"))) if self.name == "gloo" else (self.device.type,)
+        with_gloo = self.serving(torch.device("cpu")) == "gloo"
+        return tuple(dict.fromkeys((self.device.type, "cpu"))) if with_gloo else (self.device.type,)
+
+    def serving(self, device: torch.device) -> str:
+        """The backend that carries tensors of `device`."""
+        return backend_on(self._backend, device)
 
     def start(self, call: Call) -> Work | None:
         row = call.row

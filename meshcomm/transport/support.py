@@ -28,6 +28,22 @@ WIDENED: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uin
 # that of meshcomm.testing, which stands for NCCL where there is no GPU.
 STREAM_ORDERED: Final = frozenset(("nccl", "nccl-legacy", "nccl2", "xccl", "emulated_nccl"))
 
+
+def by_device(backend: str) -> dict[str, str]:
+    """The parts of a backend by device type; of one for all devices, by "".
+
+    >>> by_device("cpu:gloo,cuda:nccl"), by_device("gloo")
+    ({'cpu': 'gloo', 'cuda': 'nccl'}, {'': 'gloo'})
+    """
+    return dict(part.split(":", 1) for part in backend.split(",")) if ":" in backend else {"": backend}
+
+
+def backend_on(backend: str, device: torch.device) -> str:
+    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; all of it where none does."""
+    parts = by_device(backend)
+    return parts.get(device.type) or parts.get("", backend)
+
+
 # dtypes that a backend reduces, as they are or widened; a backend that is not here is asked itself.
 REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
@@ -88,6 +104,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Why `backend` cannot reduce `dtype` with `op`, and what to do instead; None where it can."""
     broken = dtype.is_floating_point or dtype.is_complex
+    backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend
     if op in LACKS.get(backend, ()):
         return f"an operation that {backend} has", 'a Gloo dim for it: options.DIM.backend = "gloo"'
     if backend in REDUCED and dtype not in REDUCED[backend]:

@@ -169,6 +169,18 @@ def source_rank(work: Any) -> int:
     return rank
 
 
+def default_group() -> dist.ProcessGroup:
+    """The default process group."""
+    found: dist.ProcessGroup = c10d._get_default_group()
+    return found
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default process group is bound to."""
+    found: torch.device | None = default_group().bound_device_id
+    return found
+
+
 def default_store() -> dist.Store:
     """The store of the default process group."""
     store: dist.Store = c10d._get_default_store()
