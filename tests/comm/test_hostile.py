@@ -70,6 +70,9 @@ class By:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         return ShapeError(call)
 
+    def wait_within(self, work: Any, timeout_s: float) -> None:
+        work.wait(timeout_s)
+
 
 def test_two_threads_wait_for_one_handle() -> None:
     work, made = Slow(), []

@@ -37,8 +37,8 @@ OPEN_MPI = {
     [
         ({}, Launch("single", 0, 1, 0, 1)),
         (TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "10.0.0.7", 2950)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", 0, 1, 0, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, Launch("torchrun", 1, 4, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", 0, 1, 0, 1, placed=False)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, Launch("torchrun", 1, 4, 0, 1, placed=False)),
         (SLURM, Launch("slurm", 9, 16, 1, 8, "gpu007", 20000 + 123456 % 20000)),
         ({**SLURM, "MASTER_PORT": "1234", "MASTER_ADDR": "head"}, Launch("slurm", 9, 16, 1, 8, "head", 1234)),
         ({**SLURM, **TORCHRUN}, Launch("torchrun", 5, 8, 1, 4, "10.0.0.7", 2950)),

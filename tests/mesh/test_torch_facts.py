@@ -90,18 +90,6 @@ def test_interfaces_and_sockets_become_variables() -> None:
     }
 
 
-@on_ranks(2)
-def test_more_ranks_than_devices_are_refused_before_a_group_exists() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        with pytest.raises(LaunchError, match=r"2 ranks on a host with 1 cuda device\(s\)") as caught:
-            meshcomm.init(dims={"dp": 2}, timeout_s=30)
-    assert caught.value.given == f"local rank {os.environ['RANK']} of 2, backend nccl"
-    assert caught.value.hint == '--nproc-per-node 1, or mesh.device = "cpu"'
-    assert not dist.is_initialized()
-
-
 # -- torch's own launcher of processes --------------------------------------------------------------
 
 JOB = """\

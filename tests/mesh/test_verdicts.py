@@ -602,7 +602,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
 
 def told(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp, whose last collectives were `recent`."""
-    calls = [(number, call, f"train.py:{number}{rank}") for number, call in recent]
+    calls = [(number, call, f"train.py:{number}{rank}", None) for number, call in recent]
     last = {"number": started, "dim": "dp", "call": calls[-1][1], "callsite": calls[-1][2], "inside": inside}
     group = {"label": "dp", "ranks": [0, 1, 2, 3], "started": started, "last": last, "recent": calls}
     return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}

@@ -1,0 +1,150 @@
+"""Which device is this process's, and what is refused before a group exists; GPUs are pretended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import meshcomm
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.mesh.devices import choose_device, refuse_shared
+from meshcomm.mesh.environment import Launch, find_launch
+from meshcomm.mesh.source import MeshOnly
+from meshcomm.testing import Pool
+
+
+def pretend(
+    patch: pytest.MonkeyPatch, visible: int, current: int = 0, uuid: Callable[[], str] = lambda: "GPU-0"
+) -> None:
+    """This process sees `visible` GPUs; `current` is the one that the program has chosen."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: visible)
+    patch.setattr(torch.cuda, "is_initialized", lambda: current > 0)
+    patch.setattr(torch.cuda, "current_device", lambda: current)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid()))
+
+
+SLURM = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1"}
+MPI = {"RANK": "5", "WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "visible", "current", "index"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 4, 0, 3),
+        (SLURM, 4, 0, 1),
+        (MPI, 4, 0, 2),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, 1, 0, 0),  # one visible device a process
+        (SLURM, 1, 0, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, 4, 2, 2),  # torch.cuda.set_device(2) before
+    ],
+)
+def test_the_device_is_the_local_rank_s_or_the_program_s(
+    env: dict[str, str], visible: int, current: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, visible, current)
+    assert choose_device("auto", find_launch(env)) == torch.device("cuda", index)
+
+
+def test_without_a_local_rank_nobody_guesses_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, visible=4)
+    with pytest.raises(LaunchError, match="which of 4 cuda devices is for this process") as refused:
+        choose_device("auto", find_launch({"RANK": "5", "WORLD_SIZE": "8"}))
+    assert "rank 5 of 8" in refused.value.given and "LOCAL_RANK" in refused.value.expected
+
+
+def test_the_default_group_s_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, visible=4)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr("meshcomm.mesh.devices.bound_device", lambda: torch.device("cuda", 3))
+    assert choose_device("cuda", Launch("torchrun", 1, 4, 1, 4)) == torch.device("cuda", 3)
+
+
+def refused(visible: int, shared: bool, environment: dict[str, str]) -> str:
+    """What init says on this rank, which sees `visible` GPUs, the first of them `shared` with the others."""
+    rank = os.environ["RANK"]
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, visible, uuid=lambda: "GPU-a" if shared else f"GPU-{rank}")
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            meshcomm.init(dims={"dp": 4}, timeout_s=30)
+        except MeshcommError as error:
+            return f"{type(error).__name__}: {error}\ninitialised: {dist.is_initialized()}"
+    return "nothing"
+
+
+def test_more_ranks_than_devices_are_refused_before_a_group_exists(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(refused, 2, False, {}, ranks=4)):
+        assert text.startswith("LaunchError: 4 ranks on a host with 2 cuda device(s)")
+        assert f"local rank {rank} of 4, backend nccl" in text and "--nproc-per-node 2" in text
+        assert text.endswith("initialised: False")
+
+
+def test_ranks_that_share_their_only_visible_device_are_refused(pool: Pool) -> None:
+    texts = pool.run(refused, 1, True, {}, ranks=4)
+    first = [text for text in texts if text.startswith("MeshMismatchError")]
+    own = [text for text in texts if text.startswith("LaunchError")]
+    assert len(first) == 1 and len(own) == 3
+    for text in own:
+        assert "share one cuda device" in text and "GPU-a" in text and "initialised: False" in text
+    assert "share one cuda device" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("uuids", "environment", "sharing"),
+    [
+        ("abcd", {}, []),
+        ("abca", {}, [3]),
+        ("aaaa", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, []),
+        ("aaaa", {"NCCL_HOSTID": "h1"}, []),
+    ],
+)
+def test_who_shares_is_known_by_the_device_and_not_by_its_number(
+    uuids: str, environment: dict[str, str], sharing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    plan = MeshOnly(MeshConfig(dims={"dp": 4})).plan(4).on("cuda", "nccl")
+    store, found = dist.HashStore(), list[str]()
+    for rank, uuid in enumerate(uuids):
+        pretend(monkeypatch, visible=1, uuid=lambda uuid=uuid: uuid)
+        try:
+            refuse_shared(store, rank, plan, torch.device("cuda", 0))
+        except LaunchError as error:
+            found.append(error.what)
+    assert found == [f"ranks 0 and {rank} share one cuda device" for rank in sharing]
+
+
+def test_blocking_wait_is_refused(pool: Pool) -> None:
+    for text in pool.run(refused, 4, False, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, ranks=4):
+        assert "LaunchError: TORCH_NCCL_BLOCKING_WAIT" in text and "unset TORCH_NCCL_BLOCKING_WAIT" in text
+
+
+def lent() -> tuple[list[bool], list[int], list[int]]:
+    """Of a DeviceMesh [[0, 1], [3, 2]]: for dp and tp, whether its groups are used, and what they gather."""
+    dist.init_process_group("gloo")
+    try:
+        given = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
+        with meshcomm.init(given) as mesh:
+            own = [mesh.group(dim) is not given.get_group(dim) for dim in ("dp", "tp")]
+            rank = torch.tensor([mesh.rank])
+            return own, mesh.all_gather("dp", rank).tolist(), mesh.all_gather("tp", rank).tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_of_a_device_mesh_are_lent_for_a_whole_dim_or_not_at_all(pool: Pool) -> None:
+    rows = {0: [0, 1], 1: [0, 1], 2: [3, 2], 3: [3, 2]}
+    columns = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
+    for rank, found in enumerate(pool.run(lent, ranks=4)):
+        # Along tp one of the two groups has its ranks in descending order: both are made anew.
+        assert found == ([False, True], columns[rank], rows[rank])
