@@ -401,7 +401,11 @@ class AlongDims:
     def isend(
         self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False
     ) -> Handle[None]:
-        """Start a send; `x` must not change before the handle's wait() returns."""
+        """Start a send; `x` must not change before the handle's wait() returns.
+
+        NCCL runs messages one after the other. There, UnsupportedOp while a receive that was started by itself is not
+        waited for: `exchange` starts both as one.
+        """
         found: Handle[None] = self._at.along(dims).messages.send(x, dst, tag, handshake, True)
         return found
 
@@ -409,6 +413,7 @@ class AlongDims:
         """Start a receive; the handle's wait() returns `out`, which must not be used before.
 
         src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
+        On NCCL, UnsupportedOp while a send that was started by itself is not waited for; see `isend`.
         """
         found: Handle[Tensor] = self._at.along(dims).messages.irecv(out, src, tag)
         return found

@@ -61,8 +61,9 @@ class ProcessConfig(Model):
     )
     device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = Field(
         default="auto",
-        description="Whether a process binds its device at the start (NCCL then connects at once). "
-        'Default "auto": true on cuda.',
+        description="Whether torch's default group is bound to the process's device: NCCL then connects all ranks with "
+        'all at the start, and splits the groups of the dims from that. Default "auto": no, each group connects when '
+        "it is first used.",
     )
 
     def problems(self, broken: Broken) -> Iterator[Problem]:

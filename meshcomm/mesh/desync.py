@@ -20,12 +20,17 @@ from meshcomm.mesh.store import kind_of
 # How often a rank posts and looks, where the world is small.
 _PERIOD_S: Final = 1.0
 # What all ranks together may ask of the store in a second.
-_MOST_PER_S: Final = 10_000
+_MOST_PER_S: Final = 2_000
 # A store that is a file grows with everything that is posted.
 _FILE_PERIOD_S: Final = 30.0
 # How long a rank that leaves waits until its last steps have been compared.
 _LEAVES_S: Final = 2.0
 _PAUSE_S: Final = 0.01
+
+
+def period_s(world_size: int) -> float:
+    """Seconds between two comparisons of a rank's steps, each three calls of the store."""
+    return max(_PERIOD_S, 3 * world_size / _MOST_PER_S)
 
 
 @final
@@ -59,7 +64,7 @@ class DesyncMonitor:
         self._recorders = recorders
         self._world_size = world_size
         least_s = _FILE_PERIOD_S if kind_of(store) == "FileStore" else _PERIOD_S
-        self._period_s = max(least_s, 3 * world_size / _MOST_PER_S)
+        self._period_s = max(least_s, period_s(world_size))
         self._due = 0.0
         self._step = 0
         self._raised = False

@@ -243,6 +243,14 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items() if value not in (None, "")}
 
 
+def nccl_defaults(world_size: int) -> dict[str, str]:
+    """How often each rank's NCCL watchdog asks the store whether another one has failed, unless the user says it.
+
+    Once a second by torch's own default; in large worlds so that the store sees 1,000 of them a second.
+    """
+    return {"TORCH_NCCL_COORD_CHECK_MILSEC": str(max(1_000, world_size))}
+
+
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
     """How the ranks of a Gloo group connect unless the user says otherwise.
 

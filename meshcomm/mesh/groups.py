@@ -16,7 +16,13 @@ from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import backend_of, create_group, default_group, split_color
+from meshcomm.transport.torch_private import (
+    backend_of,
+    bound_device,
+    create_group,
+    default_group,
+    split_color,
+)
 
 
 def create_transports(
@@ -115,7 +121,11 @@ def open_group(
 
 def _can_split(plan: Plan, group: Group) -> bool:
     """Whether NCCL may split the world's communicator: torch tells the parts apart by a hash."""
-    if "nccl" not in group.options.backend or "nccl" not in backend_of(default_group()):
+    if (
+        "nccl" not in group.options.backend
+        or "nccl" not in backend_of(default_group())
+        or bound_device() is None
+    ):
         return False
     groups = plan.layout.groups(group.name)
     return len({split_color(ranks) for ranks in groups.tolist()}) == len(groups)

@@ -32,6 +32,7 @@ from meshcomm.mesh.environment import (
     SHARED,
     find_launch,
     gloo_defaults,
+    nccl_defaults,
     network_variables,
     refuse_conflict,
     with_variables,
@@ -265,10 +266,13 @@ def _create(
     if world is None and device.type == "cuda":
         torch.cuda.set_device(device)
     if world is None and not dist.is_initialized():
-        bind = settings.process.device_id is not False and device.type != "cpu"
+        # A bound device connects all ranks with all at once, where the groups of the dims would do.
+        bind = settings.process.device_id is True and device.type != "cpu"
         resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         try:
-            with with_variables(gloo_defaults(launch.one_host), keep=True):
+            with with_variables(
+                {**gloo_defaults(launch.one_host), **nccl_defaults(joined.world_size)}, keep=True
+            ):
                 dist.init_process_group(
                     plan.defaults.backend,
                     store=dist.PrefixStore("world", store),

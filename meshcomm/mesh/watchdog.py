@@ -43,6 +43,10 @@ from meshcomm.transport.torch_private import calls_under_way, capturing
 # A call that its backend has not given up so long after the group's timeout: it never will.
 GRACE_S: Final = 5.0
 
+# How many looks of all ranks together, whether they are asked, the one store of a job gets a second; it can answer
+# some 26,000 calls (TCPStore on one core).
+_LOOKS_PER_S: Final = 2_000
+
 # How often, in seconds, calls that are queued are looked at, where their group's timeout is long.
 _ASKS_S: Final = 10.0
 
@@ -61,7 +65,7 @@ class Watchdog:
     """Answers for one rank, asks for it, and ends its process where the backend holds a call for ever.
 
     A rank whose call failed sets a key for each rank that it asks. Every rank looks at its own key a few times a
-    second (less often in large worlds, so that the store sees 20,000 looks a second at most), and answers with
+    second (less often in large worlds, so that the store sees 2,000 looks a second at most), and answers with
     its last calls on each group and the line that its program is at. Both threads end when the mesh is closed, or
     is gone without.
 
@@ -95,7 +99,7 @@ class Watchdog:
         self._who = name_of_rank(rank, {"coords": coords})
         self._reports = reports
         self._compared = compared
-        self._interval = max(0.25, world_size / 20_000)
+        self._interval = look_interval_s(world_size)
         self._recorders: list[tuple[FlightRecorder, float]] = []
         self._timeouts = timeouts
         self._end = end
@@ -373,6 +377,11 @@ class Watchdog:
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         return f'{call["call"]} made past the mesh along "{call["dim"]}" on {self._who}'
+
+
+def look_interval_s(world_size: int) -> float:
+    """Seconds between two looks of a rank whether another one asks what it is doing."""
+    return max(0.25, world_size / _LOOKS_PER_S)
 
 
 @final

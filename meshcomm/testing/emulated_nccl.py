@@ -30,10 +30,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from meshcomm.transport.torch_private import HOOK_NUMBERS
+from meshcomm.transport.torch_private import HOOK_NUMBERS, DispatchMode, Work, has_backend, leaves_of
 
 NAME: Final = "emulated_nccl"
 
@@ -109,7 +107,7 @@ class _Item:
         return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
 
 
-class EmulatedWork(dist._Work):
+class EmulatedWork(Work):  # type: ignore[misc]
     """As WorkNCCL: `wait` blocks the host for a barrier only, or where a timeout is given."""
 
     def __init__(self, items: Sequence[_Item], host_waits: bool = False) -> None:
@@ -282,8 +280,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         arguments, options = (given[:-1], given[-1]) if _is_options(given[-1]) else (given, None)
         if (op := getattr(options, "reduceOp", None)) in _LACKING:
             raise ValueError(f"Cannot use {op} with NCCL")
-        outs = tree_leaves(arguments[0])
-        ins = tree_leaves(arguments[inputs])
+        outs = leaves_of(arguments[0])
+        ins = leaves_of(arguments[inputs])
         root = getattr(options, "rootRank", -1)
         tensors = [(x, True) for x in outs] + [(x, False) for x in ins if inputs]
         if kind == "BROADCAST" and root == self._rank:
@@ -475,11 +473,11 @@ class Graph:
 
 
 @final
-class _Emulation(TorchDispatchMode):
+class _Emulation(DispatchMode):  # type: ignore[misc]
     """What all communicators of this process share: who still needs which memory, and the watchdog."""
 
     def __init__(self, dump_s: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
         self.graph: Graph | None = None
@@ -508,7 +506,7 @@ class _Emulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
-        for x in tree_leaves(argument):
+        for x in leaves_of(argument):
             if isinstance(x, Tensor):
                 self.touch(x, writes, name)
 
@@ -602,7 +600,7 @@ def emulated_nccl(dump_s: float = 1.0) -> Iterator[None]:
 
     dump_s: seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
     """
-    if NAME.upper() not in dist.Backend._plugins:
+    if not has_backend(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     emulation = _Emulation(dump_s)
     _active.append(emulation)

@@ -26,6 +26,13 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# For a backend in Python: what it returns, what sees every operator, the tensors in nested arguments.
+Work: Any = dist._Work
+DispatchMode: Any = TorchDispatchMode
+leaves_of: Callable[[Any], list[Any]] = tree_leaves
 
 # The type of a group's name, where torch has one of its own.
 _NAME: Any = getattr(c10d, "GroupName", str)
@@ -199,6 +206,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
         return timeout.total_seconds()
     except (AttributeError, RuntimeError):
         return 0.0
+
+
+def has_backend(name: str) -> bool:
+    """Whether a backend of this name was registered by `Backend.register_backend`."""
+    return name.upper() in dist.Backend._plugins
 
 
 def live_groups() -> int:

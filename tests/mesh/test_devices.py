@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import meshcomm
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
-from meshcomm.mesh.environment import Launch, find_launch
+from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
+from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
 
 
@@ -148,3 +150,11 @@ def test_groups_of_a_device_mesh_are_lent_for_a_whole_dim_or_not_at_all(pool: Po
     for rank, found in enumerate(pool.run(lent, ranks=4)):
         # Along tp one of the two groups has its ranks in descending order: both are made anew.
         assert found == ([False, True], columns[rank], rows[rank])
+
+
+@pytest.mark.parametrize("world", [8, 1_024, 16_384, 131_072])
+def test_what_the_store_of_a_job_hears_does_not_grow_with_the_world(world: int) -> None:
+    looks = world / look_interval_s(world)
+    steps = 3 * world / period_s(world)
+    nccl = world * 1_000 / int(nccl_defaults(world)["TORCH_NCCL_COORD_CHECK_MILSEC"])
+    assert looks + steps + nccl <= 5_000

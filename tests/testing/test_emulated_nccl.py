@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 import meshcomm
 from meshcomm.errors import CollectiveTimeout, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.testing import Pool
+from meshcomm.testing import Pool, RankFailure
 from meshcomm.testing.emulated_nccl import (
     NAME,
     HostSync,
@@ -158,3 +158,21 @@ def aborted() -> None:
 
 def test_abort(pool: Pool) -> None:
     pool.run(aborted, ranks=2)
+
+
+def overdue() -> None:
+    """A call that the other rank never makes, on a group that no mesh watches."""
+    with emulated_nccl(dump_s=0.2):
+        dist.init_process_group(NAME, timeout=timedelta(seconds=1))
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 2
+        if dist.get_rank() == 0:
+            dist.all_reduce(x)
+            x.item()
+        time.sleep(20)
+
+
+def test_the_watchdog_aborts(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match=r"rank 0 of 2:\n(.*\n)*was killed by SIGABRT"):
+        pool.run(overdue, ranks=2)
