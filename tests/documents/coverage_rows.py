@@ -120,7 +120,7 @@ _TABLE: Final = """
     predict/test_times.py
         test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated_constants
 26: PAGE#joining-backends-devices docs/guide/launching.md#local-rank-and-device
-    mesh/test_torch_facts.py test_more_ranks_than_devices_are_refused_before_a_group_exists
+    mesh/test_devices.py test_more_ranks_than_devices_are_refused_before_a_group_exists
     comm/test_nccl.py test_more_ranks_than_devices_are_refused
     predict/test_links.py test_each_finding_has_its_numbers_and_what_to_try
 """
