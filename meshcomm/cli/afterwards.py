@@ -25,8 +25,8 @@ def report(
     ] = False,
 ) -> None:
     """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
-    from meshcomm.jobs.report import report as job
-    from meshcomm.jobs.timeline import timeline_of
+    from meshcomm.jobs.afterwards import report as job
+    from meshcomm.jobs.afterwards import timeline_of
 
     typer.echo(timeline_of(source) if timeline else job(source))
 
@@ -43,7 +43,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint's whole tensors into one safetensors file, in one process."""
-    from meshcomm.jobs.export import export as job
+    from meshcomm.jobs.afterwards import export as job
 
     typer.echo(job(source, target, weights))
 
@@ -56,6 +56,6 @@ def import_(
     ],
 ) -> None:
     """Make a checkpoint of an exported file, for `meshcomm train --set train.resume=true`."""
-    from meshcomm.jobs.export import import_file as job
+    from meshcomm.jobs.afterwards import import_file as job
 
     typer.echo(job(source, out))

@@ -42,7 +42,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
-    from meshcomm.jobs.train import train as job
+    from meshcomm.jobs.running import train as job
 
     raise typer.Exit(job(config, overrides or (), world, max_restarts))
 
@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
     config, script, arguments = _named("run", first, second, context.args, overrides)
-    from meshcomm.jobs.run import run as job
+    from meshcomm.jobs.running import run as job
 
     raise typer.Exit(job(config, script, arguments, overrides or (), world))
 
@@ -77,7 +77,7 @@ def simulate(
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
     config, script, arguments = _named("simulate", first, second, context.args, overrides)
-    from meshcomm.jobs.simulate import simulate as job
+    from meshcomm.jobs.running import simulate as job
 
     facts = job(config, script, arguments, overrides or (), world, seed, explore, json)
     if json:
@@ -105,7 +105,7 @@ def parity(
 
     Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
     """
-    from meshcomm.jobs.parity import parity as job
+    from meshcomm.jobs.running import parity as job
 
     facts = job(config, overrides or (), world, steps, tolerance)
     if json:

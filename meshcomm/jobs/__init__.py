@@ -1,1 +1,1 @@
-"""How the commands become processes, and what each of them does there; one file per command."""
+"""How the commands become processes, and what each of them does there; the files are named as in `meshcomm/cli`."""

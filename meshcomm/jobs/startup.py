@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -46,8 +47,6 @@ import json, sys, time
 dims, marks = json.loads(sys.argv[1]), {}
 def mark(name): marks[name] = (time.time(), time.process_time())
 """
-
-
 _COLD, _FORKED = 8, 64
 
 
@@ -99,12 +98,20 @@ def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0)
     store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
     assert store is not None
     text = f"{_HEAD}{program}\nprint(json.dumps(marks))"
-    world = _world(dims)
+    world = prod(dims.values())
+    common = {
+        **os.environ,
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
     began = time.time()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", text, json.dumps(dims)],
-            env={**os.environ, **_variables(rank, world, store.port)},
+            env=common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -132,7 +139,7 @@ def from_fork(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -
     """Fork ranks that have loaded torch and meshcomm and done nothing else; the time runs from their program on."""
     ranks = Pool()
     try:
-        marks = ranks.run(_forked, program, dict(dims), ranks=_world(dims), timeout_s=timeout_s)
+        marks = ranks.run(_forked, program, dict(dims), ranks=prod(dims.values()), timeout_s=timeout_s)
     finally:
         ranks.close()
     return _slowest(marks, min(each["began"][0] for each in marks))
@@ -168,40 +175,16 @@ def _slowest(marks: list[Any], began: float) -> Startup:
     return Startup(created - began, used - began, sum(cpu) / len(cpu))
 
 
-def _world(dims: Mapping[str, int]) -> int:
-    world = 1
-    for size in dims.values():
-        world *= size
-    return world
-
-
-def _variables(rank: int, world: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def three_dims(world: int) -> dict[str, int]:
     """`world` as three sizes as equal as its factors allow, the largest first.
 
     >>> three_dims(128), three_dims(12), three_dims(7)
     ({'pp': 8, 'dp': 4, 'tp': 4}, {'pp': 3, 'dp': 2, 'tp': 2}, {'pp': 7, 'dp': 1, 'tp': 1})
     """
-    sizes, left, factor = [1, 1, 1], world, 2
-    factors = []
-    while left > 1:
-        while left % factor == 0:
-            factors.append(factor)
+    sizes, left = [1, 1, 1], world
+    for factor in range(world, 1, -1):
+        # From the largest prime factor down.
+        while left % factor == 0 and all(factor % smaller for smaller in range(2, factor)):
+            sizes = sorted([sizes[0] * factor, *sizes[1:]])
             left //= factor
-        factor += 1
-    for each in reversed(factors):
-        sizes.sort()
-        sizes[0] *= each
-    return dict(zip(("pp", "dp", "tp"), sorted(sizes, reverse=True), strict=True))
+    return dict(zip(("pp", "dp", "tp"), reversed(sizes), strict=True))

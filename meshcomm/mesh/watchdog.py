@@ -19,7 +19,7 @@ from weakref import WeakMethod, ref
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.diagnosis import (
     Diagnosis,
     FailedCall,
@@ -499,7 +499,7 @@ def _stack(thread: int) -> list[tuple[str, int, str]]:
     them, until Python looks for cycles.
     """
     found = []
-    frame = sys._current_frames().get(thread)
+    frame = thread_frames().get(thread)
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
@@ -516,7 +516,7 @@ def _is_inside(files: str | tuple[str, ...]) -> bool:
 
     Not one whose call has failed, and that is asking why.
     """
-    for thread in list(sys._current_frames()):
+    for thread in list(thread_frames()):
         for file, _, _ in _stack(thread):
             if file.startswith(files):
                 return True

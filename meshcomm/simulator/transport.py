@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import SCATTER, Call, Collective, write_results
-from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
@@ -47,7 +47,7 @@ def here() -> Callsite:
 
 def callsite_of(actor: Actor) -> Callsite:
     """Where a rank is, whether it runs or not."""
-    frame = sys._current_frames().get(actor.ident)
+    frame = thread_frames().get(actor.ident)
     return _UNKNOWN if frame is None else _walk(frame)
 
 

@@ -1,8 +1,9 @@
-"""One rank's part of a test on real processes: become a fresh process, import the test, open the mesh, run."""
+"""A test's body: how it gets to the ranks with its fixtures and parameters, and how a rank runs it."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import random
@@ -10,42 +11,109 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshcomm.errors import CommunicationError
+from meshcomm.errors import CommunicationError, MeshTestError
 from meshcomm.mesh import Mesh, init
-from meshcomm.testing.crossing import OwnMonkeyPatch, Values
 from meshcomm.testing.look import Look, explained
 from meshcomm.testing.modules import Modules, Source
 from meshcomm.testing.outcome import outcome_of
-from meshcomm.testing.worker import Held
+from meshcomm.testing.pool import Held
 
 # What a launcher says to its ranks; everything else in the environment is the main process's.
-_LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+_LAUNCHER: Final = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
-)
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Values:
+    """What a test's function is called with, but for `mesh`, and what has been set on `self`."""
+
+    arguments: Mapping[str, Any]
+    of_self: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class _OwnMonkeyPatch:
+    """Stands for the fixture `monkeypatch`: every rank gets one of its own, undone after the body."""
+
+
+def given(item: pytest.Function) -> Values:
+    """The values of a test. Raises MeshTestError for a body that cannot run on ranks."""
+    if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
+        raise MeshTestError(
+            f"{item.name} is async",
+            given="an async test function",
+            expected="a plain function: it is called on every rank",
+            hint="asyncio.run inside the test",
+        )
+    if getattr(item.obj, "is_hypothesis_test", False):
+        raise MeshTestError(
+            f"{item.name} draws its examples with hypothesis",
+            given="@given on a test that runs on every rank",
+            expected="the same examples on all ranks; every rank would draw its own",
+            hint="pytest.mark.parametrize over seeds, and draw from torch.Generator inside the test",
+        )
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames if name != "mesh"}
+    return Values(arguments, dict(vars(item.instance)) if item.cls is not None else {})
+
+
+def pack(test: str, values: Values) -> bytes:
+    """Pickled values. Raises MeshTestError that names the one that cannot cross."""
+    patches = {
+        name: _OwnMonkeyPatch()
+        for name, value in values.arguments.items()
+        if isinstance(value, pytest.MonkeyPatch)
+    }
+    values = replace(values, arguments={**values.arguments, **patches})
+    try:
+        return pickle.dumps(values)
+    except Exception as error:
+        whole = error
+    named = {**values.arguments, **{f"self.{name}": value for name, value in values.of_self.items()}}
+    for name, value in named.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise MeshTestError(
+                f"{name} cannot be given to the ranks of {test}",
+                given=f"{name}, a {type(value).__module__}.{type(value).__qualname__}: {error}",
+                expected="fixtures and parameters that can be pickled: they are made once, in the main "
+                "process, and every rank gets a copy",
+                hint=_hint(name, value),
+            ) from None
+    raise MeshTestError(
+        f"the fixtures of {test} cannot be given to the ranks",
+        given=str(whole),
+        expected="values that can be pickled",
+        hint="make them inside the test",
+    )
+
+
+def _hint(name: str, value: object) -> str:
+    if type(value).__module__.startswith("_pytest."):
+        return f"{name} is pytest's own and stays in the main process; use it in a fixture, not in the test"
+    if callable(value):
+        return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
+    return "make it inside the test, or let the fixture return what it is made from"
 
 
 @final
 @dataclass(frozen=True)
 class Task:
-    """A test as it is sent to every rank. path: names from the module down to the function."""
+    """A test as it is sent to every rank. path: names from the module down to the function. values: packed."""
 
     module: str
     path: tuple[str, ...]
     table: Mapping[str, Source]
-    codes: str
     labels: tuple[str, ...]
     config: Mapping[str, Any]
     look: Look
@@ -53,7 +121,7 @@ class Task:
     cwd: str
     sys_path: tuple[str, ...]
     filters: tuple[tuple[Any, ...], ...]
-    values: Values
+    values: bytes
 
 
 def on_rank(data: bytes) -> Held:
@@ -63,45 +131,48 @@ def on_rank(data: bytes) -> Held:
     label = task.labels[int(os.environ["RANK"])]
     opened: list[Mesh] = []
     with warnings.catch_warnings(record=True) as log, explained(task.look):
-        outcome = outcome_of(lambda: _run(task, opened), label, task.look, follows=_follows)
-    noted = tuple((str(one.message), one.category, one.filename, one.lineno) for one in log)
-    outcome = replace(outcome, warnings=_crossing(noted))
+        # A broken connection or a call that did not end: most likely another rank has failed first.
+        outcome = outcome_of(
+            lambda: _run(task, opened), label, task.look, lambda error: isinstance(error, CommunicationError)
+        )
+    noted = [(str(one.message), one.category, one.filename, one.lineno) for one in log]
+    kept = [one if _crosses(one) else (one[0], UserWarning, *one[2:]) for one in noted]
     # A failed rank's mesh stays open: closing it would break what the others are in, and they would
     # report that instead of what they had to say.
-    return Held(outcome, alive=opened, reusable=not dist.is_initialized())
+    return Held(
+        replace(outcome, warnings=tuple(dict.fromkeys(kept))), opened, reusable=not dist.is_initialized()
+    )
 
 
 def _run(task: Task, opened: list[Mesh]) -> None:
     warnings.resetwarnings()
-    for filter_ in reversed(task.filters):
-        _apply(*filter_)
+    for action, message, category, module, line in reversed(task.filters):
+        # A warning of a module that the ranks have not imported: none of it can come up here.
+        if (kind := _loaded(category)) is not None:
+            warnings.filterwarnings(action, message, kind, module, line)
     owner: Any = importlib.import_module(task.module)
-    values = task.values.load()
+    values: Values = pickle.loads(task.values)
     for name in task.path[:-1]:
         owner = getattr(owner, name)
     if len(task.path) > 1:
         owner = owner()
         owner.__dict__.update(values.of_self)
     function: Callable[..., object] = getattr(owner, task.path[-1])
-    arguments = dict(values.arguments)
-    patches = {
-        name: pytest.MonkeyPatch() for name, value in arguments.items() if isinstance(value, OwnMonkeyPatch)
+    patch = pytest.MonkeyPatch()
+    arguments = {
+        name: patch if isinstance(value, _OwnMonkeyPatch) else value
+        for name, value in values.arguments.items()
     }
-    opened.append(init(task.config))
+    mesh = init(task.config)
+    opened.append(mesh)
     try:
-        function(**{**arguments, **patches, "mesh": opened[0]})
+        function(**{**arguments, "mesh": mesh})
     except (pytest.skip.Exception, pytest.xfail.Exception):
-        opened[0].close()
+        mesh.close()
         raise
     finally:
-        for patch in patches.values():
-            patch.undo()
-    opened[0].close()
-
-
-def _follows(error: BaseException) -> bool:
-    """A broken connection or a call that did not end: most likely another rank has failed first."""
-    return isinstance(error, CommunicationError)
+        patch.undo()
+    mesh.close()
 
 
 def _refresh(task: Task) -> None:
@@ -112,7 +183,12 @@ def _refresh(task: Task) -> None:
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     importlib.invalidate_caches()
-    _modules().use(task.table, Path(task.codes))
+    # This rank's finder; sys.meta_path is where finders live.
+    finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
+    if finder is None:
+        finder = Modules()
+        sys.meta_path.insert(0, finder)
+    finder.use(task.table)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -125,29 +201,16 @@ def _refresh(task: Task) -> None:
     torch.set_num_threads(1)
 
 
-def _modules() -> Modules:
-    """This rank's finder; sys.meta_path is where finders live."""
-    for finder in sys.meta_path:
-        if isinstance(finder, Modules):
-            return finder
-    sys.meta_path.insert(0, Modules())
-    return _modules()
-
-
-def _apply(action: Any, message: str, category: bytes, module: str, line: int) -> None:
+def _loaded(data: bytes) -> Any:
     try:
-        kind = pickle.loads(category)
+        return pickle.loads(data)
     except Exception:
-        return  # a warning of a module that the ranks have not imported: none of it can come up here
-    warnings.filterwarnings(action, message, kind, module, line)
+        return None
 
 
-def _crossing(noted: tuple[tuple[str, Any, str, int], ...]) -> tuple[Any, ...]:
-    kept = []
-    for one in noted:
-        try:
-            pickle.dumps(one)
-        except Exception:
-            one = (one[0], UserWarning, *one[2:])
-        kept.append(one)
-    return tuple(dict.fromkeys(kept))
+def _crosses(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

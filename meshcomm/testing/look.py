@@ -1,10 +1,12 @@
-"""How was pytest asked to show failures? Read in the main process, obeyed on the ranks."""
+"""How was pytest asked to show failures, and which frames of a stack does it show?"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+import linecache
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,9 @@ import meshcomm
 
 _ASSERTIONS: Final = "assertions"
 _INIS: Final = ("assertion_text_diff_style", "truncation_limit_lines", "truncation_limit_chars")
+# As faulthandler writes them.
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_THREAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first")
 
 
 @final
@@ -80,9 +85,8 @@ def explained(look: Look) -> Iterator[None]:
         except (AttributeError, KeyError, TypeError):
             # Another pytest that asks for more: the values are shown, without their difference.
             return None
-        return (
-            None if not lines else "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
-        )
+        text = "\n~".join(line.replace("\n", "\\n") for line in lines or ())
+        return text.replace("%", "%%") or None
 
     before = util._reprcompare, util._config
     util._reprcompare, util._config = compare, config
@@ -112,6 +116,41 @@ def is_ours(path: str) -> bool:
     return path.startswith(_libraries()[0])
 
 
-def leads_to_the_test(path: str) -> bool:
-    """Whether a frame in this file is only there to run a test on a rank."""
-    return path.startswith(f"{_libraries()[0]}testing/")
+def stack_text(frames: Sequence[tuple[str, str, str]], look: Look) -> str:
+    """A stack as Python prints tracebacks. frames: path, line and function, outermost first.
+
+    What leads to the test is left out, and of what is not the user's all but the one function that the
+    user's code called last; where no frame is the user's, or with --full-trace, all are shown.
+    """
+    if not look.full:
+        lead = [
+            place for place, (path, *_) in enumerate(frames) if path.startswith(f"{_libraries()[0]}testing/")
+        ]
+        inside = frames[lead[-1] + 1 :] if lead else frames
+        users = [place for place, (path, *_) in enumerate(inside) if is_users(path)]
+        if users:
+            frames = [*(inside[place] for place in users), *inside[users[-1] + 1 : users[-1] + 2]]
+    lines = []
+    for path, number, name in frames:
+        lines.append(f'  File "{path}", line {number}, in {name}')
+        if number.isdigit() and (source := linecache.getline(path, int(number)).strip()):
+            lines.append(f"    {source}")
+    return "\n".join(lines)
+
+
+def main_thread(text: str) -> list[tuple[str, str, str]]:
+    """Path, line and function of the main thread's last stack, outermost first.
+
+    text: a rank's file: `main 0x...` with the main thread's number, then faulthandler's dumps.
+    """
+    head, _, rest = text.partition("\n")
+    main = int(head.removeprefix("main "), 16) if head.startswith("main 0x") else None
+    frames: list[tuple[str, str, str]] = []
+    reading = False
+    for line in rest.splitlines():
+        if thread := _THREAD.match(line):
+            reading = main in (None, int(thread[1], 16))
+            frames = [] if reading else frames
+        elif reading and (frame := _FRAME.match(line)):
+            frames.append((frame[1], frame[2], frame[3]))
+    return frames[::-1]

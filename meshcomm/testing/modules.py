@@ -6,23 +6,20 @@ both to its process. A rank gets a table of names and files and imports them thr
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib.machinery
 import importlib.util
-import marshal
 import os
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Final, final
 
-from _pytest.assertion.rewrite import AssertionRewritingHook, rewrite_asserts
+from _pytest.assertion import rewrite
 
 import meshcomm
 
@@ -46,24 +43,18 @@ def sources(wanted: str) -> dict[str, Source]:
 
     wanted: a module that is in it in any case.
     """
-    elsewhere = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    elsewhere.add(str(Path(meshcomm.__file__).parent))
-    found: dict[str, Source] = {}
+    elsewhere = (
+        *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+        str(Path(meshcomm.__file__).parent),
+    )
+    names = {wanted}
     for name, module in list(sys.modules.items()):
-        rewritten = isinstance(getattr(module, "__loader__", None), AssertionRewritingHook)
-        if name == wanted or (
-            rewritten and not str(getattr(module, "__file__", "")).startswith(tuple(elsewhere))
-        ):
-            for each in _with_parents(name):
-                if each not in found and each in sys.modules:
-                    found[each] = _source(sys.modules[each])
-    return found
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+        if isinstance(getattr(module, "__loader__", None), rewrite.AssertionRewritingHook) and not str(
+            getattr(module, "__file__", "")
+        ).startswith(elsewhere):
+            names.add(name)
+    with_parents = {each for name in names for each in accumulate(name.split("."), "{}.{}".format)}
+    return {name: _source(sys.modules[name]) for name in sorted(with_parents) if name in sys.modules}
 
 
 def _source(module: ModuleType) -> Source:
@@ -80,45 +71,29 @@ def _source(module: ModuleType) -> Source:
         file=file,
         # pytest makes up packages that have neither; their modules come from the table alone.
         search=None if search is None and file is not None else tuple(search or ()),
-        rewrite=isinstance(module.__loader__, AssertionRewritingHook),
+        rewrite=isinstance(module.__loader__, rewrite.AssertionRewritingHook),
         stamp=stamp,
     )
 
 
-def compiled(file: str, stamp: str, folder: Path) -> CodeType:
-    """The code of `file` with asserts rewritten as pytest does it; made once, kept in `folder`."""
-    kept = folder / f"{hashlib.sha256(f'{file} {stamp}'.encode()).hexdigest()[:32]}.code"
-    try:
-        code: CodeType = marshal.loads(kept.read_bytes())
-        return code
-    except (OSError, EOFError, ValueError):
-        pass
-    data = Path(file).read_bytes()
-    tree = ast.parse(data, filename=file)
-    rewrite_asserts(tree, data, file)
-    code = compile(tree, file, "exec", dont_inherit=True)
-    # All ranks may come here at once, so the file appears whole or not at all.
-    number, name = tempfile.mkstemp(dir=folder)
-    with open(number, "wb") as new:
-        new.write(marshal.dumps(code))
-    os.replace(name, kept)
-    return code
-
-
 @final
 class _Rewritten(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, source: Source, folder: Path) -> None:
+    """Loads what pytest has rewritten, as a rule from the file where it keeps that."""
+
+    def __init__(self, name: str, source: Source) -> None:
         assert source.file is not None
         super().__init__(name, source.file)
         self._source = source
-        self._folder = folder
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[_STAMP] = self._source
         super().exec_module(module)
 
     def get_code(self, fullname: str) -> CodeType:
-        return compiled(self.path, self._source.stamp, self._folder)
+        # pytest's own functions, tried on 9.2.
+        file = Path(self.path)
+        kept = rewrite._read_pyc(file, rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}")
+        return kept or rewrite._rewrite_test(file, None)[1]  # type: ignore[arg-type]
 
 
 @final
@@ -127,9 +102,8 @@ class Modules(MetaPathFinder):
 
     def __init__(self) -> None:
         self._table: Mapping[str, Source] = {}
-        self._folder = Path()
 
-    def use(self, table: Mapping[str, Source], folder: Path) -> None:
+    def use(self, table: Mapping[str, Source]) -> None:
         """Take a new table; modules that are no longer what it says are imported anew when asked for."""
         for name, source in table.items():
             module = sys.modules.get(name)
@@ -137,7 +111,7 @@ class Modules(MetaPathFinder):
             if module is not None and source.rewrite and getattr(module, _STAMP, None) != source:
                 for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                     del sys.modules[each]
-        self._table, self._folder = dict(table), folder
+        self._table = dict(table)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -150,7 +124,7 @@ class Modules(MetaPathFinder):
             spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
             spec.submodule_search_locations = list(source.search or ())
             return spec
-        loader: Any = _Rewritten(fullname, source, self._folder) if source.rewrite else None
+        loader: Any = _Rewritten(fullname, source) if source.rewrite else None
         return importlib.util.spec_from_file_location(
             fullname,
             source.file,

@@ -8,13 +8,15 @@ import re
 import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from functools import partial
+from typing import Any, Literal, NamedTuple, final
 
 import pytest
 from _pytest._code.code import ReprFuncArgs, Traceback
 
 from meshcomm.errors import MeshcommError
 from meshcomm.testing.look import Look, is_ours, is_users
+from meshcomm.testing.pool import Ended
 
 Kind = Literal["passed", "skipped", "xfailed", "exited", "failed"]
 
@@ -39,6 +41,17 @@ class Outcome:
     error: bytes | None = None
     after: bool = False
     warnings: tuple[Any, ...] = ()
+
+
+class Ends(NamedTuple):
+    """How a test's body ended on every rank, and a verdict on all of them together, a deadlock say.
+
+    The value of a rank that returned is its Outcome; another one has a text. stack, as a person reads it:
+    what the rank was doing when the time was up or the others had failed.
+    """
+
+    ranks: list[Ended]
+    verdict: MeshcommError | None = None
 
 
 def outcome_of(
@@ -78,14 +91,11 @@ def _failure(error: BaseException, label: str, look: Look, after: bool) -> Outco
     info = pytest.ExceptionInfo.from_exception(error)
     ours = isinstance(error, MeshcommError)
 
-    def users(info: pytest.ExceptionInfo[BaseException]) -> Traceback:
-        return _users(info, look)
-
     shown: Any = info.getrepr(
         showlocals=look.showlocals,
         style=_style(error, look),
         abspath=os.getcwd() != look.folder,
-        tbfilter=False if look.full else users,
+        tbfilter=False if look.full else partial(_users, look=look),
         funcargs=True,
         truncate_locals=look.verbosity <= 1,
         truncate_args=look.verbosity <= 2,

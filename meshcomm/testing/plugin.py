@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from meshcomm.testing.marker import MeshRequest
     from meshcomm.testing.pool import Pool
 
-_POOL: pytest.StashKey[Pool] = pytest.StashKey()
-
 _MARKER = (
     'mesh(via="simulator" | "gloo", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
     "the fixture mesh, on every rank of a mesh with these dims; docs/guide/simulator.md of meshcomm"
@@ -47,15 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the ranks."""
-    pool = config.stash.get(_POOL, None)
-    if pool is not None:
-        pool.close()
+    ways = sys.modules.get("meshcomm.testing.ways")
+    if ways is not None and ways.POOL in config.stash:
+        config.stash[ways.POOL].close()
 
 
 @pytest.fixture(scope="session")
 def mesh_pool(pytestconfig: pytest.Config) -> Pool:
     """The run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
-    return _pool(pytestconfig)
+    from meshcomm.testing.ways import pool_of
+
+    return pool_of(pytestconfig)
 
 
 @pytest.fixture
@@ -95,20 +95,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
     from meshcomm.errors import ConfigError, MeshTestError
-    from meshcomm.testing.runs import settle, through_gloo
+    from meshcomm.testing.report import settle
+    from meshcomm.testing.ways import way
 
-    verdict = None
     try:
-        if request.via == "gloo":
-            ends = through_gloo(pyfuncitem, request, _pool(pyfuncitem.config))
-        else:
-            from meshcomm.testing.simulated import through_simulator
-
-            ends, verdict = through_simulator(pyfuncitem, request)
+        ends = way(request.via, pyfuncitem.config)(pyfuncitem, request)
     except (MeshTestError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
     else:
-        settle(pyfuncitem, request, ends, verdict)
+        settle(pyfuncitem, request, ends)
         return True
     pytest.fail(problem, pytrace=False)
 
@@ -119,23 +114,13 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the ranks' failures in place of the main process's."""
     report = yield
-    if call.when == "call" and call.excinfo is not None and "mesh" in getattr(item, "funcargs", ()):
-        from meshcomm.testing.runs import FAILURE, SKIPPED
-
-        if FAILURE in item.stash and report.longrepr is not None:
-            report.longrepr = item.stash[FAILURE]
-        if SKIPPED in item.stash and report.skipped and item.stash[SKIPPED][0]:
-            report.longrepr = item.stash[SKIPPED]
+    shown = sys.modules.get("meshcomm.testing.report")
+    if call.when == "call" and call.excinfo is not None and shown is not None:
+        if shown.FAILURE in item.stash and report.longrepr is not None:
+            report.longrepr = item.stash[shown.FAILURE]
+        if shown.SKIPPED in item.stash and report.skipped and item.stash[shown.SKIPPED][0]:
+            report.longrepr = item.stash[shown.SKIPPED]
     return report
-
-
-def _pool(config: pytest.Config) -> Pool:
-    if _POOL not in config.stash:
-        from meshcomm.testing.pool import Pool
-
-        always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body")
-        config.stash[_POOL] = Pool((*always, *config.getini("mesh_preload")))
-    return config.stash[_POOL]
 
 
 def _without_mesh(item: pytest.Function) -> Any:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final, overload
-
-from meshcomm.testing.stacks import dump
-from meshcomm.testing.worker import READY, Answer, Call, Files, serve
+from typing import Any, Final, Literal, NamedTuple, TypeVar, final, overload
 
 T = TypeVar("T")
 
 # Loading torch takes seconds, on a busy machine many.
-_START_S = 120.0
+_START_S: Final = 120.0
+# How long the ranks may take to write their stacks.
+_STACKS_S: Final = 2.0
 
 
 @final
@@ -48,6 +53,7 @@ class Ended:
 
     value: what it returned or raised. text: what went wrong; empty for "returned".
     stack: what all threads did when the time was up, as faulthandler writes it; empty if never asked.
+    reusable: whether the rank may take another call.
     """
 
     state: Literal["returned", "raised", "died", "late"]
@@ -56,13 +62,32 @@ class Ended:
     stack: str = ""
     out: str = ""
     err: str = ""
+    reusable: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Held:
+    """Returned by a function on a rank: the value, and what has to live until the next call."""
+
+    value: Any
+    alive: Any = None
+    reusable: bool = True
+
+
+class _Files(NamedTuple):
+    """Where one rank writes: its threads' stacks, when it is asked or dies of a fault; its stdout and stderr."""
+
+    stacks: Path
+    out: Path
+    err: Path
 
 
 @dataclass
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    files: Files
+    files: _Files
 
 
 @final
@@ -80,7 +105,7 @@ class Pool:
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         # A process that has run threads cannot be forked safely; the fork server never runs any.
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, "meshcomm.testing.worker"])
+        self._context.set_forkserver_preload([*preload, "meshcomm.testing.pool"])
         # By rank: torch keeps what it once found out about a DeviceMesh, and a process that were
         # another rank of an equal one later would get the groups of the first.
         self._idle: dict[int, _Worker] = {}
@@ -114,7 +139,7 @@ class Pool:
     ) -> list[Any]: ...
     def run(
         self,
-        function: Callable[..., T],
+        function: Callable[..., Any],
         *args: Any,
         ranks: int = 8,
         timeout_s: float = 60.0,
@@ -158,34 +183,30 @@ class Pool:
 
         store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
         assert store is not None
+        common = {
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         workers = self._take(ranks)
         try:
             for rank, worker in enumerate(workers):
-                variables = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    **(env or {}),
-                }
+                variables = {**common, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **(env or {})}
                 with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
-                    worker.pipe.send(Call(function, args, variables, capture))
-            ended, reusable = self._collect(workers, timeout_s, failed, settle_s, grace_s)
+                    worker.pipe.send((function, args, variables, capture))
+            ended = self._collect(workers, timeout_s, failed, settle_s, grace_s)
         except BaseException:
             # Interrupted: nobody knows where the ranks are.
             _end_all(workers)
             raise
-        if any(one.state != "returned" or failed(one.value) for one in ended.values()):
-            reusable.clear()
         if capture:
             for rank, worker in enumerate(workers):
-                out, err = worker.files.written()
-                ended[rank] = replace(ended[rank], out=out, err=err)
-        self._idle.update({rank: workers[rank] for rank in sorted(reusable)})
-        _end_all([worker for rank, worker in enumerate(workers) if rank not in reusable])
+                ended[rank] = replace(ended[rank], out=_read(worker.files.out), err=_read(worker.files.err))
+        good = all(one.state == "returned" and not failed(one.value) for one in ended.values())
+        kept = {rank: worker for rank, worker in enumerate(workers) if good and ended[rank].reusable}
+        self._idle.update(kept)
+        _end_all([worker for rank, worker in enumerate(workers) if rank not in kept])
         return [ended[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -203,18 +224,22 @@ class Pool:
                 taken.append(idle)
                 continue
             ours, theirs = self._context.Pipe()
-            files = Files(self.folder / f"rank{self._started}")
+            files = _Files(*(self.folder / f"rank{self._started}.{kind}" for kind in _Files._fields))
             self._started += 1
-            process = self._context.Process(target=serve, args=(theirs, files), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, files), daemon=True)
             process.start()
             theirs.close()
             taken.append(_Worker(process, ours, files))
             fresh.append(taken[-1])
         for worker in fresh:
             # The first ones wait until the fork server has loaded torch; no test's time runs yet.
-            if not worker.pipe.poll(_START_S) or not _says_ready(worker):
-                _end_all(taken)
-                raise RankFailure({0: f"a rank did not start within {_START_S:g} s"}, count)
+            # A pipe that ends here is readable too.
+            ready = worker.pipe.poll(_START_S)
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if ready and worker.pipe.recv():
+                    continue
+            _end_all(taken)
+            raise RankFailure({0: f"a rank did not start within {_START_S:g} s"}, count)
         return taken
 
     def _collect(
@@ -224,57 +249,41 @@ class Pool:
         failed: Callable[[Any], bool],
         settle_s: float,
         grace_s: float,
-    ) -> tuple[dict[int, Ended], set[int]]:
+    ) -> dict[int, Ended]:
         ended: dict[int, Ended] = {}
         stacks: dict[int, str] = {}
-        reusable: set[int] = set()
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready and not stacks:
-                late = list(waiting.values())
-                texts = dump([(workers[rank].process.pid or 0, workers[rank].files.stacks) for rank in late])
-                stacks = dict(zip(late, texts, strict=True))
-                deadline = time.monotonic() + grace_s
-                continue
-            if not ready:
+            if not ready and stacks:
                 break
+            if not ready:
+                late = list(waiting.values())
+                stacks = dict(zip(late, _dump([workers[rank] for rank in late]), strict=True))
+                deadline = time.monotonic() + grace_s
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                one, again = _ended(workers[rank])
-                ended[rank] = replace(one, stack=stacks.get(rank, one.stack))
-                if again:
-                    reusable.add(rank)
+                one = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
                 if not stacks and (one.state != "returned" or failed(one.value)):
                     # The others often wait for this one; give them a moment, then take stacks.
                     deadline = min(deadline, time.monotonic() + settle_s)
         for rank in waiting.values():
-            said = stacks[rank].partition("\n")[2]
-            text = f"did not return within {timeout_s:g} s\n{said}"
+            text = f"did not return within {timeout_s:g} s\n" + stacks[rank].partition("\n")[2]
             ended[rank] = Ended("late", TimeoutError(text), text, stacks[rank])
-        return ended, reusable
+        return ended
 
 
-def _ended(worker: _Worker) -> tuple[Ended, bool]:
-    """How the rank that has something to say ended, and whether it can take another call."""
+def _ended(worker: _Worker, stack: str) -> Ended:
+    """How the rank that has something to say ended."""
     try:
-        answer: Answer = worker.pipe.recv()
+        answer: Ended = worker.pipe.recv()
+        return replace(answer, stack=stack)
     except (EOFError, ConnectionResetError):
         worker.process.join(5)
-        stack = worker.files.stacks.read_text() if worker.files.stacks.exists() else ""
         text = how_it_died(worker.process.exitcode)
-        return Ended("died", ChildProcessError(text), text, stack), False
-    state: Literal["returned", "raised"] = "returned" if answer.good else "raised"
-    return Ended(state, answer.value, answer.text), answer.reusable
-
-
-def _says_ready(worker: _Worker) -> bool:
-    try:
-        return bool(worker.pipe.recv() == READY)
-    except (EOFError, ConnectionResetError):
-        return False
+        return Ended("died", ChildProcessError(text), text, stack or _read(worker.files.stacks))
 
 
 def how_it_died(code: int | None) -> str:
@@ -287,10 +296,27 @@ def how_it_died(code: int | None) -> str:
         return "closed its connection to the test"
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    known = {each.value for each in signal.Signals}
+    return f"was killed by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+
+
+def _dump(workers: list[_Worker]) -> list[str]:
+    """Ask ranks for the stacks of all their threads."""
+    files = [worker.files.stacks for worker in workers]
+    before = [len(_read(file)) for file in files]
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    # The text has no end mark: it is whole when it has begun everywhere and stopped growing.
+    deadline, last, sizes = time.monotonic() + _STACKS_S, [-1], before
+    while time.monotonic() < deadline and (sizes != last or any(map(int.__eq__, sizes, before))):
+        time.sleep(0.05)
+        last, sizes = sizes, [len(_read(file)) for file in files]
+    return [_read(file) for file in files]
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="backslashreplace") if file.exists() else ""
 
 
 def _end_all(workers: list[_Worker]) -> None:
@@ -299,3 +325,82 @@ def _end_all(workers: list[_Worker]) -> None:
         worker.process.kill()
     for worker in workers:
         worker.process.join()
+
+
+# -- a rank's life ------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, files: _Files) -> None:
+    """Answer calls until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), name="meshcomm-parent", daemon=True).start()
+    # A test may start processes of its own, a DataLoader's workers say; daemons may not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    stacks = open(files.stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
+    stacks.write(f"main {threading.main_thread().ident:#x}\n")
+    stacks.flush()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
+    import torch
+
+    torch.set_num_threads(1)
+    # A collection would touch, and so copy, every page that the ranks share since the fork.
+    gc.freeze()
+    clean = dict(os.environ)
+    held: Any = None
+    pipe.send("ready")
+    while True:
+        try:
+            function, args, variables, capture = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        os.environ.clear()
+        os.environ.update({**clean, **variables})
+        del held
+        with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
+            answer, held = _make(function, args)
+        try:
+            pipe.send(answer)
+        except Exception as error:  # what was returned or raised cannot be pickled
+            note = f"{type(answer.value).__name__} cannot cross to the test: {error}\n{answer.text}"
+            pipe.send(Ended("raised", RuntimeError(note), note, reusable=True))
+
+
+def _make(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ended, Any]:
+    try:
+        value = function(*args)
+        held = value if isinstance(value, Held) else Held(value)
+        return Ended("returned", held.value, reusable=held.reusable), held.alive
+    except BaseException as error:
+        return Ended("raised", error, traceback.format_exc()), None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _written_to(*paths: Path) -> Iterator[None]:
+    """Send the process's stdout and stderr to files, also what C libraries write."""
+    kept = [os.dup(number) for number in (1, 2)]
+    for number, path in zip((1, 2), paths, strict=True):
+        file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        # A rank that is killed must not take the lines with it that it has printed.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    try:
+        yield
+    finally:
+        for number, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, number)
+            os.close(old)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that made the pool has ended, however it ended."""
+    wait([parent])
+    os._exit(1)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, Final, TextIO, final
 
 import pytest
 
+from meshcomm.comm.callsite import thread_frames
 from meshcomm.errors import ConfigError, MeshcommError, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.simulator import simulate
 from meshcomm.simulator.scheduler import Unwound
-from meshcomm.testing.crossing import copies
-from meshcomm.testing.look import Look, is_users, leads_to_the_test, look_of
+from meshcomm.testing.body import given
+from meshcomm.testing.look import Look, look_of, stack_text
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.outcome import Outcome, outcome_of
-from meshcomm.testing.report import RankEnd
-from meshcomm.testing.runs import given
-from meshcomm.testing.stacks import told
+from meshcomm.testing.outcome import Ends, Outcome, outcome_of
+from meshcomm.testing.pool import Ended
 
 # How the simulator names the threads of its ranks.
 _THREAD: Final = "meshcomm-rank-"
-
 # What a rank gets that was told to end because the time is up.
 _GRACE_S: Final = 2.0
 
@@ -39,54 +39,44 @@ class TimeUp(BaseException):
     """The test's time is up. No Exception: no test should catch it."""
 
 
-def through_simulator(
-    item: pytest.Function, request: MeshRequest
-) -> tuple[list[RankEnd], MeshcommError | None]:
-    """The body of `item` as every rank, and the verdict on all of them together, if there is one."""
-    look = look_of(item.config)
-    arguments, of_self = given(item)
-    copy = copies(arguments, of_self)
+def run(item: pytest.Function, request: MeshRequest) -> Ends:
+    """The body of `item` as every rank; see `meshcomm.testing.ways.Way`."""
+    look, values = look_of(item.config), given(item)
     outcomes: dict[int, Outcome] = {}
     stacks: dict[int, str] = {}
-    streams = [_Streams(sys.stdout), _Streams(sys.stderr)]
+    out, err = _Streams(sys.stdout), _Streams(sys.stderr)
 
     def body(mesh: Mesh) -> None:
-        for stream in streams:
-            stream.here.rank = mesh.rank
+        out.here.rank = err.here.rank = mesh.rank
         failed: list[BaseException] = []
 
-        def run() -> None:
-            loaded = copy()
+        def once() -> None:
             function: Callable[..., object] = item.obj
             if item.cls is not None:
                 instance = item.cls()
-                instance.__dict__.update(loaded.of_self)
+                instance.__dict__.update(_copy(values.of_self))
                 function = getattr(instance, item.originalname)
             try:
-                function(**{**loaded.arguments, "mesh": mesh})
+                function(**{**_copy(values.arguments), "mesh": mesh})
             except Unwound as end:
-                stacks[mesh.rank] = _stack_of(end, look)
+                stacks[mesh.rank] = _stack(traceback.extract_tb(end.__traceback__), look)
                 failed.append(end)
-            except TimeUp:
-                failed.append(TimeUp())
+            except TimeUp as end:
+                failed.append(end.with_traceback(None))
             except BaseException as error:
                 failed.append(error)
                 raise
 
-        outcome = outcome_of(run, request.label(mesh.rank), look)
-        if failed and isinstance(failed[0], (Unwound, TimeUp)):
-            raise failed[0]
-        outcomes[mesh.rank] = outcome
-        if failed and outcome.kind not in ("skipped", "exited"):
+        outcome = outcome_of(once, request.label(mesh.rank), look)
+        unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
+        if not unwound:
+            outcomes[mesh.rank] = outcome
+        if failed and (unwound or outcome.kind not in ("skipped", "exited")):
             # The simulator lets the others go on as far as they can, and then says who waits for this one.
             raise failed[0]
 
     verdict: MeshcommError | None = None
-    late = False
-    with contextlib.ExitStack() as stack:
-        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
-            stack.enter_context(_replaced(name, stream))
-        watch = stack.enter_context(_Watch(request.timeout_s, look))
+    with redirect_stdout(out), redirect_stderr(err), _Watch(request.timeout_s, look) as watch:
         try:
             simulate(body, request.config, world_size=request.world_size)
         except RankFailed as error:
@@ -100,18 +90,29 @@ def through_simulator(
         except TimeUp:
             pass
         late = watch.done
-    ends = [
-        RankEnd(
-            rank=rank,
-            outcome=outcomes.get(rank),
-            text=f"did not return within {request.timeout_s:g} s" if late else "waits for others",
+    waits = f"did not return within {request.timeout_s:g} s" if late else "waits for others"
+    ranks = [
+        Ended(
+            "returned" if rank in outcomes else "late",
+            outcomes.get(rank),
+            text="" if rank in outcomes else waits,
             stack=watch.stacks.get(rank, stacks.get(rank, "")),
-            out=streams[0].text(rank),
-            err=streams[1].text(rank),
+            out="".join(out.kept.get(rank, ())),
+            err="".join(err.kept.get(rank, ())),
         )
         for rank in range(request.world_size)
     ]
-    return ends, verdict
+    return Ends(ranks, verdict)
+
+
+def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Each rank's own; what cannot be pickled is shared."""
+    copied = dict(values)
+    for name, value in values.items():
+        if not isinstance(value, pytest.MonkeyPatch):  # what it changes is the process, which all share
+            with contextlib.suppress(Exception):
+                copied[name] = pickle.loads(pickle.dumps(value))
+    return copied
 
 
 def _raising(error: BaseException) -> Callable[[], None]:
@@ -121,16 +122,8 @@ def _raising(error: BaseException) -> Callable[[], None]:
     return body
 
 
-def _stack_of(error: BaseException, look: Look) -> str:
-    """Where a rank was when the simulation was ended around it."""
-    return _told(traceback.extract_tb(error.__traceback__), look)
-
-
-def _told(summary: traceback.StackSummary, look: Look) -> str:
-    frames = [(frame.filename, str(frame.lineno), frame.name) for frame in summary]
-    if look.full:
-        return told(frames, lambda path: True, lambda path: False)
-    return told(frames, is_users, leads_to_the_test)
+def _stack(frames: Iterable[traceback.FrameSummary], look: Look) -> str:
+    return stack_text([(frame.filename, str(frame.lineno), frame.name) for frame in frames], look)
 
 
 @final
@@ -171,7 +164,7 @@ class _Watch:
             stack = traceback.extract_stack(frame)
             # A rank that waits for its first turn has nothing to tell.
             begun = any(each.filename == __file__ for each in stack)
-            self.stacks[rank] = _told(stack, self._look) if begun else ""
+            self.stacks[rank] = _stack(stack, self._look) if begun else ""
         self.done = True
         deadline = time.monotonic() + _GRACE_S
         while not self._over.wait(0.1):
@@ -187,7 +180,7 @@ class _Watch:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _ranks(self) -> Iterator[tuple[int, int, Any]]:
-        frames = sys._current_frames()
+        frames = thread_frames()
         for thread in threading.enumerate():
             if thread.name.startswith(_THREAD) and thread.ident in frames:
                 yield int(thread.name.removeprefix(_THREAD)), thread.ident, frames[thread.ident]
@@ -199,14 +192,14 @@ class _Streams(io.TextIOBase):
 
     def __init__(self, usual: TextIO) -> None:
         self.here = threading.local()
+        self.kept: dict[int, list[str]] = {}
         self._usual = usual
-        self._kept: dict[int, list[str]] = {}
 
     def write(self, text: str) -> int:
         rank = getattr(self.here, "rank", None)
         if rank is None:
             return self._usual.write(text)
-        self._kept.setdefault(rank, []).append(text)
+        self.kept.setdefault(rank, []).append(text)
         return len(text)
 
     def flush(self) -> None:
@@ -215,17 +208,3 @@ class _Streams(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
-
-    def text(self, rank: int) -> str:
-        """What `rank` has written."""
-        return "".join(self._kept.get(rank, ()))
-
-
-@contextlib.contextmanager
-def _replaced(name: str, stream: _Streams) -> Iterator[None]:
-    before = getattr(sys, name)
-    setattr(sys, name, stream)
-    try:
-        yield
-    finally:
-        setattr(sys, name, before)

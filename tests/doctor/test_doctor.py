@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,17 +88,13 @@ def test_json_has_all_keys_and_is_right_about_this_host() -> None:
     assert len(facts["support"]) == 28
 
 
-def test_without_a_config_the_host_is_looked_at() -> None:
+def test_a_person_is_shown_tables_and_findings_and_the_exit_code_says_the_worst() -> None:
     code, text = run()
-    assert code == 0
+    assert code == 0 and "\n0 errors, " in text
     for title in ("versions", "backends", "reductions", "host ", "limits"):
         assert f"\n{title}" in "\n" + text
-    assert "\n0 errors, " in text
-
-
-def test_an_error_ends_in_exit_code_1_and_its_text() -> None:
     code, text = run("configs/mesh.toml", "--set", 'network.interfaces=["loo"]')
-    assert code == 1
+    assert code == 1 and "\n1 error, " in text
     names = ", ".join(name for _, name in socket.if_nameindex())
     assert (
         "error: this host has no interface loo\n"
@@ -105,7 +102,6 @@ def test_an_error_ends_in_exit_code_1_and_its_text() -> None:
         f"  expected: one of {names}\n"
         '  try:      did you mean "lo"?'
     ) in "\n".join(line.rstrip() for line in text.splitlines())
-    assert "\n1 error, " in text
 
 
 def test_overrides_without_a_config_are_refused() -> None:
@@ -128,17 +124,19 @@ def test_a_wrong_environment_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")
 def test_a_device_or_backend_that_is_not_there() -> None:
-    facts = examine(load({"mesh": {**MESH, "device": "cuda"}}))
-    assert found(facts, "this host has no cuda device") == (
-        "error: this host has no cuda device\n"
-        '  given:    device = "cuda"\n'
-        "  expected: a cuda device, and a torch built for it\n"
-        '  try:      mesh.device = "cpu", or "auto"'
-    )
+    shown = found(examine(load({"mesh": {**MESH, "device": "cuda"}})), "this host has no cuda device")
+    assert shown.startswith("error: ") and 'given:    device = "cuda"\n' in shown
+    assert shown.endswith('try:      mesh.device = "cpu", or "auto"')
     facts = examine(load({"mesh": {**MESH, "options": {"dp": {"backend": "gloos"}}}}))
     shown = found(facts, "this torch has no backend gloos")
     assert f"given:    gloos for dp, torch {torch.__version__}" in shown
     assert shown.endswith('try:      did you mean "gloo"?')
+    shared = [
+        each for each in facts["findings"] if each["what"] in ("ranks share cores", "a core for each rank")
+    ]
+    cores = facts["devices"]["cpus"]
+    assert [each["level"] for each in shared] == ["warn" if cores < 4 else "ok"]
+    assert shared[0]["given"].startswith(f"4 ranks on {cores} core")
 
 
 # -- limits ---------------------------------------------------------------------------------------------
@@ -174,14 +172,12 @@ def test_too_small_a_limit_is_an_error() -> None:
     small = Limit("file descriptors", "process", 1024, 20, 4000)
     enough = Limit("threads", "container", 5000, 20, 4000)
     open_end = Limit("threads", "user", None, 20, 4000)
-    shown = [str(each) for each in limits.limit_findings([small, enough, open_end])]
-    assert shown == [
-        "error: the plan needs more file descriptors than a process may have\n"
-        "  given:    20 in use, 4000 more for the plan, the limit is 1024\n"
-        "  expected: a limit of at least 4020\n"
-        "  try:      ulimit -n 4020, or fewer dims with groups of their own",
-        "ok: enough threads of the container\n  given:    4020 at most; the limit is 5000",
-        "ok: enough threads of the user\n  given:    4020 at most; no limit",
+    assert lines(limits.limit_findings([small, enough, open_end, enough._replace(needed=None)])) == [
+        "error | the plan needs more file descriptors than a process may have"
+        " | 20 in use, 4000 more for the plan, the limit is 1024"
+        " | ulimit -n 4020, or fewer dims with groups of their own",
+        "ok | enough threads of the container | 4020 at most; the limit is 5000",
+        "ok | enough threads of the user | 4020 at most; no limit",
     ]
 
 
@@ -189,25 +185,11 @@ def test_too_small_a_limit_is_an_error() -> None:
 
 
 def test_secrets_are_hidden() -> None:
-    env = {
-        "NCCL_DEBUG": "INFO",
-        "MESHCOMM_API_KEY": "sesame",
-        "TORCH_STORE_PASSWORD": "sesame",
-        "SLURM_JWT_TOKEN": "sesame",
-        "TORCH_LOGS_URL": "https://me:sesame@host/",
-        "HOME": "sesame",
-        "RANK": "3",
-    }
-    shown = installation.matter(env)
-    assert "sesame" not in str(shown)
-    assert shown == {
-        "MESHCOMM_API_KEY": "(hidden)",
-        "NCCL_DEBUG": "INFO",
-        "RANK": "3",
-        "SLURM_JWT_TOKEN": "(hidden)",
-        "TORCH_LOGS_URL": "(hidden)",
-        "TORCH_STORE_PASSWORD": "(hidden)",
-    }
+    secrets = ("MESHCOMM_API_KEY", "SLURM_JWT_TOKEN", "TORCH_STORE_PASSWORD")
+    env = {"NCCL_DEBUG": "INFO", "HOME": "sesame", "RANK": "3", **dict.fromkeys(secrets, "sesame")}
+    env["TORCH_LOGS_URL"] = "https://me:sesame@host/"
+    hidden = dict.fromkeys((*secrets, "TORCH_LOGS_URL"), "(hidden)")
+    assert installation.matter(env) == {"NCCL_DEBUG": "INFO", "RANK": "3", **hidden}
 
 
 def test_slow_debugging_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,50 +200,47 @@ def test_slow_debugging_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- network --------------------------------------------------------------------------------------------
 
 
-def test_an_interface_set_twice_or_down_or_missing_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
+def lines(findings: Iterable[Finding] | Finding) -> list[str]:
+    """Level, key and try of each."""
+    each = [findings] if isinstance(findings, Finding) else findings
+    return [" | ".join(filter(None, (one.level, one.what, one.given, one.hint))) for one in each]
+
+
+def test_an_interface_set_twice_or_down_or_missing_in_the_environment() -> None:
+    env = {"GLOO_SOCKET_IFNAME": "eth7"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        down = load({"mesh": MESH, "network": {"interfaces": ["eth1"]}})
+        twice, cannot = lines(network.interface_findings(down, HERE, env))
+    assert twice.startswith("error | GLOO_SOCKET_IFNAME is set twice, differently")
+    assert cannot == (
+        "error | interface eth1 cannot carry anything | eth1 in [network] interfaces: down | one of lo, eth0"
+    )
+    (missing,) = lines(network.interface_findings(load({"mesh": MESH}), HERE, env))
+    assert missing.startswith("error | this host has no interface eth7 | eth7 in GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "one_host", "told", "expected"),
+    [
+        (["127.0.1.1"], False, False, 'warn | this host\'s name n means the loopback | n -> 127.0.1.1 | network.interfaces = ["eth0"]'),
+        ([], False, False, 'warn | this host\'s name n has no address | n: unknown to the resolver | network.interfaces = ["eth0"]'),
+        (["127.0.1.1"], True, False, "ok | this host's name n means the loopback | n -> 127.0.1.1; one host needs none"),
+        (["127.0.1.1"], False, True, "ok | this host's name n means the loopback | n -> 127.0.1.1; the interface is given"),
+        (["10.0.0.7"], False, False, "ok | this host's name n has an address | 10.0.0.7"),
+    ],
+)  # fmt: skip
+def test_whether_others_find_this_host_by_its_name(
+    addresses: list[str], one_host: bool, told: bool, expected: str
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    down = load({"mesh": MESH, "network": {"interfaces": ["eth1"]}})
-    shown = [str(each) for each in network.interface_findings(down, HERE, dict(os.environ))]
-    assert shown[0].startswith("error: GLOO_SOCKET_IFNAME is set twice, differently\n")
-    assert shown[1] == (
-        "error: interface eth1 cannot carry anything\n"
-        "  given:    eth1 in [network] interfaces: down\n"
-        "  expected: an interface that is up and has an address\n"
-        "  try:      one of lo, eth0"
-    )
-    shown = [str(each) for each in network.interface_findings(load({"mesh": MESH}), HERE, dict(os.environ))]
-    assert shown[0].startswith(
-        "error: this host has no interface eth7\n  given:    eth7 in GLOO_SOCKET_IFNAME"
-    )
+    assert lines(network.name_finding("n", addresses, HERE, one_host, told)) == [expected]
 
 
-def test_a_host_name_that_means_the_loopback() -> None:
-    def judged(addresses: list[str], one_host: bool, told: bool) -> list[str]:
-        return [str(network.name_finding("node7", addresses, HERE, one_host, told))]
-
-    assert judged(["127.0.1.1"], False, False) == [
-        "warn: this host's name node7 means the loopback\n"
-        "  given:    node7 -> 127.0.1.1\n"
-        "  expected: an address that the other hosts reach\n"
-        '  try:      network.interfaces = ["eth0"]'
-    ]
-    assert [text[:4] for text in judged(["127.0.1.1"], True, False)] == ["ok: "]
-    assert [text[:4] for text in judged(["127.0.1.1"], False, True)] == ["ok: "]
-    assert judged([], False, False)[0].startswith("warn: this host's name node7 has no address\n")
-    assert judged(["10.0.0.7"], False, False) == [
-        "ok: this host's name node7 has an address\n  given:    10.0.0.7"
-    ]
-
-
-def test_a_slow_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_name_server() -> None:
     assert network.lookup_finding(0.02).level == "ok"
-    assert str(network.lookup_finding(5.01)) == (
-        "warn: the name server is slow to say who 127.0.0.1 is\n"
-        "  given:    5.0 s\n"
-        "  expected: at most 1 s: torch's TCPStore asks for each process that connects\n"
-        '  try:      export RES_OPTIONS="timeout:1 attempts:1", or 127.0.0.1 in /etc/hosts'
+    (slow,) = lines(network.lookup_finding(5.01))
+    assert slow.startswith(
+        "warn | the name server is slow to say who 127.0.0.1 is | 5.0 s | export RES_OPTIONS"
     )
     asked: list[str] = []
 
@@ -273,54 +252,61 @@ def test_a_slow_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["127.0.0.1", "::ffff:127.0.0.1"]
 
 
-def test_what_gloo_will_choose() -> None:
-    assert network.chosen(HERE, {"GLOO_SOCKET_IFNAME": "eth0,lo"}, True, "x") == ("eth0", "10.0.0.7")
-    assert network.chosen(HERE, {"GLOO_SOCKET_IFNAME": "eth9"}, True, "x") == ("eth9", "none")
-    assert network.chosen(HERE, {}, True, "x") == ("lo", "127.0.0.1")
-    assert network.chosen(HERE, {}, False, "10.0.0.7") == ("eth0", "10.0.0.7")
-    assert network.chosen(HERE, {}, False, "127.0.0.1") == ("lo", "127.0.0.1")
+@pytest.mark.parametrize(
+    ("env", "one_host", "name", "expected"),
+    [
+        ("eth0,lo", True, "x", ("eth0", "10.0.0.7")),
+        ("eth9", True, "x", ("eth9", "none")),
+        ("", True, "x", ("lo", "127.0.0.1")),
+        ("", False, "10.0.0.7", ("eth0", "10.0.0.7")),
+        ("", False, "127.0.0.1", ("lo", "127.0.0.1")),
+        ("", False, "127.0.1.1", (None, "127.0.1.1")),
+        ("", False, "10.9.9.9", (None, "127.0.0.1")),
+    ],
+)
+def test_what_gloo_will_choose(env: str, one_host: bool, name: str, expected: tuple[str | None, str]) -> None:
+    assert network.chosen(HERE, {"GLOO_SOCKET_IFNAME": env}, one_host, name) == expected
 
 
 def test_the_meeting_place_by_tcp() -> None:
+    def judged(address: str) -> list[str]:
+        return lines(network.process_findings(ProcessConfig(init="tcp", address=address), HERE, True))
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         port = listener.getsockname()[1]
-        taken = ProcessConfig(init="tcp", address=f"127.0.0.1:{port}")
-        shown = [str(each) for each in network.process_findings(taken, HERE, True)]
-        assert len(shown) == 1
-        assert shown[0].startswith(
-            f"error: rank 0 could not listen on port {port} of 127.0.0.1\n"
-            "  given:    Address already in use\n"
-            "  expected: a free port\n"
-            '  try:      process.address = "127.0.0.1:'
+        (taken,) = judged(f"127.0.0.1:{port}")
+        assert taken.startswith(
+            f"error | rank 0 could not listen on port {port} of 127.0.0.1 | Address already in use"
+            ' | process.address = "127.0.0.1:'
         )
-    assert [str(each) for each in network.process_findings(taken, HERE, True)] == [
-        f"ok: port {port} of 127.0.0.1 is free"
-    ]
-    elsewhere = ProcessConfig(init="tcp", address="10.9.9.9:29500")
-    levels = [(each.level, each.what) for each in network.process_findings(elsewhere, HERE, True)]
-    assert levels == [
-        ("warn", "others can reach the job's store at 10.9.9.9:29500"),
-        ("ok", "rank 0 listens at 10.9.9.9:29500, on another host"),
-    ]
+        assert f'127.0.0.1:{port}"' not in taken
+    assert judged(f"127.0.0.1:{port}") == [f"ok | port {port} of 127.0.0.1 is free"]
+    reachable, elsewhere = judged("10.9.9.9:29500")
+    assert reachable.startswith("warn | others can reach the job's store at 10.9.9.9:29500 | ")
+    assert elsewhere.startswith("ok | rank 0 listens at 10.9.9.9:29500, on another host")
 
 
 def test_the_meeting_place_by_file(tmp_path: Path) -> None:
     def judged(path: Path) -> list[str]:
-        place = ProcessConfig(init="file", path=str(path))
-        return [str(each) for each in network.process_findings(place, HERE, True)]
+        return lines(network.process_findings(ProcessConfig(init="file", path=str(path)), HERE, True))
 
-    file = tmp_path / "meet"
-    assert judged(file) == [f"ok: the rendezvous file {file} can be made"]
-    assert judged(tmp_path / "no" / "meet")[0].startswith(
-        f"error: the rendezvous file {tmp_path / 'no' / 'meet'} cannot be made\n"
-        f"  given:    the folder {tmp_path / 'no'}, which does not exist\n"
-    )
+    file, nowhere = tmp_path / "meet", tmp_path / "no" / "meet"
+    assert judged(file) == [f"ok | the rendezvous file {file} can be made"]
+    assert judged(nowhere) == [
+        f"error | the rendezvous file {nowhere} cannot be made | the folder {nowhere.parent}, which does not exist"
+        " | another process.path"
+    ]
     file.write_text("old")
-    assert judged(file)[0].startswith(
-        f"warn: the rendezvous file {file} is there already\n  given:    3 bytes"
-    )
+    assert judged(file) == [
+        f"warn | the rendezvous file {file} is there already | 3 bytes, perhaps of an earlier job"
+        f" | rm {file}, unless a job is using it"
+    ]
+    tmp_path.chmod(0o777)
+    assert [each[:4] for each in judged(file)] == ["warn", "warn"]
+    file.unlink()
+    assert [each[:4] for each in judged(file)] == ["warn"]
 
 
 # -- inside a launcher ----------------------------------------------------------------------------------
@@ -342,47 +328,41 @@ def test_every_rank_says_where_it_is(pool: Pool) -> None:
     assert found(facts, "every rank has an address").endswith("given:    4 on one host")
 
 
-def row(rank: int, host: str, address: str, device: str = "cpu", torch_version: str = "2") -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "host": host,
-        "address": address,
-        "device": device,
-        "versions": {"meshcomm": "1", "python": "3", "torch": torch_version},
-        "hint": 'network.interfaces = ["eth0"]',
-    }
-
-
-def test_the_loopback_is_refused_where_hosts_differ() -> None:
-    rows = [
-        row(0, "a", "10.0.0.1"),
-        row(1, "a", "10.0.0.1"),
-        row(2, "b", "127.0.0.1"),
-        row(3, "b", "127.0.0.1"),
-    ]
-    shown = [str(each) for each in together.judge(rows)]
-    assert shown == [
-        "error: ranks 2 3 would be reached at the loopback, from other hosts\n"
-        "  given:    a: ranks 0 1 at 10.0.0.1\n"
-        "            b: ranks 2 3 at 127.0.0.1\n"
-        "  expected: addresses that all 2 hosts reach\n"
-        '  try:      network.interfaces = ["eth0"], or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME'
-    ]
-    good = [row(0, "a", "10.0.0.1"), row(1, "b", "10.0.0.2")]
-    assert [str(each) for each in together.judge(good)] == [
-        "ok: every rank has an address for the others\n  given:    2 on 2 hosts"
-    ]
-
-
-def test_one_device_twice_and_two_versions() -> None:
-    rows = [row(0, "a", "10.0.0.1", "cuda:0"), row(1, "a", "10.0.0.1", "cuda:0", "2.1")]
-    shown = [str(each) for each in together.judge(rows)]
-    assert shown[1].startswith("error: ranks 0 1 are on one device, cuda:0 of a\n")
-    assert shown[2].startswith(
-        "error: ranks have different versions of torch\n  given:    rank 0: 2; rank 1: 2.1\n"
+def judged(*rows: tuple[str, str, str, str]) -> list[str]:
+    """Rows of host, address, device and version of torch."""
+    return lines(
+        together.judge(
+            [
+                {
+                    "rank": rank,
+                    "host": host,
+                    "address": address,
+                    "device": device,
+                    "versions": {"meshcomm": "1", "python": "3", "torch": version},
+                    "hint": 'network.interfaces = ["eth0"]',
+                }
+                for rank, (host, address, device, version) in enumerate(rows)
+            ]
+        )
     )
-    apart = [row(0, "a", "10.0.0.1", "cuda:0"), row(1, "a", "10.0.0.1", "cuda:1")]
-    assert [each.level for each in together.judge(apart)] == ["ok"]
+
+
+def test_ranks_that_cannot_talk_with_each_other() -> None:
+    a, b = ("a", "10.0.0.1", "cpu", "2"), ("b", "10.0.0.2", "cpu", "2")
+    lost = ("b", "127.0.0.1", "cpu", "2")
+    assert judged(a, b) == ["ok | every rank has an address for the others | 2 on 2 hosts"]
+    assert judged(a, a, lost, lost) == [
+        "error | ranks 2 3 would be reached at the loopback, from other hosts"
+        " | a: ranks 0 1 at 10.0.0.1\nb: ranks 2 3 at 127.0.0.1"
+        ' | network.interfaces = ["eth0"], or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME'
+    ]
+    cuda = [
+        ("a", "10.0.0.1", f"cuda:{index}", version) for index, version in ((0, "2"), (0, "2.1"), (1, "2"))
+    ]
+    _, shared, versions = judged(*cuda[:2])
+    assert shared.startswith("error | ranks 0 1 are on one device, cuda:0 of a | cuda:0: ranks 0 1 | ")
+    assert versions.startswith("error | ranks have different versions of torch | rank 0: 2; rank 1: 2.1 | ")
+    assert [line[:2] for line in judged(cuda[0], cuda[2])] == ["ok"]
 
 
 def test_two_hosts_with_loopback_names_are_refused_by_all(pool: Pool) -> None:

@@ -21,7 +21,7 @@ from meshcomm.cli import app
 from meshcomm.comm.spans import Span
 from meshcomm.config import load
 from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
-from meshcomm.jobs.timeline import timeline_of
+from meshcomm.jobs.afterwards import timeline_of
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.tracing import _Clock, offsets, part_of, write
 from meshcomm.parallel.pipeline import Pipelined

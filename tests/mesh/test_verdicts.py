@@ -24,7 +24,7 @@ from meshcomm.comm.counters import counter_of
 from meshcomm.comm.diagnosis import absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CollectiveTimeout
-from meshcomm.jobs.report import report
+from meshcomm.jobs.afterwards import report
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog
 from meshcomm.testing import Pool

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -280,3 +282,24 @@ def test_a_receive_from_anyone_that_nobody_serves() -> None:
     error = verdict_of(program)
     assert isinstance(error, UnmatchedMessage)
     assert "rank 2 (dp=1 tp=0) waits in recv_any (receive from any rank, on all)" in str(error)
+
+
+def test_stacks_are_taken_without_a_collection_that_would_hang() -> None:
+    # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for it again.
+    program = """
+import gc, threading
+from meshcomm.comm.callsite import thread_frames
+class Ring: pass
+done = threading.Event()
+for more in range(8):
+    for _ in range(4):
+        threading.Thread(target=done.wait, daemon=True).start()
+    gc.collect(), gc.disable()
+    ring = Ring()
+    ring.me, ring.local = ring, threading.local()
+    ring.local.x, ring = 1, None
+    gc.set_threshold(gc.get_count()[0] + more), gc.enable()
+    assert thread_frames()[threading.get_ident()].f_code.co_name == "<module>"
+assert gc.isenabled()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=200).returncode == 0

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 # pytester forgets what a suite imported; torch cannot be imported twice.
-import meshcomm.testing.body
+import meshcomm.testing.processes
 import meshcomm.testing.simulated
 from meshcomm.errors import MeshTestError
 from meshcomm.testing.marker import read, vias
-from meshcomm.testing.report import MeshFailure, RankEnd, failure_of
+from meshcomm.testing.outcome import Ends
+from meshcomm.testing.pool import Ended
+from meshcomm.testing.report import MeshFailure, failure_of
 
 pytest_plugins = ["pytester"]
 
@@ -348,11 +350,9 @@ def test_via() -> None:
 
 def test_equal_stacks_are_told_once() -> None:
     request = read((), {"dp": 2, "tp": 4}, "gloo")
-    ends = [
-        RankEnd(rank, None, "did not return within 1 s", stack="here" if rank < 5 else "there")
-        for rank in range(8)
-    ]
-    report = failure_of(ends, request)
+    late = "did not return within 1 s"
+    ends = [Ended("late", None, late, "here" if rank < 5 else "there") for rank in range(8)]
+    report = failure_of(Ends(ends), request)
     assert isinstance(report, MeshFailure)
     assert report.parts == [
         ("ranks 0 1 2 3 4 of 8: did not return within 1 s", "here"),

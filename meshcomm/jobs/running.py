@@ -1,0 +1,152 @@
+"""`meshcomm train`, `run`, `simulate` and `parity`: a config or a script on every rank.
+
+What is wrong with them is said before torch is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any, Final
+
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, LaunchError
+
+# What a launcher tells a rank; its ranks say nothing of their start.
+_RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+
+
+def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
+    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
+
+    max_restarts: how often all ranks are started again after one of them has failed.
+    """
+    settings = load(config, overrides)
+    if settings.train is None:
+        raise ConfigError(
+            f"{config} says nothing about training",
+            given="a mesh without [parallel], [model], [data] and [train]",
+            expected="all four sections",
+            hint="configs/quickstart.toml has them all",
+        )
+    _announce(settings, world)
+    from meshcomm.jobs.starting import start_job
+
+    return start_job(
+        settings, world, ["train", str(config)], overrides, lambda: _train(settings), max_restarts
+    )
+
+
+def _train(settings: Config) -> None:
+    from rich.console import Console
+
+    from meshcomm.mesh.opening import init
+    from meshcomm.train import Silent, find_attempt
+    from meshcomm.train import run as run_training
+    from meshcomm.train.exchange import is_first
+    from meshcomm.train.screen import TrainingReporter
+
+    attempt = find_attempt(os.environ)
+    with init(settings) as mesh:
+        if not mesh.is_member:
+            return
+        if is_first(mesh):
+            console = Console()
+            console.print(mesh)
+            run_training(mesh, settings, TrainingReporter(console), attempt)
+        else:
+            run_training(mesh, settings, Silent(), attempt)
+
+
+def run(
+    config: Path | None, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
+) -> int:
+    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`.
+
+    Without `config`: `world` ranks of a script that says its own mesh.
+    """
+    settings = None if config is None else load(config, overrides)
+    _announce(settings, world)
+    from meshcomm.jobs.starting import start_job
+    from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+
+    def body() -> None:
+        if config is not None:
+            os.environ[CONFIG_VARIABLE] = str(config)
+            os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
+        sys.argv = [str(script), *arguments]
+        # As `python SCRIPT` does: imports are looked for beside the script first.
+        sys.path.insert(0, str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
+
+    named = [str(each) for each in (config, script) if each is not None]
+    words = ["run", *named, *(["--", *arguments] * bool(arguments))]
+    return start_job(settings, world, words, overrides, body)
+
+
+def simulate(
+    config: Path | None,
+    script: Path,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    world: int | None,
+    seed: int,
+    explore: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run a script as every rank in this process; returns what it sent, as plain data.
+
+    quiet: what the script prints goes to stderr.
+    """
+    from meshcomm.simulator.run import simulate_script
+
+    with redirect_stdout(sys.stderr) if quiet else nullcontext():
+        return simulate_script(config, script, arguments, overrides, world, seed, explore)
+
+
+def parity(
+    config: Path, overrides: Sequence[str], world: int | None, steps: int | None, tolerance: float
+) -> dict[str, Any]:
+    """Compare the training of `config` on its mesh with one process; returns `Parity.facts`."""
+    settings = load(config, overrides)
+    if world is not None:
+        settings.resolved(world)
+    from meshcomm.jobs.starting import label_of, world_of
+    from meshcomm.launch.spawn import launch
+    from meshcomm.mesh.environment import find_launch
+    from meshcomm.train.parity_job import prove
+
+    here = find_launch(os.environ)
+    if here.kind != "single":
+        raise LaunchError(
+            f"meshcomm parity inside a job that {here.kind} started",
+            given=f"launcher {here.kind} with {here.world_size} processes",
+            expected="one process: it starts one per rank itself, once for each mesh that it compares",
+            hint="meshcomm parity CONFIG, without the launcher",
+        )
+    size = world_of(settings, world)
+    resolved = settings.resolved(size)
+
+    def start(part: Config, words: Sequence[str]) -> int:
+        count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
+        return launch(list(words), count, 0, lambda rank: label_of(part, rank, count))
+
+    return prove(resolved, steps, tolerance, start).facts()
+
+
+def _announce(settings: Config | None, world: int | None) -> None:
+    """Say on stderr, where that is a terminal, that ranks are being started; nothing in a launcher's rank.
+
+    Raises ConfigError where the config has no mesh of `world` ranks.
+    """
+    if settings is not None and world is not None:
+        settings.resolved(world)
+    if sys.stderr.isatty() and not any(name in os.environ for name in _RANKS):
+        dims: Mapping[str, int] = {} if settings is None else settings.mesh.dims
+        sizes = "".join(f" {name}={size}" for name, size in dims.items())
+        ranks = "" if world is None else f" of {world:,} ranks"
+        print(f"starting the mesh{sizes}{ranks}: loading torch ...", file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""Runs a test's body on every rank of its mesh, each a warm process of the pool."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+
+from meshcomm.testing.body import Task, given, on_rank, pack
+from meshcomm.testing.look import look_of, main_thread, stack_text
+from meshcomm.testing.marker import MeshRequest
+from meshcomm.testing.modules import sources
+from meshcomm.testing.outcome import Ends
+from meshcomm.testing.pool import Pool
+
+# What the others get to say by themselves after one rank has failed.
+_SETTLE_S: Final = 2.0
+# What ranks get to report a verdict after the test's time is up and their stacks are taken.
+_GRACE_S: Final = 2.0
+
+
+def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
+    """The body of `item` on processes of the pool; see `meshcomm.testing.ways.Way`."""
+    module = item.module.__name__
+    look = look_of(item.config)
+    task = Task(
+        module=module,
+        path=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
+        table=sources(module),
+        labels=tuple(request.label(rank) for rank in range(request.world_size)),
+        config=request.config,
+        look=look,
+        environ=dict(os.environ),
+        cwd=os.getcwd(),
+        sys_path=tuple(sys.path),
+        filters=_filters(),
+        values=pack(item.name, given(item)),
+    )
+    ended = pool.call(
+        on_rank,
+        (pickle.dumps(task),),
+        ranks=request.world_size,
+        timeout_s=request.timeout_s,
+        capture=True,
+        failed=lambda outcome: outcome.kind not in ("passed", "skipped"),
+        settle_s=_SETTLE_S,
+        grace_s=_GRACE_S,
+    )
+    late = f"did not return within {request.timeout_s:g} s"
+    return Ends(
+        [
+            replace(
+                one,
+                text=late if one.state == "late" else one.text,
+                stack=stack_text(main_thread(one.stack), look),
+            )
+            for one in ended
+        ]
+    )
+
+
+def _filters() -> tuple[tuple[Any, ...], ...]:
+    """The warning filters that pytest has set for this test; classes pickled."""
+    sent = []
+    for action, message, category, module, line in warnings.filters:
+        try:
+            kind = pickle.dumps(category)
+        except Exception:
+            continue  # a class that only this process has
+        sent.append((action, _pattern(message), kind, _pattern(module), line))
+    return tuple(sent)
+
+
+def _pattern(regex: Any) -> str:
+    return regex if isinstance(regex, str) else "" if regex is None else regex.pattern
