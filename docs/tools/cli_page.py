@@ -23,7 +23,7 @@ def page() -> str:
     lines = [
         "# Commands",
         "",
-        "Made by `python docs/tools/cli_page.py` from the commands themselves; a test compares them.",
+        "Every command with its arguments, options and exit codes. Made by `python docs/tools/cli_page.py` from the commands themselves; a test compares them.",
         "",
         "Every command ends with exit code 0 where all is well and, unless it says otherwise, with 2 where something is wrong with what it was given: then",
         "the error is on stderr, without a traceback. `python -m meshcomm` is the same as `meshcomm`; under torchrun, Slurm or MPI it",

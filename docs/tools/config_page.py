@@ -214,7 +214,7 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Made by `python docs/tools/config_page.py` from the models that check every configuration; a test compares them.",
+        "Every key of a configuration: type, default, meaning. Made by `python docs/tools/config_page.py` from the models that check every configuration; a test compares them.",
         "",
         "A configuration is a TOML file, or the same as JSON, as YAML, or as a mapping in Python. `--set KEY=VALUE` changes one",
         "key on the command line, and with nothing behind `=` removes it. An unknown key is an error, and so is a key that has no",

@@ -30,6 +30,8 @@ def page() -> str:
     lines = [
         "# Versions of torch, backends, and what each of them reduces",
         "",
+        "Which versions of torch the tests were run on, and which backend reduces which dtype by which operation.",
+        "",
         "## Versions of torch",
         "",
         "torch 2.11 or newer; `constraints.txt` pins the version that every commit is tested with. The tests of this repository on a machine without GPUs,",

@@ -22,7 +22,7 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
 
 _HEAD: Final = f"""# What happens when something goes wrong
 
-Made by `python -m tests.faults.table` from a run on real processes; `pytest -m faults` runs the same rows and checks them. In each row
+What every surviving rank raises, and after how many seconds, for each fault at each moment. Made by `python -m tests.faults.table` from a run on real processes; `pytest -m faults` runs the same rows and checks them. In each row
 one thing goes wrong at one moment in a job of four or eight ranks, with a timeout of {TIMEOUT_S:g} s. No row may hang, and none may end in a wrong
 number: ranks that go on check the numbers of every call.
 
