@@ -381,6 +381,30 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     ]
     # Somebody has sent: nobody who answers is missing.
     assert said(9) == [(3, None)]
+    # Of several messages, those that lack one.
+    waiting = {"call": "exchange", "parts": [("recv", 1, 7, 2), ("recv", 2, 9, 2)]}
+    assert absent("pp[0]", [0, 1, 2, 3], 0, statuses, waiting, 0) == [
+        (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
+    ]
+
+
+@pytest.mark.mesh(dp=3, options={"dp": {"timeout_s": 3.0}}, validate_calls=0, via="gloo")
+def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> None:
+    """Rank 0 gives up before the others have come; rank 1 comes then, rank 2 does not."""
+    mesh.warm_up()
+    if mesh.rank == 0:
+        handle = mesh.all_reduce("dp", torch.ones(4), async_op=True)
+        with pytest.raises(CollectiveTimeout) as caught:
+            handle.wait(timeout_s=0.3)
+        assert caught.value.missing == (1, 2)
+        mesh.store.set("gave up", "")
+    elif mesh.rank == 1:
+        mesh.store.get("gave up", timeout_s=30)
+        with pytest.raises(CollectiveTimeout) as caught:
+            mesh.all_reduce("dp", torch.ones(4))
+        assert caught.value.missing == (2,)
+        mesh.store.set("over", "")
+    mesh.store.get("over", timeout_s=30)
 
 
 class _BusyStore:
