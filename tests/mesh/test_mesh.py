@@ -98,7 +98,7 @@ def test_meshes_on_parts_of_the_world_side_by_side() -> None:
 
 @on_ranks(4)
 def test_a_mesh_from_an_existing_device_mesh() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     before = live_groups()
@@ -106,6 +106,12 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
         assert mesh.group("tp") is theirs.get_group("tp") and live_groups() == before
         first = mesh.rank // 2 * 2
         assert mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist() == [first, first + 1]
+    # Torch sorts the ranks of a group, so that coords in another order need groups of their own.
+    theirs = DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]), mesh_dim_names=("dp", "tp"))
+    with meshcomm.init(theirs) as mesh:
+        found = mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist()
+        assert found == mesh.ranks("tp") == [first + 1, first]
+        assert dist.get_rank(mesh.group("tp")) == mesh.coord("tp")
     assert dist.is_initialized()
     dist.destroy_process_group()
 
