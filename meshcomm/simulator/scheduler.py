@@ -45,7 +45,7 @@ def _python_state(generator: Any) -> Any:
     return (bytes(_words(generator)), generator.gauss_next) if _IN_WORDS else generator.getstate()
 
 
-# As a tuple of Python's integers, saving and restoring this state was a third of a simulation's time.
+# As a tuple of Python's integers, saving and restoring this state was a fifth of a simulation's time.
 _IN_WORDS: Final = sys.implementation.name == "cpython" and _in_words(random.Random(0))
 _PYTHON: Final[Any] = random._inst
 
