@@ -75,12 +75,13 @@ def place(
     settings = load(config, overrides or ())
     if choose > 1 and (write is None or choose > top):
         raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
-    asked = place_config(settings, world, discovered_topology(settings), keep or (), top)
-    facts = place_facts(asked.ranking, world, asked.machine, asked.names, asked.tflops, asked.memory_gb)
+    ranking = place_config(settings, world, discovered_topology(settings), keep or (), top)
+    assert settings.parallel is not None
+    facts = place_facts(ranking, settings.parallel.parts)
     if json:
         show_json(facts)
     else:
         show(place_view(facts))
     if write is not None:
-        write_placement(settings, asked.ranking, choose, world, write)
+        write_placement(settings, ranking, choose, write)
         typer.echo(f"written: {write}", err=json)

@@ -66,13 +66,17 @@ class Placement(NamedTuple):
 
 class Ranking(NamedTuple):
     """placements: the best, fastest first. meshes: all that were ranked. sizes: legal factorisations;
-    too_large: those of them that a rank's memory does not hold.
+    too_large: those of them that a rank's memory does not hold. world to memory_gb: what they were ranked for.
     """
 
     placements: tuple[Placement, ...]
     meshes: int
     sizes: int
     too_large: int
+    world: int
+    machine: Machine
+    tflops: float
+    memory_gb: float
 
 
 class _Found(NamedTuple):
@@ -136,13 +140,9 @@ def rank_placements(
                 places = tuple(BASE.index(part) for part in order.parts)
                 of_row.append(_Found(step_s, places, not order.experts_inside, row, 0))
         found += of_row
-    best = sorted(found)[:top]
-    return Ranking(
-        tuple(model.explained(fitting[each.row], each) for each in best),
-        meshes,
-        len(legal),
-        len(legal) - len(fitting),
-    )
+    best = tuple(model.explained(fitting[each.row], each) for each in sorted(found)[:top])
+    too_large = len(legal) - len(fitting)
+    return Ranking(best, meshes, len(legal), too_large, world, machine, tflops, memory_gb)
 
 
 class _Model:

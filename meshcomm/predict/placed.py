@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.config.model import plain
@@ -13,7 +13,7 @@ from meshcomm.config.syntax import parse_toml
 from meshcomm.config.whole_file import toml_text, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
-from meshcomm.predict.machine import Machine, known_machine
+from meshcomm.predict.machine import known_machine
 from meshcomm.predict.place import (
     ASSUMED_MEMORY_GB,
     ASSUMED_TFLOPS,
@@ -27,35 +27,22 @@ from meshcomm.predict.workload import workload
 _REPLICA = "edp"
 
 
-class Asked(NamedTuple):
-    """A ranking, and what it was made from. names: the dim of each part."""
-
-    ranking: Ranking
-    machine: Machine
-    names: Mapping[Part, str]
-    tflops: float
-    memory_gb: float
-
-
 def place_config(
     settings: Config, world: int, topology: TopologyConfig, keep: Sequence[str] = (), top: int = 10
-) -> Asked:
+) -> Ranking:
     """Rank the meshes of `world` ranks for what `settings` trains.
 
     topology: as `discovered` gives it. keep: dims whose sizes in the file stay. Raises ConfigError.
     """
     work = workload(settings)
-    assert settings.parallel is not None
-    names = settings.parallel.parts
     machine = known_machine(topology, settings.source)
     tflops = topology.tflops or ASSUMED_TFLOPS
     memory_gb = topology.memory_gbytes or ASSUMED_MEMORY_GB
-    kept = _kept(settings, names, keep)
-    ranking = rank_placements(work, world, machine, tflops=tflops, memory_gb=memory_gb, keep=kept, top=top)
-    return Asked(ranking, machine, names, tflops, memory_gb)
+    kept = _kept(settings, keep)
+    return rank_placements(work, world, machine, tflops=tflops, memory_gb=memory_gb, keep=kept, top=top)
 
 
-def write_placement(settings: Config, ranking: Ranking, number: int, world: int, path: Path) -> Config:
+def write_placement(settings: Config, ranking: Ranking, number: int, path: Path) -> Config:
     """Write placement `number`, counted from 1, as a TOML file, and return what `load` makes of it.
 
     Raises ConfigError where there is no such placement, the file's name does not end in .toml, or it
@@ -76,11 +63,11 @@ def write_placement(settings: Config, ranking: Ranking, number: int, world: int,
             hint=f"--write {path.with_suffix('.toml')}",
         )
     data = placed_data(settings, ranking.placements[number - 1])
-    head = f"{settings.source} on {world} ranks, number {number} of `meshcomm place`"
+    head = f"{settings.source} on {ranking.world} ranks, number {number} of `meshcomm place`"
     text = toml_text([head], data)
     # What is written must say what was chosen, before anyone trains by it.
     assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
-    load(data).resolved(world)
+    load(data).resolved(ranking.world)
     write_whole(path, text, given=f"--write {path}")
     return load(path)
 
@@ -118,8 +105,9 @@ def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
     return found if inside else {**pair, **found}
 
 
-def _kept(settings: Config, names: Mapping[Part, str], keep: Sequence[str]) -> dict[Part, int]:
-    parts = {dim: part for part, dim in names.items()}
+def _kept(settings: Config, keep: Sequence[str]) -> dict[Part, int]:
+    assert settings.parallel is not None
+    parts = {dim: part for part, dim in settings.parallel.parts.items()}
     sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}
     for dim in keep:
         if dim not in parts or sizes[dim] == -1:

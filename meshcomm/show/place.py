@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import Part
-from meshcomm.predict.machine import Machine
 from meshcomm.predict.place import Placement, Ranking
 from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
@@ -17,18 +16,16 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 
-def place_facts(
-    ranking: Ranking, world: int, machine: Machine, names: Mapping[Part, str], tflops: float, memory_gb: float
-) -> Facts:
+def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
     """What `meshcomm place` shows, as data that JSON can hold. names: the dim of each part."""
     return {
-        "world_size": world,
+        "world_size": ranking.world,
         "meshes": ranking.meshes,
         "sizes": ranking.sizes,
         "too_large": ranking.too_large,
-        "links": [str(level) for level in machine.levels],
-        "tflops": tflops,
-        "memory_gbytes": memory_gb,
+        "links": [str(level) for level in ranking.machine.levels],
+        "tflops": ranking.tflops,
+        "memory_gbytes": ranking.memory_gb,
         "placements": [_facts(placement, names) for placement in ranking.placements],
     }
 

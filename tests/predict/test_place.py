@@ -381,9 +381,9 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
         (lambda: workload(ordered), r"mesh.rank_order belongs to one mesh(.*\n)*.*--set mesh.rank_order="),
         (lambda: place_config(config("3-D"), 8, topology, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
         (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
-        (lambda: write_placement(config("3-D"), ranking, 99, 8, tmp_path / "o.toml"), "there is no mesh 99 in the ranking"),
-        (lambda: write_placement(config("3-D"), ranking, 1, 8, tmp_path / "o.yaml"), r"not a TOML file's name(.*\n)*.*--write .*o.toml"),
-        (lambda: write_placement(config("3-D"), ranking, 1, 8, tmp_path / "no" / "o.toml"), "cannot be written: no such file"),
+        (lambda: write_placement(config("3-D"), ranking, 99, tmp_path / "o.toml"), "there is no mesh 99 in the ranking"),
+        (lambda: write_placement(config("3-D"), ranking, 1, tmp_path / "o.yaml"), r"not a TOML file's name(.*\n)*.*--write .*o.toml"),
+        (lambda: write_placement(config("3-D"), ranking, 1, tmp_path / "no" / "o.toml"), "cannot be written: no such file"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=text):
             call()
@@ -393,16 +393,18 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
 def test_the_chosen_mesh_is_written_and_loads(kind: str, tmp_path: Path) -> None:
     settings = load(config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"])
     world = world_of(kind)
-    asked = place_config(settings, world, settings.topology)
-    for number in (1, len(asked.ranking.placements)):
-        chosen: Placement = asked.ranking.placements[number - 1]
-        written = write_placement(settings, asked.ranking, number, world, tmp_path / "out.toml")
+    ranking = place_config(settings, world, settings.topology)
+    assert settings.parallel is not None
+    names = settings.parallel.parts
+    for number in (1, len(ranking.placements)):
+        chosen: Placement = ranking.placements[number - 1]
+        written = write_placement(settings, ranking, number, tmp_path / "out.toml")
         assert written.parallel == settings.parallel and written.train == settings.train
         assert (written.mesh.timeout_s, written.topology) == (77.0, settings.topology)
-        expected = [(asked.names[part], size) for part, size in chosen.dims.items()]
+        expected = [(names[part], size) for part, size in chosen.dims.items()]
         assert list(written.mesh.dims.items()) == expected
         assert written.plan(world).layout.world_size == world
-        if "expert" in asked.names:
+        if "expert" in names:
             assert written.plan(world).layout.size("ep") == chosen.expert
 
 
@@ -433,4 +435,4 @@ def test_large_worlds_are_ranked() -> None:
     dims = "mesh.dims={ rep = 1, dp = 8, pp = 16, cp = 16, tp = 8 }"
     wide = ["parallel.data='rep'", dims, "model.kv_heads=128", f"train.global_batch={world}"]
     settings = load(ROOT / "configs/llama_405b.toml", wide)
-    assert place_config(settings, world, settings.topology).ranking.meshes > 50_000
+    assert place_config(settings, world, settings.topology).meshes > 50_000
