@@ -22,7 +22,7 @@ import meshcomm
 PAGE: Final = Path(__file__).parents[1] / "reference" / "api.md"
 _WIDTH: Final = 100
 # How sections of a configuration check each other, and what pydantic makes.
-_INNER: Final = {"problems", "given", "world_problems", "model_post_init"}
+_INNER: Final = {"problems", "given", "world_problems", "model_post_init", "place", "count"}
 # What hangs on a mesh, and where it is written down.
 _OF_A_MESH: Final = {
     "mesh.functional": "meshcomm.comm.functional.Functional",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from meshcomm.config.root import Config
-from meshcomm.config.wording import toml
+from meshcomm.config.write import toml
 
 # A section inside a section: the key under which it lies, by the name of its model.
 _INSIDE: Final = {"DimOptions": "options.NAME", "Links": "links", "Link": "NAME"}

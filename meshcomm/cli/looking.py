@@ -179,7 +179,7 @@ def schema(
     if out is None:
         typer.echo(schema_text(), nl=False)
         return
-    from meshcomm.config.whole_file import write_whole
+    from meshcomm.config.write import write_whole
 
     write_whole(out, schema_text())
     typer.echo(f"written: {out}", err=True)

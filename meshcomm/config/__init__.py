@@ -5,38 +5,40 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import meshcomm.config.rules_mesh  # noqa: F401 (no mesh is made without its rules)
+
 if TYPE_CHECKING:
-    from meshcomm.config.architecture import ModelConfig as ModelConfig
-    from meshcomm.config.data import DataConfig as DataConfig
-    from meshcomm.config.file import load as load
     from meshcomm.config.mesh import DimOptions as DimOptions
     from meshcomm.config.mesh import MeshConfig as MeshConfig
+    from meshcomm.config.model import ModelConfig as ModelConfig
     from meshcomm.config.parallel import ParallelConfig as ParallelConfig
-    from meshcomm.config.planning import plan as plan
     from meshcomm.config.process import NetworkConfig as NetworkConfig
     from meshcomm.config.process import ProcessConfig as ProcessConfig
+    from meshcomm.config.read import load as load
+    from meshcomm.config.read import plan as plan
     from meshcomm.config.root import Config as Config
     from meshcomm.config.topology import Link as Link
     from meshcomm.config.topology import Links as Links
     from meshcomm.config.topology import TopologyConfig as TopologyConfig
+    from meshcomm.config.train import DataConfig as DataConfig
     from meshcomm.config.train import TrainConfig as TrainConfig
 
 # Loaded when first used: a mesh made from `dims=` needs no model of the training sections.
 _PUBLIC = {
     "Config": "root",
-    "DataConfig": "data",
+    "DataConfig": "train",
     "DimOptions": "mesh",
     "Link": "topology",
     "Links": "topology",
     "MeshConfig": "mesh",
-    "ModelConfig": "architecture",
+    "ModelConfig": "model",
     "NetworkConfig": "process",
     "ParallelConfig": "parallel",
     "ProcessConfig": "process",
     "TopologyConfig": "topology",
     "TrainConfig": "train",
-    "load": "file",
-    "plan": "planning",
+    "load": "read",
+    "plan": "read",
 }
 
 __all__ = list(_PUBLIC)

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
-from meshcomm.config.mesh_checks import mesh_problems
-from meshcomm.config.mesh_sizes import MOST_RANKS, count
-from meshcomm.config.model import Model
 from meshcomm.config.problems import Broken, Problem, report
-from meshcomm.config.table import FrozenList, FrozenTable, Table
+from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text, setting
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import resolve
 
-Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[int, Field(examples=[1])]
 
+# What is planned in seconds and about a gigabyte; no job comes near.
+MOST_RANKS: Final = 2**24
 
-class DimOptions(Model):
+
+class DimOptions(Section):
     """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
 
-    timeout_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds until an operation that does not end is an error. None: mesh.timeout_s.",
+    timeout_s: float | None = setting(
+        None, "Seconds until an operation that does not end is an error. None: mesh.timeout_s.", gt=0
     )
-    backend: Text | None = Field(
-        default=None, description="As mesh.backend, for this dim. None: mesh.backend."
-    )
-    lane: str = Field(
-        default="",
-        description="Dims with the same ranks and options share groups unless their lanes differ. "
+    backend: Text | None = setting(None, "As mesh.backend, for this dim. None: mesh.backend.")
+    lane: str = setting(
+        "",
+        "Dims with the same ranks and options share groups unless their lanes differ. "
         'Default "": the common lane.',
     )
-    high_priority: bool = Field(
-        default=False,
-        description="NCCL only: whether the group's kernels run on high-priority streams. Default false.",
+    high_priority: bool = setting(
+        False, "NCCL only: whether the group's kernels run on high-priority streams."
     )
 
 
-class MeshConfig(Model):
+class MeshConfig(Section):
     """`[mesh]`: names, sizes and order of the ranks, and the groups that are created.
 
     Raises ConfigError with every problem found.
@@ -52,6 +46,7 @@ class MeshConfig(Model):
     {'pp': 2, 'dp': 4, 'tp': 2}
     """
 
+    place = "mesh"
     dims: FrozenTable[Size] = Field(
         description="Name -> size, outermost first. One size may be -1: what the others leave of the "
         "world. 1: a dim without a group.",
@@ -66,39 +61,34 @@ class MeshConfig(Model):
         description="Name -> another {dim: size} factorisation of the same ranks; one size may be -1. "
         "Default: none.",
     )
-    rank_order: FrozenList[int] | None = Field(
-        default=None, description="The rank at each place of the row-major grid. None: ascending."
+    rank_order: FrozenList[int] | None = setting(
+        None, "The rank at each place of the row-major grid. None: ascending."
     )
-    ranks: FrozenList[int] | None = Field(
-        default=None, description="The world's ranks that the mesh covers, ascending. None: all of them."
+    ranks: FrozenList[int] | None = setting(
+        None, "The world's ranks that the mesh covers, ascending. None: all of them."
     )
-    device: Text = Field(
-        default="auto",
-        description='Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu.',
+    device: Text = setting(
+        "auto", 'Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu.'
     )
-    backend: Text = Field(
-        default="auto",
-        description='A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, '
-        "gloo on cpu.",
+    backend: Text = setting(
+        "auto",
+        'A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, gloo on cpu.',
     )
-    timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds until an operation that does not end is an error. Default 600.",
+    timeout_s: float = setting(
+        600.0, "Seconds until an operation that does not end is an error. Default 600.", gt=0
     )
-    validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = Field(
-        default=64,
-        description="How many of the first calls on each group its ranks compare before data moves; 0: none, "
-        '"always": all. Default 64.',
+    validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = setting(
+        64,
+        "How many of the first calls on each group its ranks compare before data moves; 0: none, "
+        '"always": all.',
     )
-    warm_up: bool = Field(
-        default=False,
-        description="Every group is used once, in plan order, before init returns: no later call pays for "
-        "connecting. Default false.",
+    warm_up: bool = setting(
+        False,
+        "Every group is used once, in plan order, before init returns: no later call pays for connecting.",
     )
-    reports: str = Field(
-        default="meshcomm-reports",
-        description="Folder into which ranks write what they were doing when a call failed, in a folder of the run's "
+    reports: str = setting(
+        "meshcomm-reports",
+        "Folder into which ranks write what they were doing when a call failed, in a folder of the run's "
         'time and job, relative to where the job runs. Default "meshcomm-reports"; "": none.',
     )
     options: FrozenTable[DimOptions] = Field(
@@ -106,9 +96,18 @@ class MeshConfig(Model):
         description="Name of a dim, merged dim or view's dim -> its own options. Default: none.",
     )
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        return mesh_problems(self, broken)
+    # Set while the mesh is checked against a number of processes.
+    _world: int | None = PrivateAttr(None)
+
+    def count(self, world: int | None) -> int | None:
+        """How many ranks the mesh has in a world of `world` processes, or None where nothing says it."""
+        if self.ranks is not None:
+            return len(self.ranks)
+        if world is not None:
+            return world
+        if -1 not in self.dims.values():
+            return math.prod(self.dims.values())
+        return None if self.rank_order is None else len(self.rank_order)
 
     def world_problems(self, world: int | None) -> list[Problem]:
         """What keeps the mesh from being laid out on `world` processes (None: not known).
@@ -122,8 +121,10 @@ class MeshConfig(Model):
                 expected=f"1 to {MOST_RANKS}",
                 hint="the number of processes that the job has",
             )
-        problems = list(mesh_problems(self, Broken(), world))
-        if not problems and count(self, world) is None:
+        here = self.model_copy()
+        here._world = world
+        problems = list(here.problems(Broken()))
+        if not problems and self.count(world) is None:
             try:
                 resolve(self.dims, None)
             except LayoutError as error:
@@ -133,13 +134,13 @@ class MeshConfig(Model):
     def sizes(self, world: int | None) -> dict[str, int]:
         """Size of every dim of the base, -1 filled in. Raises ConfigError where `world` does not fit."""
         self._check(world)
-        return resolve(self.dims, count(self, world))
+        return resolve(self.dims, self.count(world))
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where. Raises ConfigError where `world` does not fit."""
         self._check(world)
         return Layout(
-            resolve(self.dims, count(self, world)),
+            resolve(self.dims, self.count(world)),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
             views=self.views,
             merge=self.merge,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from pydantic import Field
+from meshcomm.config.problems import Problem
+from meshcomm.config.section import Section, Text, no_effect, rule, setting
+from meshcomm.config.write import toml
 
-from meshcomm.config.model import Model
-from meshcomm.config.problems import Broken, Problem, either
-from meshcomm.config.wording import toml
-
-Text = Annotated[str, Field(min_length=1)]
 Part: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
 PARTS: tuple[Part, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
@@ -20,55 +17,42 @@ PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
 
 
-class ParallelConfig(Model):
+class ParallelConfig(Section):
     """`[parallel]`: which dim of the mesh plays which part in training."""
 
-    data: Text | None = Field(
-        default=None,
-        description="The dim along which samples are split and weights are copied. None: not split.",
+    place = "parallel"
+    data: Text | None = setting(
+        None, "The dim along which samples are split and weights are copied. None: not split."
     )
-    shard: Text | None = Field(
-        default=None,
-        description="The dim along which samples are split, and weights too: each is gathered where it is "
+    shard: Text | None = setting(
+        None,
+        "The dim along which samples are split, and weights too: each is gathered where it is "
         "used (FSDP). With data: hybrid, copies of the shards. None: not sharded.",
     )
-    tensor: Text | None = Field(
-        default=None, description="The dim along which each layer is split. None: not split."
+    tensor: Text | None = setting(None, "The dim along which each layer is split. None: not split.")
+    sequence_parallel: bool = setting(
+        False, "With tensor: activations between blocks are split along the sequence."
     )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="With tensor: activations between blocks are split along the sequence. Default false.",
+    pipeline: Text | None = setting(None, "The dim along which the layers are split. None: not split.")
+    schedule: PipelineSchedule = setting("1f1b", "With pipeline: the order of forward and backward passes.")
+    stages_per_rank: int = setting(
+        1, "With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more.", ge=1
     )
-    pipeline: Text | None = Field(
-        default=None, description="The dim along which the layers are split. None: not split."
+    context: Text | None = setting(
+        None, "The dim along which each sample's tokens are split. None: not split."
     )
-    schedule: PipelineSchedule = Field(
-        default="1f1b", description='With pipeline: the order of forward and backward passes. Default "1f1b".'
+    attention: Literal["ring", "ulysses"] = setting(
+        "ring", "With context: keys and values go around a ring, or heads are split in place of tokens."
     )
-    stages_per_rank: int = Field(
-        default=1,
-        ge=1,
-        description="With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more. "
-        "Default 1.",
-    )
-    context: Text | None = Field(
-        default=None, description="The dim along which each sample's tokens are split. None: not split."
-    )
-    attention: Literal["ring", "ulysses"] = Field(
-        default="ring",
-        description="With context: keys and values go around a ring, or heads are split in place of tokens. "
-        'Default "ring".',
-    )
-    expert: Text | None = Field(
-        default=None,
-        description="The dim of one of mesh.views along which experts are split; that view holds the dims of "
+    expert: Text | None = setting(
+        None,
+        "The dim of one of mesh.views along which experts are split; that view holds the dims of "
         "pipeline and tensor unchanged. None: all experts on every rank.",
     )
-    bucket_mb: float = Field(
-        default=25.0,
+    bucket_mb: float = setting(
+        25.0,
+        "With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once.",
         gt=0,
-        description="With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at "
-        "once. Default 25.",
     )
 
     @property
@@ -127,73 +111,78 @@ class ParallelConfig(Model):
     def _played(self, *parts: Part) -> tuple[str, ...]:
         return tuple(dim for part, dim in self.parts.items() if part in parts)
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        seen: dict[str, Part] = {}
-        for part, dim in self.parts.items():
-            first = seen.setdefault(dim, part)
-            if first != part:
-                yield Problem(
-                    part,
-                    f"the dim {dim} plays {first} already",
-                    given=f"{first} = {toml(dim)}, {part} = {toml(dim)}",
-                    expected="a dim of its own for every part",
-                    hint=f"remove parallel.{part}, or give it another dim",
-                )
-        yield from self._without_effect(broken)
-        if self.pipeline is not None and not broken.touches("schedule", "stages_per_rank"):
-            yield from self._stages_per_rank()
 
-    def _without_effect(self, broken: Broken) -> Iterator[Problem]:
-        needs: list[tuple[str, tuple[Part, ...], bool]] = [
-            ("sequence_parallel", ("tensor",), self.sequence_parallel),
-            ("schedule", ("pipeline",), self.given("schedule")),
-            ("stages_per_rank", ("pipeline",), self.stages_per_rank > 1),
-            ("attention", ("context",), self.given("attention")),
-            ("bucket_mb", ("data", "context"), self.given("bucket_mb") and self.shard is None),
-        ]
-        for field, parts, wanted in needs:
-            if wanted and not any(part in self.parts for part in parts) and not broken.touches(field, *parts):
-                yield Problem(
-                    field,
-                    f"no effect without parallel.{parts[0]}",
-                    given=f"{field} = {toml(getattr(self, field))}, no {parts[0]}",
-                    expected=f"a dim that plays {' or '.join(parts)}",
-                    hint=either(
-                        [f"remove parallel.{field}", *(f"name a dim in parallel.{part}" for part in parts)]
-                    ),
-                )
-        # fully_shard reduces the gradients of one block at once.
-        if self.given("bucket_mb") and self.shard is not None:
+@rule(ParallelConfig)
+def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
+    seen: dict[str, Part] = {}
+    for part, dim in parallel.parts.items():
+        first = seen.setdefault(dim, part)
+        if first != part:
             yield Problem(
-                "bucket_mb",
-                "no effect with parallel.shard: sharded gradients are reduced block by block",
-                given=f"bucket_mb = {toml(self.bucket_mb)}, shard = {toml(self.shard)}",
-                expected="bucket_mb only where gradients are whole",
-                hint="remove parallel.bucket_mb",
+                f"the dim {dim} plays {first} already",
+                "a dim of its own for every part",
+                [f"remove parallel.{part}, or give it another dim"],
+                f"{first} = {toml(dim)}, {part} = {toml(dim)}",
+                key=part,
             )
 
-    def _stages_per_rank(self) -> Iterator[Problem]:
-        stages, schedule = self.stages_per_rank, self.schedule
-        given = f"stages_per_rank = {stages}, schedule = {toml(schedule)}"
-        if schedule not in _MANY_STAGES and stages > 1:
-            yield Problem(
-                "stages_per_rank",
-                f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank",
-                given=given,
-                expected="one of " + ", ".join(map(toml, _MANY_STAGES)) + " beside it",
-                hint=either(
-                    [
-                        *(f"parallel.schedule = {toml(name)}" for name in _MANY_STAGES),
-                        "parallel.stages_per_rank = 1",
-                    ]
-                ),
-            )
-        if schedule in _MANY_STAGES and stages < 2:
-            yield Problem(
-                "stages_per_rank",
-                f"{schedule} needs several stages on each rank",
-                given=given,
-                expected="2 or more",
-                hint=either(["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']),
-            )
+
+def _of_part(field: str, *parts: Part, off: object = None, told: Part | None = None) -> None:
+    """`field` has no effect unless one of the parts is played. told: a part beside which another rule refuses it."""
+    no_effect(
+        ParallelConfig,
+        field,
+        " ".join(parts),
+        lambda found: getattr(found, field) == off or any(part in found.parts for part in (*parts, told)),
+        f"a dim that plays {' or '.join(parts)}",
+        *(f"name a dim in parallel.{part}" for part in parts),
+        why=f" without parallel.{parts[0]}",
+    )
+
+
+_of_part("sequence_parallel", "tensor")
+_of_part("schedule", "pipeline")
+_of_part("stages_per_rank", "pipeline", off=1)
+_of_part("attention", "context")
+_of_part("bucket_mb", "data", "context", told="shard")
+no_effect(
+    ParallelConfig,
+    "bucket_mb",
+    "shard",
+    lambda parallel: parallel.shard is None,
+    "bucket_mb only where gradients are whole",
+    # fully_shard reduces the gradients of one block at once.
+    why=" with parallel.shard: sharded gradients are reduced block by block",
+)
+
+
+@rule(ParallelConfig, "stages_per_rank", "schedule")
+def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
+    stages, schedule = parallel.stages_per_rank, parallel.schedule
+    if parallel.pipeline is not None and schedule not in _MANY_STAGES and stages > 1:
+        yield Problem(
+            f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank",
+            "one of " + ", ".join(map(toml, _MANY_STAGES)) + " beside it",
+            [*(f"parallel.schedule = {toml(name)}" for name in _MANY_STAGES), "parallel.stages_per_rank = 1"],
+        )
+    if parallel.pipeline is not None and schedule in _MANY_STAGES and stages < 2:
+        ways = ["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']
+        yield Problem(f"{schedule} needs several stages on each rank", "2 or more", ways)
+
+
+def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:
+    """Whether a schedule runs so many micro-batches in a step on so many ranks.
+
+    interleaved_1f1b takes one micro-batch per rank in each round (Narayanan et al. 2021).
+    zero_bubble takes microbatches // ranks rounds of equal length: what ScheduleInterleavedZeroBubble
+    of torch 2.13 asks for; its ScheduleZBVZeroBubble runs any number.
+    """
+    if ranks == 1:
+        return True
+    if schedule == "gpipe":
+        return microbatches >= 1
+    if microbatches < ranks:
+        return False
+    if schedule == "interleaved_1f1b":
+        return microbatches % ranks == 0
+    return schedule == "1f1b" or microbatches % (microbatches // ranks) == 0

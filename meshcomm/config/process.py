@@ -9,10 +9,9 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from meshcomm.config.model import Model
-from meshcomm.config.problems import Broken, Problem, either
-from meshcomm.config.table import FrozenList
-from meshcomm.config.wording import toml
+from meshcomm.config.problems import Problem
+from meshcomm.config.section import FrozenList, Section, Text, no_effect, rule, setting
+from meshcomm.config.write import toml
 from meshcomm.layout.names import nearest_name
 
 # What NCCL's own parser knows; it ignores every other word without saying so.
@@ -23,16 +22,7 @@ _SUBSYSTEMS: Final = (
 
 # NCCL ignores a pair of settings that asks for more sockets for one connection.
 _MOST_SOCKETS: Final = 64
-
-# Which keys say something for which way of finding each other.
-_USED: Final = {
-    "env": (),
-    "tcp": ("address", "rank", "world_size"),
-    "file": ("path", "rank", "world_size"),
-}
-_EXAMPLES: Final = {"address": '"127.0.0.1:29500"', "path": '"/shared/rendezvous"'}
-
-Text = Annotated[str, Field(min_length=1)]
+_ADDRESS: Final = "host:port of rank 0 (IPv6 in brackets), a port from 1 to 65535"
 
 
 def _no_number(value: object) -> object:
@@ -42,152 +32,132 @@ def _no_number(value: object) -> object:
     return value
 
 
-class ProcessConfig(Model):
+class ProcessConfig(Section):
     """`[process]`: how the processes of the job find each other. Default: by a launcher's variables."""
 
-    init: Literal["env", "tcp", "file"] = Field(
-        default="env",
-        description='"env": a launcher\'s variables. "tcp": address. "file": path. Default "env".',
+    place = "process"
+    init: Literal["env", "tcp", "file"] = setting(
+        "env", '"env": a launcher\'s variables. "tcp": address. "file": path.'
     )
-    address: Text | None = Field(default=None, description="tcp only, and needed there: host:port of rank 0.")
-    path: Text | None = Field(
-        default=None, description="file only, and needed there: a file that all processes can write."
+    address: Text | None = setting(None, "tcp only, and needed there: host:port of rank 0.")
+    path: Text | None = setting(None, "file only, and needed there: a file that all processes can write.")
+    rank: int | None = setting(None, "tcp and file: this process. None: a launcher's variable.", ge=0)
+    world_size: int | None = setting(
+        None, "tcp and file: number of processes. None: a launcher's variable.", ge=1
     )
-    rank: int | None = Field(
-        default=None, ge=0, description="tcp and file: this process. None: a launcher's variable."
-    )
-    world_size: int | None = Field(
-        default=None, ge=1, description="tcp and file: number of processes. None: a launcher's variable."
-    )
-    device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = Field(
-        default="auto",
-        description="Whether torch's default group is bound to the process's device: NCCL then connects all ranks with "
+    device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = setting(
+        "auto",
+        "Whether torch's default group is bound to the process's device: NCCL then connects all ranks with "
         'all at the start, and splits the groups of the dims from that. Default "auto": no, each group connects when '
         "it is first used.",
     )
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        if not broken.touches("init"):
-            used = _USED[self.init]
-            for field in ("address", "path", "rank", "world_size"):
-                if self.given(field) and field not in used:
-                    yield self._no_effect(field)
-            for field in ("address", "path"):
-                if field in used and getattr(self, field) is None and not broken.touches(field):
-                    yield Problem(
-                        field,
-                        f"missing for init = {toml(self.init)}",
-                        given=f"no {field}",
-                        expected="host:port of rank 0"
-                        if field == "address"
-                        else "a file that all processes can write",
-                        hint=f"process.{field} = {_EXAMPLES[field]}",
-                    )
-        if self.address is not None:
-            yield from _address_problems(self.address)
-        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
-            yield Problem(
-                "rank",
-                f"rank {self.rank} is not in a world of {self.world_size}",
-                given=f"rank = {self.rank}, world_size = {self.world_size}",
-                expected=f"0 to {self.world_size - 1}",
-                hint=either(
-                    [f"process.rank = {self.world_size - 1}", f"process.world_size = {self.rank + 1}"]
-                ),
-            )
 
-    def _no_effect(self, field: str) -> Problem:
-        fitting = [init for init, used in _USED.items() if field in used]
-        return Problem(
-            field,
-            f"no effect with init = {toml(self.init)}",
-            given=f"{field} = {toml(getattr(self, field))}",
-            expected=f"{field} only where init is {' or '.join(map(toml, fitting))}",
-            hint=either([f"remove process.{field}", *(f"process.init = {toml(init)}" for init in fitting)]),
-        )
-
-
-def _address_problems(address: str) -> Iterator[Problem]:
-    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):([0-9]{1,5})", address)
-    if match is not None and 1 <= int(match.group(1)) <= 65535:
-        return
-    host = re.match(r"\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+", address)
-    yield Problem(
-        "address",
-        f"{toml(address)} is not host:port",
-        given=f"address = {toml(address)}",
-        expected="a host name or address (IPv6 in brackets), and a port from 1 to 65535",
-        hint=f'process.address = "{host.group() if host else "127.0.0.1"}:29500"',
+for _field, _ways in {"address": ["tcp"], "path": ["file"], "rank world_size": ["tcp", "file"]}.items():
+    no_effect(
+        ProcessConfig,
+        _field,
+        "init",
+        lambda process, ways=_ways: process.init in ways,  # type: ignore[misc]
+        f"init {' or '.join(map(toml, _ways))} beside it",
+        *(f"process.init = {toml(way)}" for way in _ways),
     )
 
 
-class NetworkConfig(Model):
+@rule(ProcessConfig, "init", "address", "path")
+def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
+    needed = {
+        "tcp": ("address", _ADDRESS, "127.0.0.1:29500"),
+        "file": ("path", "a file that all processes can write", "/shared/rendezvous"),
+    }
+    field, expected, example = needed.get(process.init, ("init", "", ""))
+    if getattr(process, field) is None:
+        what = f"missing for init = {toml(process.init)}"
+        yield Problem(what, expected, [f"process.{field} = {toml(example)}"], f"no {field}", field)
+
+
+@rule(ProcessConfig, "address")
+def _host_and_port(process: ProcessConfig) -> Iterator[Problem]:
+    host = re.match(r"\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+", process.address or "")
+    port = re.fullmatch(r":([0-9]{1,5})", (process.address or "")[host.end() if host else 0 :])
+    if process.address and not (host and port and 1 <= int(port[1]) <= 65535):
+        fit = f'process.address = "{host.group() if host else "127.0.0.1"}:29500"'
+        yield Problem(f"{toml(process.address)} is not host:port", _ADDRESS, [fit])
+
+
+@rule(ProcessConfig, "rank", "world_size")
+def _rank_in_the_world(process: ProcessConfig) -> Iterator[Problem]:
+    rank, world = process.rank, process.world_size
+    if rank is not None and world is not None and rank >= world:
+        ways = [f"process.rank = {world - 1}", f"process.world_size = {rank + 1}"]
+        yield Problem(f"rank {rank} is not in a world of {world}", f"0 to {world - 1}", ways)
+
+
+class NetworkConfig(Section):
     """`[network]`: which network interfaces carry the traffic, what NCCL logs about it, and its sockets."""
 
-    interfaces: FrozenList[Text] = Field(
-        default=(), description="Names of network interfaces for Gloo and NCCL. Default: theirs to choose."
+    place = "network"
+    interfaces: FrozenList[Text] = setting(
+        (), "Names of network interfaces for Gloo and NCCL. Default: theirs to choose."
     )
-    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = Field(
-        default=None, description="How much NCCL logs. None: what NCCL does by itself."
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = setting(
+        None, "How much NCCL logs. None: what NCCL does by itself."
     )
     nccl_debug_subsys: FrozenList[str] = Field(
         default=(),
         description='With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out.',
     )
-    nccl_socket_nthreads: int | None = Field(
-        default=None,
+    nccl_socket_nthreads: int | None = setting(
+        None,
+        "Threads with which NCCL serves a connection over sockets. None: what NCCL chooses.",
         ge=1,
         le=16,
-        description="Threads with which NCCL serves a connection over sockets. None: what NCCL chooses.",
     )
-    nccl_nsocks_perthread: int | None = Field(
-        default=None,
+    nccl_nsocks_perthread: int | None = setting(
+        None,
+        "Sockets that each of those threads has; at most 64 in all. None: what NCCL chooses.",
         ge=1,
         le=16,
-        description="Sockets that each of those threads has; at most 64 in all. None: what NCCL chooses.",
     )
-
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        for index, word in enumerate(self.nccl_debug_subsys):
-            name = word.removeprefix("^")
-            if name not in _SUBSYSTEMS:
-                near = nearest_name(name.upper(), _SUBSYSTEMS) or "ALL"
-                mark = "^" if word.startswith("^") else ""
-                mended = [*self.nccl_debug_subsys]
-                mended[index] = mark + near
-                yield Problem(
-                    f"nccl_debug_subsys[{index}]",
-                    f"NCCL has no part {toml(word)}",
-                    given=f"nccl_debug_subsys = {toml(self.nccl_debug_subsys)}",
-                    expected=f"parts out of {', '.join(_SUBSYSTEMS[:9])},\n{', '.join(_SUBSYSTEMS[9:])}",
-                    hint=f"network.nccl_debug_subsys = {toml(mended)}",
-                )
-        silent = self.nccl_debug not in ("INFO", "TRACE") and not broken.touches("nccl_debug")
-        if self.nccl_debug_subsys and silent:
-            level = "no nccl_debug" if self.nccl_debug is None else f"nccl_debug = {toml(self.nccl_debug)}"
-            yield Problem(
-                "nccl_debug_subsys",
-                f"no effect with {level}",
-                given=f"nccl_debug_subsys = {toml(self.nccl_debug_subsys)}, {level}",
-                expected='nccl_debug = "INFO" or "TRACE" beside it',
-                hint=either(['network.nccl_debug = "INFO"', "remove network.nccl_debug_subsys"]),
-            )
-        yield from self._socket_problems()
 
     def nccl_settings(self) -> dict[str, object]:
         """What is set here for NCCL alone, by key; it has no effect where no group runs on NCCL."""
         keys = ("nccl_debug", "nccl_socket_nthreads", "nccl_nsocks_perthread")
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 
-    def _socket_problems(self) -> Iterator[Problem]:
-        threads, sockets = self.nccl_socket_nthreads, self.nccl_nsocks_perthread
-        if threads is not None and sockets is not None and threads * sockets > _MOST_SOCKETS:
-            yield Problem(
-                "nccl_nsocks_perthread",
-                f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}",
-                given=f"nccl_socket_nthreads = {threads}, nccl_nsocks_perthread = {sockets}",
-                expected=f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit",
-                hint=f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}",
-            )
+
+@rule(NetworkConfig, "nccl_debug_subsys")
+def _parts_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
+    for index, word in enumerate(network.nccl_debug_subsys):
+        name = word.removeprefix("^")
+        if name in _SUBSYSTEMS:
+            continue
+        mended = [*network.nccl_debug_subsys]
+        mended[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
+        yield Problem(
+            f"NCCL has no part {toml(word)}",
+            f"parts out of {', '.join(_SUBSYSTEMS[:9])},\n{', '.join(_SUBSYSTEMS[9:])}",
+            [f"network.nccl_debug_subsys = {toml(mended)}"],
+            key=f"nccl_debug_subsys[{index}]",
+        )
+
+
+no_effect(
+    NetworkConfig,
+    "nccl_debug_subsys",
+    "nccl_debug",
+    lambda network: network.nccl_debug in ("INFO", "TRACE") or not network.nccl_debug_subsys,
+    'nccl_debug = "INFO" or "TRACE" beside it',
+    'network.nccl_debug = "INFO"',
+)
+
+
+@rule(NetworkConfig, "nccl_nsocks_perthread", "nccl_socket_nthreads")
+def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
+    threads, sockets = network.nccl_socket_nthreads or 0, network.nccl_nsocks_perthread or 0
+    if threads * sockets > _MOST_SOCKETS:
+        yield Problem(
+            f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}",
+            f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit",
+            [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"],
+        )

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field, PrivateAttr
 
-from meshcomm.config.architecture import ModelConfig
-from meshcomm.config.backends import may_use_nccl
-from meshcomm.config.data import DataConfig
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.config.model import Model
+from meshcomm.config.model import ModelConfig
 from meshcomm.config.parallel import ParallelConfig
-from meshcomm.config.problems import Broken, Problem, either, report
+from meshcomm.config.problems import Broken, Problem, report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.rules_mesh import may_use_nccl
+from meshcomm.config.rules_training import training_problems
+from meshcomm.config.section import Section, rule, setting
 from meshcomm.config.topology import TopologyConfig
-from meshcomm.config.train import TrainConfig
-from meshcomm.config.training_checks import training_problems
-from meshcomm.config.wording import toml
+from meshcomm.config.train import DataConfig, TrainConfig
+from meshcomm.config.training import Training
+from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout, Plan
 
 _TRAINING = ("parallel", "model", "data", "train")
 
 
-class Config(Model):
+class Config(Section):
     """One file for all commands. `mesh` is needed; the training sections come all four or not at all.
 
     Raises ConfigError with every problem found.
@@ -34,12 +34,10 @@ class Config(Model):
     process: ProcessConfig = Field(default=ProcessConfig(), description="How the processes find each other.")
     network: NetworkConfig = Field(default=NetworkConfig(), description="Interfaces and NCCL's log.")
     topology: TopologyConfig = Field(default=TopologyConfig(), description="How the ranks lie on machines.")
-    parallel: ParallelConfig | None = Field(
-        default=None, description="Which dim plays which part. None: no training."
-    )
-    model: ModelConfig | None = Field(default=None, description="What is trained. None: no training.")
-    data: DataConfig | None = Field(default=None, description="On what it is trained. None: no training.")
-    train: TrainConfig | None = Field(default=None, description="How it is trained. None: no training.")
+    parallel: ParallelConfig | None = setting(None, "Which dim plays which part. None: no training.")
+    model: ModelConfig | None = setting(None, "What is trained. None: no training.")
+    data: DataConfig | None = setting(None, "On what it is trained. None: no training.")
+    train: TrainConfig | None = setting(None, "How it is trained. None: no training.")
 
     # Where it was read from, for reports that come later; two equal files at two places are equal.
     _source: str = PrivateAttr("Config")
@@ -56,51 +54,29 @@ class Config(Model):
         return self._source
 
     def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
+        """See Section.problems."""
         for name in type(self).model_fields:
             section = getattr(self, name)
             if section is not None:
                 for problem in section.problems(broken.under(name)):
                     yield problem.under(name)
-        yield from self._device_problems(broken)
+        yield from super().problems(broken)
         absent = [name for name in _TRAINING if getattr(self, name) is None and not broken.touches(name)]
         present = [name for name in _TRAINING if getattr(self, name) is not None]
         if present and absent:
             yield Problem(
-                ", ".join(absent),
                 "missing" if len(absent) == 1 else f"{len(absent)} sections are missing",
-                given=" ".join(f"[{name}]" for name in present),
-                expected="all of [parallel] [model] [data] [train], or none of them: a mesh alone",
-                hint=either(
+                "all of [parallel] [model] [data] [train], or none of them: a mesh alone",
+                [
                     f"{verb} " + " ".join(f"[{name}]" for name in names)
                     for verb, names in (("add", absent), ("remove", present))
-                ),
+                ],
+                " ".join(f"[{name}]" for name in present),
+                ", ".join(absent),
             )
         parallel, model, data, train = self.parallel, self.model, self.data, self.train
         if parallel is not None and model is not None and train is not None:
-            yield from training_problems(self.mesh, parallel, model, data, train, broken)
-
-    def _device_problems(self, broken: Broken) -> Iterator[Problem]:
-        mesh = self.mesh
-        if self.process.device_id is True and mesh.device == "cpu" and not broken.touches("mesh.device"):
-            yield Problem(
-                "process.device_id",
-                "no effect: device cpu has nothing to bind",
-                given='device_id = true, mesh.device = "cpu"',
-                expected='"auto" or false on cpu',
-                hint=either(['process.device_id = "auto"', 'mesh.device = "cuda"']),
-            )
-        if broken.touches("mesh.device", "mesh.backend", "mesh.options") or may_use_nccl(mesh):
-            return
-        for key, value in self.network.nccl_settings().items():
-            yield Problem(
-                f"network.{key}",
-                "no effect: no group of this mesh runs on NCCL",
-                given=f"{key} = {toml(value)}, mesh.device = {toml(mesh.device)}, "
-                f"mesh.backend = {toml(mesh.backend)}",
-                expected=f"{key} only where a backend is nccl",
-                hint=either([f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"']),
-            )
+            yield from training_problems(Training(self.mesh, parallel, model, data, train, broken))
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
@@ -152,3 +128,29 @@ class Config(Model):
         problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]
         if problems:
             raise report(self._source, problems)
+
+
+@rule(Config, "mesh.device")
+def _device_to_bind(config: Config) -> Iterator[Problem]:
+    if config.process.device_id is True and config.mesh.device == "cpu":
+        yield Problem(
+            "no effect: device cpu has nothing to bind",
+            '"auto" or false on cpu',
+            ['process.device_id = "auto"', 'mesh.device = "cuda"'],
+            'device_id = true, mesh.device = "cpu"',
+            "process.device_id",
+        )
+
+
+@rule(Config, "mesh.device", "mesh.backend", "mesh.options")
+def _nccl_that_is_used(config: Config) -> Iterator[Problem]:
+    mesh = config.mesh
+    settings = {} if may_use_nccl(mesh) else config.network.nccl_settings()
+    for key, value in settings.items():
+        yield Problem(
+            "no effect: no group of this mesh runs on NCCL",
+            f"{key} only where a backend is nccl",
+            [f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"'],
+            f"{key} = {toml(value)}, mesh.device = {toml(mesh.device)}, mesh.backend = {toml(mesh.backend)}",
+            f"network.{key}",
+        )

@@ -40,10 +40,7 @@ def schema() -> dict[str, Any]:
         "if": {
             "anyOf": [{"required": [name], "properties": {name: {"type": "object"}}} for name in _TRAINING]
         },
-        "then": {
-            "required": list(_TRAINING),
-            "properties": {name: {"type": "object"} for name in _TRAINING},
-        },
+        "then": {"required": list(_TRAINING), "properties": {name: {"type": "object"} for name in _TRAINING}},
     }
     return {
         "$schema": DIALECT,

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from meshcomm.config.model import Model
-from meshcomm.config.problems import Broken, Problem, either
-from meshcomm.config.wording import toml
+from meshcomm.config.problems import Problem
+from meshcomm.config.section import Section, no_effect, rule, setting
 
 
-class Link(Model):
+class Link(Section):
     """`[topology.links.NAME]`: how fast one rank reaches another over this link."""
 
     latency_us: float = Field(ge=0, description="Microseconds until the first byte arrives.", examples=[10.0])
@@ -20,79 +19,66 @@ class Link(Model):
     )
 
 
-class Links(Model):
+class Links(Section):
     """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond."""
 
-    node: Link | None = Field(default=None, description="Between ranks of one node. None: not known.")
-    rack: Link | None = Field(
-        default=None, description="Between nodes of one rack, with nodes_per_rack. None: as network."
-    )
-    network: Link | None = Field(default=None, description="Between ranks of two nodes. None: not known.")
+    node: Link | None = setting(None, "Between ranks of one node. None: not known.")
+    rack: Link | None = setting(None, "Between nodes of one rack, with nodes_per_rack. None: as network.")
+    network: Link | None = setting(None, "Between ranks of two nodes. None: not known.")
 
 
-class TopologyConfig(Model):
+class TopologyConfig(Section):
     """`[topology]`: how the ranks lie on machines. Default: not known."""
 
-    ranks_per_node: int | None = Field(
-        default=None,
-        ge=1,
-        description="Ranks r with equal r // ranks_per_node share a node. None: not known.",
+    place = "topology"
+    ranks_per_node: int | None = setting(
+        None, "Ranks r with equal r // ranks_per_node share a node. None: not known.", ge=1
     )
-    nodes_per_rack: int | None = Field(
-        default=None,
-        ge=1,
-        description="Nodes n with equal n // nodes_per_rack share a rack. None: no racks are told apart.",
+    nodes_per_rack: int | None = setting(
+        None, "Nodes n with equal n // nodes_per_rack share a rack. None: no racks are told apart.", ge=1
     )
     links: Links = Field(default=Links(), description="Speed of the links. Default: not known.")
-    call_us: float = Field(
-        default=0.0,
-        ge=0,
-        description="Microseconds that each call costs beside its messages. Default 0.",
+    call_us: float = setting(0.0, "Microseconds that each call costs beside its messages.", ge=0)
+    devices_per_node: int | None = setting(
+        None, "Accelerators of a node; for `meshcomm lint`. None: not known.", ge=1
     )
-    devices_per_node: int | None = Field(
-        default=None, ge=1, description="Accelerators of a node; for `meshcomm lint`. None: not known."
-    )
-    memory_gbytes: float | None = Field(
-        default=None,
+    memory_gbytes: float | None = setting(
+        None,
+        "Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm place` and `lint`. None: not known.",
         gt=0,
-        description="Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm place` and `lint`. None: not known.",
     )
-    tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="10^12 floating-point operations that one rank does in a second of training; for "
+    tflops: float | None = setting(
+        None,
+        "10^12 floating-point operations that one rank does in a second of training; for "
         "`meshcomm place`. None: not known.",
+        gt=0,
     )
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        named = [name for name in ("node", "rack", "network") if getattr(self.links, name) is not None]
-        if self.ranks_per_node is None and not broken.touches("ranks_per_node"):
-            if named:
-                yield Problem(
-                    "links",
-                    "no effect without ranks_per_node",
-                    given=f"links = {toml(self.links)}",
-                    expected="ranks_per_node beside it, which says who crosses which link",
-                    hint=either(["topology.ranks_per_node = 8", "remove topology.links"]),
-                )
-            if self.nodes_per_rack is not None:
-                yield Problem(
-                    "nodes_per_rack",
-                    "no effect without ranks_per_node",
-                    given=f"nodes_per_rack = {self.nodes_per_rack}",
-                    expected="ranks_per_node beside it, which says what a node is",
-                    hint=either(["topology.ranks_per_node = 8", "remove topology.nodes_per_rack"]),
-                )
-        if (
-            self.links.rack is not None
-            and self.nodes_per_rack is None
-            and not broken.touches("nodes_per_rack")
-        ):
-            yield Problem(
-                "links.rack",
-                "no effect without nodes_per_rack",
-                given=f"links.rack = {toml(self.links.rack)}",
-                expected="nodes_per_rack beside it, which says who shares a rack",
-                hint=either(["topology.nodes_per_rack = 4", "remove topology.links.rack"]),
-            )
+
+_NODE = "topology.ranks_per_node = 8"
+no_effect(
+    TopologyConfig,
+    "links",
+    "ranks_per_node",
+    lambda topology: topology.ranks_per_node or not any(dict(topology.links).values()),
+    "ranks_per_node beside it, which says who crosses which link",
+    _NODE,
+    why=" without ranks_per_node",
+)
+no_effect(
+    TopologyConfig,
+    "nodes_per_rack",
+    "ranks_per_node",
+    lambda topology: topology.ranks_per_node,
+    "ranks_per_node beside it, which says what a node is",
+    _NODE,
+    why=" without ranks_per_node",
+)
+
+
+@rule(TopologyConfig, "links", "nodes_per_rack")
+def _racks(topology: TopologyConfig) -> Iterator[Problem]:
+    if topology.links.rack is not None and topology.nodes_per_rack is None:
+        expected = "nodes_per_rack beside it, which says who shares a rack"
+        ways = ["topology.nodes_per_rack = 4", "remove topology.links.rack"]
+        yield Problem("no effect without nodes_per_rack", expected, ways, key="links.rack")

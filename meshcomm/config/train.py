@@ -1,4 +1,4 @@
-"""How is it trained? The `[train]` section."""
+"""On what, and how is it trained? The `[data]` and `[train]` sections."""
 
 from __future__ import annotations
 
@@ -7,143 +7,134 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshcomm.config.model import Model
-from meshcomm.config.problems import Broken, Problem, either
-from meshcomm.config.table import Pair
-from meshcomm.config.wording import toml
+from meshcomm.config.problems import Problem
+from meshcomm.config.section import Fraction, FrozenList, Pair, Section, Text, no_effect, rule, setting
+from meshcomm.config.write import toml
 
-Text = Annotated[str, Field(min_length=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class TrainConfig(Model):
+class DataConfig(Section):
+    """`[data]`: bytes of real text."""
+
+    place = "data"
+    files: FrozenList[Text] = setting(
+        (),
+        "Paths or globs, relative to the config file. Default []: the sources of Python's standard library.",
+    )
+    sequence: int = Field(ge=1, description="Tokens (bytes) of a sample.", examples=[128])
+    max_bytes: int = setting(8_000_000, "Bytes that are read at most.", ge=2)
+
+
+@rule(DataConfig, "max_bytes", "sequence")
+def _one_sample(data: DataConfig) -> Iterator[Problem]:
+    if data.max_bytes <= data.sequence:
+        yield Problem(
+            f"does not hold one sample: {data.sequence} + 1 > {data.max_bytes}",
+            "max_bytes above sequence: a sample is its tokens and the one that follows",
+            [f"data.max_bytes = {data.sequence + 1}", f"data.sequence = {data.max_bytes - 1}"],
+        )
+
+
+class TrainConfig(Section):
     """`[train]`: AdamW on batches whose size does not depend on the mesh."""
 
+    place = "train"
     steps: int = Field(ge=1, description="Optimiser steps.", examples=[60])
     global_batch: int = Field(ge=1, description="Samples of a step, over all ranks.", examples=[32])
     microbatch: int = Field(ge=1, description="Samples of one rank in one micro step.", examples=[4])
-    lr: float = Field(default=3e-3, gt=0, description="Learning rate after the warm-up. Default 3e-3.")
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps in which the learning rate rises to lr. Default 0."
+    lr: float = setting(3e-3, "Learning rate after the warm-up.", gt=0)
+    warmup_steps: int = setting(0, "Steps in which the learning rate rises to lr.", ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "How the learning rate falls after the warm-up."
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description='How the learning rate falls after the warm-up. Default "cosine".'
+    min_lr_ratio: Share = setting(
+        0.1, "With cosine and linear: the last step's learning rate as a share of lr."
     )
-    min_lr_ratio: Share = Field(
-        default=0.1,
-        description="With cosine and linear: the last step's learning rate as a share of lr. Default 0.1.",
+    weight_decay: float = setting(0.1, "AdamW's weight decay.", ge=0)
+    betas: Pair[Fraction] = setting((0.9, 0.95), "AdamW's two decay rates.")
+    eps: float = setting(1e-8, "AdamW's epsilon.", gt=0)
+    clip_norm: float | None = setting(
+        None, "Gradients whose norm over all weights is larger are scaled down to it. None: never.", gt=0
     )
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW's weight decay. Default 0.1.")
-    betas: Pair[Fraction] = Field(
-        default=(0.9, 0.95), description="AdamW's two decay rates. Default [0.9, 0.95]."
+    nonfinite: Literal["stop", "skip"] = setting(
+        "stop",
+        "What a step whose loss or gradient norm is not finite does on every rank; it is never applied. "
+        '"stop": the run ends. "skip": it goes on with the next step, for 10 such steps in a row at most.',
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon. Default 1e-8.")
-    clip_norm: float | None = Field(
-        default=None,
-        gt=0,
-        description="Gradients whose norm over all weights is larger are scaled down to it. None: never.",
+    seed: int = setting(0, "Seed of the weights and of the samples' order.", ge=0)
+    dtype: Literal["float32", "float64"] = setting("float32", "Type of the weights.")
+    compute_dtype: Literal["bfloat16"] | None = setting(
+        None, "Type that matrices are multiplied in (autocast); weights keep dtype. None: dtype."
     )
-    nonfinite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="What a step whose loss or gradient norm is not finite does on every rank; it is never applied. "
-        '"stop": the run ends. "skip": it goes on with the next step, for 10 such steps in a row at most. '
-        'Default "stop".',
+    recompute: bool = setting(
+        False, "Each block's activations are computed again in the backward pass instead of kept."
     )
-    seed: int = Field(
-        default=0, ge=0, description="Seed of the weights and of the samples' order. Default 0."
-    )
-    dtype: Literal["float32", "float64"] = Field(
-        default="float32", description='Type of the weights. Default "float32".'
-    )
-    compute_dtype: Literal["bfloat16"] | None = Field(
-        default=None,
-        description="Type that matrices are multiplied in (autocast); weights keep dtype. None: dtype.",
-    )
-    recompute: bool = Field(
-        default=False,
-        description="Each block's activations are computed again in the backward pass instead of kept. "
-        "Default false.",
-    )
-    compile: bool = Field(default=False, description="Each block goes through torch.compile. Default false.")
-    out: Text = Field(
-        default="runs/train", description='Folder for what the run writes. Default "runs/train".'
-    )
-    log_every: int = Field(
-        default=1, ge=1, description="Steps from one line of metrics to the next. Default 1."
-    )
-    trace_steps: Pair[int] | None = Field(
-        default=None,
-        description="The first and the last step whose calls are written to trace.json in out. None: none.",
+    compile: bool = setting(False, "Each block goes through torch.compile.")
+    out: Text = setting("runs/train", "Folder for what the run writes.")
+    log_every: int = setting(1, "Steps from one line of metrics to the next.", ge=1)
+    trace_steps: Pair[int] | None = setting(
+        None,
+        "The first and the last step whose calls are written to trace.json in out. None: none.",
         examples=[(3, 5)],
     )
-    checkpoint_every: int = Field(
-        default=0,
-        ge=0,
-        description="Steps from one checkpoint to the next; one more follows the last step. 0: none. Default 0.",
+    checkpoint_every: int = setting(
+        0, "Steps from one checkpoint to the next; one more follows the last step. 0: none.", ge=0
     )
-    checkpoint_async: bool = Field(
-        default=False,
-        description="With checkpoint_every: training goes on while a checkpoint is written. Default false.",
+    checkpoint_async: bool = setting(
+        False, "With checkpoint_every: training goes on while a checkpoint is written."
     )
-    keep: int = Field(
-        default=2,
-        ge=1,
-        description="With checkpoint_every: how many of the last checkpoints stay. Default 2.",
-    )
-    resume: bool = Field(
-        default=False,
-        description="Go on from the last complete checkpoint in out, if there is one. Default false.",
-    )
+    keep: int = setting(2, "With checkpoint_every: how many of the last checkpoints stay.", ge=1)
+    resume: bool = setting(False, "Go on from the last complete checkpoint in out, if there is one.")
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """See Model.problems."""
-        if not broken.touches("steps", "warmup_steps") and self.warmup_steps > self.steps:
-            yield Problem(
-                "warmup_steps",
-                f"the warm-up is longer than the training: {self.warmup_steps} > {self.steps}",
-                given=f"warmup_steps = {self.warmup_steps}, steps = {self.steps}",
-                expected=f"0 to {self.steps}",
-                hint=either([f"train.warmup_steps = {self.steps}", f"train.steps = {self.warmup_steps}"]),
-            )
-        if self.given("min_lr_ratio") and self.schedule == "constant" and not broken.touches("schedule"):
-            yield Problem(
-                "min_lr_ratio",
-                'no effect with schedule = "constant"',
-                given=f"min_lr_ratio = {toml(self.min_lr_ratio)}, schedule = {toml(self.schedule)}",
-                expected="a schedule that falls",
-                hint=either(['train.schedule = "cosine"', "remove train.min_lr_ratio"]),
-            )
-        if self.compute_dtype is not None and self.dtype == "float64" and not broken.touches("dtype"):
-            yield Problem(
-                "compute_dtype",
-                'no effect with dtype = "float64", which autocast leaves as it is',
-                given=f"compute_dtype = {toml(self.compute_dtype)}, dtype = {toml(self.dtype)}",
-                expected='dtype = "float32" beside it',
-                hint=either(['train.dtype = "float32"', "remove train.compute_dtype"]),
-            )
-        if self.trace_steps is not None and not broken.touches("trace_steps", "steps"):
-            first, last = self.trace_steps
-            if not 1 <= first <= last <= self.steps:
-                yield Problem(
-                    "trace_steps",
-                    f"steps {first} to {last} are no steps of this training",
-                    given=f"trace_steps = {toml(self.trace_steps)}, steps = {self.steps}",
-                    expected=f"a first and a last step, from 1 to {self.steps}",
-                    hint=either(
-                        [f"train.trace_steps = {toml((1, min(3, self.steps)))}", "remove train.trace_steps"]
-                    ),
-                )
-        if not self.checkpoint_every and not broken.touches("checkpoint_every"):
-            yield from self._without_checkpoints()
 
-    def _without_checkpoints(self) -> Iterator[Problem]:
-        wanted = {"keep": self.given("keep"), "checkpoint_async": self.checkpoint_async}
-        for field in (name for name, given in wanted.items() if given):
-            yield Problem(
-                field,
-                "no effect: no checkpoints are saved",
-                given=f"{field} = {toml(getattr(self, field))}, checkpoint_every = 0",
-                expected="checkpoint_every of 1 or more",
-                hint=either(["train.checkpoint_every = 100", f"remove train.{field}"]),
-            )
+@rule(TrainConfig, "warmup_steps", "steps")
+def _warm_up(train: TrainConfig) -> Iterator[Problem]:
+    if train.warmup_steps > train.steps:
+        yield Problem(
+            f"the warm-up is longer than the training: {train.warmup_steps} > {train.steps}",
+            f"0 to {train.steps}",
+            [f"train.warmup_steps = {train.steps}", f"train.steps = {train.warmup_steps}"],
+        )
+
+
+no_effect(
+    TrainConfig,
+    "min_lr_ratio",
+    "schedule",
+    lambda train: train.schedule != "constant",
+    "a schedule that falls",
+    'train.schedule = "cosine"',
+)
+no_effect(
+    TrainConfig,
+    "compute_dtype",
+    "dtype",
+    lambda train: train.dtype != "float64",
+    'dtype = "float32" beside it',
+    'train.dtype = "float32"',
+    why=' with dtype = "float64", which autocast leaves as it is',
+)
+
+
+@rule(TrainConfig, "trace_steps", "steps")
+def _traced_steps(train: TrainConfig) -> Iterator[Problem]:
+    first, last = train.trace_steps or (1, 1)
+    if not 1 <= first <= last <= train.steps:
+        fit = toml((1, min(3, train.steps)))
+        yield Problem(
+            f"steps {first} to {last} are no steps of this training",
+            f"a first and a last step, from 1 to {train.steps}",
+            [f"train.trace_steps = {fit}", "remove train.trace_steps"],
+        )
+
+
+no_effect(
+    TrainConfig,
+    "keep checkpoint_async",
+    "checkpoint_every",
+    lambda train: train.checkpoint_every,
+    "checkpoint_every of 1 or more",
+    "train.checkpoint_every = 100",
+    why=": no checkpoints are saved",
+)

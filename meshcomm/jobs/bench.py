@@ -14,7 +14,7 @@ from meshcomm.bench.measure import Row
 from meshcomm.bench.overhead import many, overhead
 from meshcomm.bench.table import console, rows_table
 from meshcomm.config import Config, load
-from meshcomm.config.whole_file import write_whole
+from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan

@@ -16,8 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshcomm.comm.spans import PASSES, stretch
-from meshcomm.config.parallel import PipelineSchedule
-from meshcomm.config.pipeline_checks import runs
+from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.predict.passes import schedule_properties
@@ -93,7 +92,7 @@ class Pipelined:
         loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
             the microbatches are summed as they come. The tensor that it returns is detached
             once its backward pass has run.
-        microbatches: per step; see `meshcomm.config.pipeline_checks.runs` for the numbers that a
+        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a
             schedule runs.
         schedule: which pass comes when; `meshcomm plan CONFIG --schedule` draws it. What holds
             for gradients and their hooks: `schedule_properties`.

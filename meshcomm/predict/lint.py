@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.backends import chosen
 from meshcomm.config.parallel import Part
+from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import divisors, toml_dims

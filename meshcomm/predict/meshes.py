@@ -7,8 +7,7 @@ from itertools import permutations
 from math import prod
 from typing import NamedTuple
 
-from meshcomm.config.parallel import Part
-from meshcomm.config.pipeline_checks import runs
+from meshcomm.config.parallel import Part, runs
 from meshcomm.layout.sizes import divisors
 from meshcomm.predict.traffic import REPLICA
 from meshcomm.predict.workload import BASE, Sizes, Workload
@@ -42,7 +41,7 @@ def orders(work: Workload, sizes: Sizes) -> Iterator[Order]:
     experts both orders of their view.
 
     A dim of size 1 changes no group wherever it stands: it stands outermost, in BASE's order. Beside
-    tensor, copies stand outside their shards (a rule of meshcomm.config.combination_checks); experts
+    tensor, copies stand outside their shards (a rule of meshcomm.config.rules_training); experts
     share the block of ranks that data and context form, so nothing stands between those.
     """
     played = [part for part in BASE if part in work.parts]
@@ -92,7 +91,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.training_checks."""
+    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules_training."""
     tensor, context, pipeline = sizes.tensor, sizes.context, sizes.pipeline
     if any(number % tensor for number in (work.heads, work.kv_heads, work.ff, work.vocabulary)):
         return False

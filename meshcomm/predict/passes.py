@@ -56,7 +56,7 @@ def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int)
     """The passes of every rank, in the order in which it runs them.
 
     Stage s lies on rank s % ranks; `each` is the number of stages on a rank, 1 where the schedule
-    has no more. The numbers are what `meshcomm.config.pipeline_checks.runs` allows.
+    has no more. The numbers are what `meshcomm.config.parallel.runs` allows.
     """
     return [_order(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
 

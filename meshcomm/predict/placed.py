@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from meshcomm.config import Config, TopologyConfig, load
-from meshcomm.config.model import plain
 from meshcomm.config.parallel import Part
-from meshcomm.config.syntax import parse_toml
-from meshcomm.config.whole_file import toml_text, write_whole
+from meshcomm.config.parse import parse_toml
+from meshcomm.config.report import plain
+from meshcomm.config.write import toml_text, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.predict.machine import known_machine

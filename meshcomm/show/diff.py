@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from meshcomm.config import Config
-from meshcomm.config.wording import key_path, toml
+from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Family, Layout, Plan, Ranks
 from meshcomm.layout.sizes import fold
 from meshcomm.show.page import Cells, Line, Part

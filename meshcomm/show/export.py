@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from meshcomm.config.whole_file import write_whole
+from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.show.grid.page import grid_page
 from meshcomm.show.grid.svg import grid_svg

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshcomm.config import TopologyConfig
-from meshcomm.config.backends import DEFAULTS
+from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
 from meshcomm.predict.links import slowest_level, span

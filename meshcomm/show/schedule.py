@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from meshcomm.config import Config
-from meshcomm.config.wording import toml
+from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import Costs, orders, timeline
 from meshcomm.predict.stages import model_stages, part_costs

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 
 from meshcomm.config import Config
-from meshcomm.config.wording import key_path, whole_toml
+from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.layout.sizes import fold, ranks_text
 from meshcomm.mesh import Mesh

@@ -17,8 +17,8 @@ from pydantic_core import to_jsonable_python
 
 from meshcomm import __version__
 from meshcomm.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from meshcomm.config.model import Model
-from meshcomm.config.wording import toml
+from meshcomm.config.section import Section
+from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.complete import LOCK, METADATA, instead_of
@@ -34,7 +34,7 @@ _OF_NO_EFFECT = {
     f"train.{name}"
     for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "trace_steps")
 }
-_SECTIONS: Mapping[str, type[Model]] = {
+_SECTIONS: Mapping[str, type[Section]] = {
     "mesh": MeshConfig,
     "parallel": ParallelConfig,
     "model": ModelConfig,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshcomm.config import Config
-from meshcomm.config.model import plain
-from meshcomm.config.table import Table
+from meshcomm.config.report import plain
+from meshcomm.config.section import Table
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.train.complete import replace

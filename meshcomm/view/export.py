@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshcomm.config.whole_file import write_whole
+from meshcomm.config.write import write_whole
 from meshcomm.errors import ViewError
 from meshcomm.view.page import document
 from meshcomm.view.run import run_news

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.table import Table
+from meshcomm.config.section import Table
 from meshcomm.layout import Layout
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine, machine

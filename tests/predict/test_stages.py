@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from meshcomm.cli import app
 from meshcomm.config import load
-from meshcomm.config.parallel import PipelineSchedule
-from meshcomm.config.pipeline_checks import runs
+from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.predict.passes import (
     Costs,

@@ -24,7 +24,7 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.cli.completion import answers_shell, complete_config
 from meshcomm.config import Config, TopologyConfig, load
-from meshcomm.config.whole_file import write_whole
+from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.layout import Plan
 from meshcomm.show.diff import diff_facts, diff_page

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshcomm.config.wording import toml
+from meshcomm.config.write import toml
 from meshcomm.train.differences import Difference
 from tests.train.parity_cases import BASE, CASES
 

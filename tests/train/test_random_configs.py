@@ -16,11 +16,11 @@ import torch
 
 import meshcomm
 from meshcomm.config import Config, load
-from meshcomm.config.model import check
-from meshcomm.config.overrides import apply
+from meshcomm.config.parse import parse_toml
 from meshcomm.config.problems import Problem
-from meshcomm.config.syntax import parse_toml
-from meshcomm.config.wording import whole_toml
+from meshcomm.config.read import apply
+from meshcomm.config.section import check
+from meshcomm.config.write import whole_toml
 from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train.differences import Difference, compare, worst

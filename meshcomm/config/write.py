@@ -1,16 +1,65 @@
-"""A file that is written whole or not at all."""
+"""How are settings written: paths and values as in TOML, and a file that is written whole or not at all?"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshcomm.config.wording import key_path, whole_toml
+from pydantic import BaseModel
+
 from meshcomm.errors import ConfigError, MeshcommError
+
+_WIDEST = 72
+
+
+def key_path(parts: Iterable[str | int]) -> str:
+    """A path as it is written in TOML; positions in a list in brackets.
+
+    >>> key_path(["mesh", "rank_order", 3])
+    'mesh.rank_order[3]'
+    """
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+            continue
+        plain = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+        text += ("." if text else "") + (part if plain else json.dumps(part, ensure_ascii=False))
+    return text
+
+
+def toml(value: Any) -> str:
+    """A value as it is written in TOML, cut where it is long.
+
+    >>> toml({"dp": 2, "on": True, "name": "x"})
+    '{ dp = 2, on = true, name = "x" }'
+    """
+    text = whole_toml(value)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 4] + " ..."
+
+
+def whole_toml(value: Any) -> str:
+    """As `toml`, however long it is: what a file may hold."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, BaseModel):
+        return whole_toml(value.model_dump(exclude_unset=True))
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key_path([str(key)])} = {whole_toml(item)}" for key, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(whole_toml, value)) + "]"
+    return str(value)
 
 
 def write_whole(

@@ -1,0 +1,249 @@
+"""From a file, or a mapping, and overrides to a Config and its plan: or to one report of all that is wrong."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.config.parse import PARSERS
+from meshcomm.config.problems import Problem, report
+from meshcomm.config.report import plain
+from meshcomm.config.root import Config
+from meshcomm.config.section import check
+from meshcomm.config.write import key_path, toml
+from meshcomm.errors import ConfigError
+from meshcomm.layout import Plan
+from meshcomm.layout.names import nearest_name
+
+# One key of a path, also as TOML writes one that is not of ASCII letters.
+_PART = r'(?:[\w-]+|"[^"\\]+")'
+_WORD = r"[^\s\"'\[\]{}=#,]+"
+
+
+def load(
+    source: str | PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] | str = ()
+) -> Config:
+    """Read a configuration and check all of it. Reads no environment variable.
+
+    source: a TOML, JSON or YAML file (by its ending); or the same as a mapping; or a Config, to
+        change it by overrides. Entries of `data.files` are relative to the file's folder. A JSON
+        file's "$schema" is for editors, and not read.
+    overrides: `KEY.PATH=VALUE` texts, applied in order; VALUE is TOML, and nothing at all removes
+        the key.
+
+    Raises ConfigError, whose text has every problem with its key, what was given, what is expected,
+    and the nearest settings that are right.
+    """
+    changes = _changes(overrides)
+    if isinstance(source, Config):
+        label, data = source.source, plain(source.model_dump(exclude_unset=True))
+    elif isinstance(source, Mapping):
+        label, data = "config", plain(source)
+    elif isinstance(source, (str, PathLike)):
+        label = fspath(source)
+        data = _read(Path(label), label)
+    else:
+        raise ConfigError(
+            f"no configuration can be read from {type(source).__name__}",
+            given=repr(source),
+            expected="a file's path, a mapping, or a Config",
+            hint='meshcomm.config.load("configs/mesh.toml")',
+        )
+    label += "".join(f" {shown(change)}" for change in changes)
+    problems = apply(data, changes)
+    if isinstance(source, (str, PathLike)):
+        _anchor(data, Path(source).absolute().parent)
+    config, found = check(Config, data)
+    problems += found
+    if problems:
+        raise report(label, problems)
+    config._source = label
+    return config
+
+
+def plan(
+    config: str | PathLike[str] | Mapping[str, Any] | Config | MeshConfig,
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Every group of a mesh on `world_size` processes, in the order in which they are created.
+
+    No process, no GPU and no torch is needed; `Plan.for_rank` answers for any rank.
+    world_size: None where every size is given.
+    Raises ConfigError where the config is wrong or does not fit the world.
+    """
+    if isinstance(config, MeshConfig):
+        config = Config(mesh=config)
+    return load(config, overrides).plan(world_size)
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, label: str) -> dict[str, Any]:
+    parser = PARSERS.get(path.suffix.lower())
+    if parser is None:
+        raise ConfigError(
+            f"{label}: not a kind of file that a configuration is read from",
+            given=f"the ending {path.suffix}" if path.suffix else "no ending",
+            expected="one of " + ", ".join(PARSERS),
+            hint=str(path.with_suffix(".toml")) if path.suffix else f"{label}.toml",
+        )
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        byte = f"the byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        wrong = Problem("not UTF-8", "text in UTF-8", ["save the file as UTF-8"], byte, f"line {line}")
+        raise report(label, [wrong]) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{label}: cannot be read: {(error.strerror or str(error)).lower()}",
+            given=label,
+            expected="a TOML, JSON or YAML file",
+            hint=_near(path),
+        ) from None
+    data = parser(text, label)
+    if data is None:
+        data = {}
+    if path.suffix.lower() == ".json" and isinstance(data, dict) and isinstance(data.get("$schema"), str):
+        # For editors; TOML and YAML have comments for it.
+        del data["$schema"]
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{label}: holds no table",
+            given=toml(data),
+            expected="sections at the top: mesh, process, ...",
+            hint='{ "mesh": { "dims": { "dp": 8 } } }'
+            if path.suffix == ".json"
+            else "mesh: { dims: { dp: 8 } }",
+        )
+    return data
+
+
+def _near(path: Path) -> str:
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return f"the folder {path.parent} cannot be read either"
+    near = nearest_name(path.name, beside)
+    return "a path to a file" if near is None else f"did you mean {path.parent / near}?"
+
+
+def _anchor(data: dict[str, Any], folder: Path) -> None:
+    """Make the entries of data.files start at `folder`, where they are texts at all."""
+    section = data.get("data")
+    files = section.get("files") if isinstance(section, dict) else None
+    if isinstance(files, list):
+        for index, name in enumerate(files):
+            if isinstance(name, str) and name and not Path(name).is_absolute():
+                is_glob = glob.escape(name) != name
+                files[index] = str(Path(glob.escape(str(folder)) if is_glob else folder) / name)
+
+
+# -- overrides --------------------------------------------------------------------------------------
+
+
+def _changes(overrides: object) -> list[str]:
+    changes = [overrides] if isinstance(overrides, str) else overrides
+    if not isinstance(changes, (list, tuple)) or not all(isinstance(each, str) for each in changes):
+        raise ConfigError(
+            "overrides are texts",
+            given=f"overrides={overrides!r}",
+            expected="a sequence of KEY.PATH=VALUE texts, as --set takes them",
+            hint='overrides=["mesh.dims.tp=4"]',
+        )
+    return list(changes)
+
+
+def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
+    """Set every `KEY.PATH=VALUE` in `data`, in order; what cannot be set comes back as problems.
+
+    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. A key that is there
+    keeps its place; a new one comes last.
+
+    >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
+    >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data
+    ([], {'mesh': {'dims': {'pp': 4, 'tp': 2}, 'backend': 'gloo'}})
+    """
+    return [problem for text in overrides if (problem := _apply(data, text)) is not None]
+
+
+def shown(override: str) -> str:
+    """An override on one line, as it is given on a command line."""
+    return "--set " + override.replace("\n", "\\n")
+
+
+def _apply(data: dict[str, Any], text: str) -> Problem | None:
+    match = re.fullmatch(rf"\s*({_PART}(?:\s*\.\s*{_PART})*)\s*=(.*)", text, re.DOTALL)
+    if match is None:
+        key = text.strip()
+        bare = re.fullmatch(r"[\w.-]+", key)
+        return Problem(
+            "not KEY=VALUE",
+            "a path of keys, =, and a TOML value, as in mesh.dims.tp=4",
+            [f"--set {key}=..." if bare else "--set mesh.dims.tp=4"],
+            text or "nothing",
+            shown(text),
+        )
+    path = [part.strip('"') for part in re.findall(_PART, match.group(1))]
+    written = match.group(2).strip()
+    if not written:
+        return _remove(data, path, text)
+    try:
+        parsed = tomllib.loads(f"value = {written}")
+    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
+        parsed = {}
+    if list(parsed) == ["value"]:
+        return _set(data, path, parsed["value"], text)
+    # A shell has taken the quotes off: train.out=runs/x.
+    if re.fullmatch(_WORD, written):
+        return _set(data, path, written, text)
+    return _not_toml(path, written, text)
+
+
+def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Problem | None:
+    holder = data
+    for depth, part in enumerate(path[:-1], start=1):
+        if holder.get(part) is None:
+            holder[part] = {}
+        inside = holder[part]
+        if not isinstance(inside, dict):
+            outer, inner = key_path(path[:depth]), key_path(path[depth:])
+            return Problem(
+                f"{outer} is not a table",
+                "a table that the rest of the path can lie in",
+                [f"--set '{outer}={{ {inner} = {toml(value)} }}'"],
+                f"{outer} = {toml(inside)}",
+                shown(text),
+            )
+        holder = inside
+    holder[path[-1]] = value
+    return None
+
+
+def _remove(data: dict[str, Any], path: list[str], text: str) -> Problem | None:
+    holder: Any = data
+    for part in path[:-1]:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or path[-1] not in holder:
+        what = f"there is no {key_path(path)} to remove"
+        expected = "a value behind the =, or a key that the file has"
+        return Problem(what, expected, [f"--set {key_path(path)}=..."], text, shown(text))
+    del holder[path[-1]]
+    return None
+
+
+def _not_toml(path: list[str], written: str, text: str) -> Problem:
+    line = written.replace("\n", "\\n")
+    quoted = f"--set '{key_path(path)}={json.dumps(written, ensure_ascii=False)}'"
+    expected = 'a number, true, false, "text" in quotes, [ ... ] or { key = value }'
+    way = quoted if written[0] not in "[{\"'" else "close every quote and bracket, and write key = value"
+    return Problem(f"{line} is not a TOML value", expected, [way], line, shown(text))
