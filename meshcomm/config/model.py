@@ -60,7 +60,7 @@ class ModelConfig(Section):
 # -- by itself --------------------------------------------------------------------------------------
 
 
-@rule(ModelConfig, "kv_heads", "heads")
+@rule(ModelConfig, "heads", "kv_heads")
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     heads, kv_heads = model.heads, model.kv_heads
     if heads % kv_heads:
@@ -71,6 +71,7 @@ def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
                 (f"model.kv_heads = {n}" for n in nearest(kv_heads, lambda n: heads % n == 0)),
                 (f"model.heads = {n}" for n in nearest(heads, lambda n: n % kv_heads == 0, 1)),
             ),
+            key="kv_heads",
         )
 
 

@@ -179,7 +179,7 @@ def _samples_of_a_rank(training: Training) -> Iterator[Problem]:
         )
 
 
-@rule(Training, "train.microbatch", "train.global_batch", "data", "shard")
+@rule(Training, "train.global_batch", "train.microbatch", "data", "shard")
 def _microbatches_of_a_rank(training: Training) -> Iterator[Problem]:
     split, micro = training.size("data") * training.size("shard"), training.train.microbatch
     batch = training.train.global_batch
@@ -189,6 +189,7 @@ def _microbatches_of_a_rank(training: Training) -> Iterator[Problem]:
             f"does not divide a rank's samples: {shared(batch, split)}{remainder(each, micro)}",
             f"a divisor of {each}",
             [Near("train.microbatch", 2), Near("train.global_batch", 1, FURTHEST)],
+            key="train.microbatch",
         )
 
 

@@ -58,7 +58,7 @@ CASES = [
         """\
 config: 1 problem
   train.microbatch: does not divide a rank's samples: 32/2 = 16, 16 % 3 = 1
-    given:    microbatch = 3, global_batch = 32, mesh.dims.dp = 2
+    given:    global_batch = 32, microbatch = 3, mesh.dims.dp = 2
     expected: a divisor of 16
     try:      train.microbatch = 4, or
               train.microbatch = 2, or

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshcomm.config import Config, load
-from meshcomm.config.parallel import PARTS, PipelineSchedule, runs
+from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError
 from tests.config.test_config_errors import TRAIN, Bad, Case, check, made, report_of
 
@@ -235,36 +235,6 @@ def test_a_dim_of_size_1_costs_nothing_and_splits_nothing() -> None:
     )
     assert config.parallel is not None
     assert config.parallel.stages({"pp": 1, "dp": 2}) == 1
-
-
-def test_the_settings_of_before_mean_what_they_meant() -> None:
-    config = load(ROOT / "configs/quickstart.toml")
-    assert config.parallel is not None
-    assert config.model is not None
-    assert config.train is not None
-    assert config.parallel.parts == {"data": "dp", "tensor": "tp", "pipeline": "pp"}
-    assert config.parallel.model_dump(exclude=set(PARTS)) == {
-        "sequence_parallel": False,
-        "schedule": "1f1b",
-        "stages_per_rank": 1,
-        "attention": "ring",
-        "bucket_mb": 25.0,
-    }
-    model, train = config.model, config.train
-    assert (model.tied_embeddings, model.dropout, model.experts, model.capacity_factor) == (
-        False,
-        0.0,
-        0,
-        None,
-    )
-    assert not any(model.has_experts(layer) for layer in range(model.layers))
-    assert (train.schedule, train.min_lr_ratio, train.clip_norm, train.compute_dtype) == (
-        "cosine",
-        0.1,
-        None,
-        None,
-    )
-    assert not (train.recompute or train.compile or train.checkpoint_async)
 
 
 def test_missing_sections_do_not_hide_what_the_others_say() -> None:
