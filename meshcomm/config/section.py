@@ -97,7 +97,12 @@ class Rule(NamedTuple):
     check: Callable[[Any], Iterable[Problem]]
 
 
-RULES: Final[dict[Any, list[Rule]]] = defaultdict(list)
+_RULES: Final[dict[type, list[Rule]]] = defaultdict(list)
+
+
+def rules_of(kind: type) -> list[Rule]:
+    """The rules of a section, and of what it is a kind of."""
+    return [rule for each in kind.__mro__ for rule in _RULES.get(each, ())]
 
 
 def _written(section: Any, key: str) -> str:
@@ -133,7 +138,7 @@ class Section(BaseModel):
 
         Settings that `broken` names have been reported; nothing is concluded from them.
         """
-        return run(RULES[type(self)], self, broken, lambda key: _written(self, key))
+        return run(rules_of(type(self)), self, broken, lambda key: _written(self, key))
 
     def given(self, field: str) -> bool:
         """Whether a setting was written down, rather than left to its default."""
@@ -175,7 +180,7 @@ def rule(
     """
 
     def added(check: Callable[[S], Iterable[Problem]]) -> Callable[[S], Iterable[Problem]]:
-        RULES[section].append(Rule(needs, after, check))
+        _RULES[section].append(Rule(needs, after, check))
         return check
 
     return added

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, Part
 from meshcomm.config.problems import Broken, Near, Problem, nearest
-from meshcomm.config.section import RULES, Rule, Section, Table, run
+from meshcomm.config.section import Rule, Section, Table, rules_of, run
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml
 
@@ -63,11 +63,15 @@ class Training:
 
     def problems(self) -> Iterator[Problem]:
         """What the rules find, each with the nearest values that fit."""
-        rules = [rule for rule in (*DEMANDS[type(self.model)], *RULES[Training]) if self._judged(rule)]
+        rules = [rule for rule in (*self._demands(), *rules_of(Training)) if self._judged(rule)]
         for rule in rules:
             for problem in run([rule], self, Broken(), self._written):
                 tries = [way for each in problem.tries for way in self._ways(each, rules)]
                 yield replace(problem, tries=tries)
+
+    def _demands(self) -> Iterator[Rule]:
+        for kind in type(self.model).__mro__:
+            yield from DEMANDS.get(kind, ())
 
     def _judged(self, rule: Rule) -> bool:
         return not self.broken.touches(*(need for need in rule.needs if need not in PARTS)) and all(
@@ -90,7 +94,7 @@ class Training:
         value = getattr(self, section)
         needs = {way.setting, *(part for part in self.parallel.parts if self.key(part) == way.setting)}
         concerned = [rule.check for rule in rules if needs.intersection(rule.needs)]
-        own = [rule.check for rule in RULES[type(value)] if path[0] in rule.needs]
+        own = [rule.check for rule in rules_of(type(value)) if path[0] in rule.needs]
         before = [problem.what for check in own for problem in check(value)]
 
         def fits(number: int) -> bool:
