@@ -125,6 +125,14 @@ def _yaml_loader(yaml: Any) -> Any:
         # int(text, 0) refuses 010, which is 10.
         return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
+    def opened(loader: Any, kind: Any) -> None:
+        # Before the scanner looks ahead of each of them, which takes the square of their number.
+        if loader.flow_level >= _DEEPEST:
+            said = f"brackets more than {_DEEPEST} deep"
+            raise yaml.scanner.ScannerError(None, None, said, loader.get_mark())
+        yaml.SafeLoader.fetch_flow_collection_start(loader, kind)
+
+    loader_class.fetch_flow_collection_start = opened
     loader_class.add_constructor("tag:yaml.org,2002:map", table)
     loader_class.add_constructor("tag:yaml.org,2002:int", whole)
     return loader_class

@@ -105,7 +105,7 @@ def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
     if order is None or number is None:
         return
     wanted: Sequence[int] = range(number) if mesh.ranks is None else mesh.ranks
-    outside = sorted(set(order).difference(wanted))
+    outside = sorted(set(order).difference(wanted)) if len(order) == number else []
     what = _list_fault(order)
     if what is None and len(order) != number:
         closed = f"{times(mesh.dims)}, " if -1 not in mesh.dims.values() else ""
