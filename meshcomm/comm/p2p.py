@@ -60,12 +60,25 @@ class Messages:
     same peer, tag and dtype, is not checked again where the tensor is `usable` as it is.
     """
 
-    __slots__ = ("_fast", "_kinds", "_loopback", "_name", "_recorder", "_size", "_transport", "_who", "coord")
+    __slots__ = (
+        "_device",
+        "_fast",
+        "_kinds",
+        "_loopback",
+        "_name",
+        "_recorder",
+        "_size",
+        "_transport",
+        "_who",
+        "coord",
+    )
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
         self._name = name
         self._transport = transport
-        self._kinds = transport.kinds
+        self._kinds = kinds = transport.message_kinds
+        # Where what describes a message is: that of the mesh, if messages are carried there.
+        self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._size = transport.size
         self.coord = transport.coord
         self._who = who
@@ -91,7 +104,7 @@ class Messages:
             self._start("recv", [P2P("recv", out, src, tag)])
             return out
         if out is None:
-            header = self._checked("recv", "recv", blank_header(self._transport.device), src, tag)
+            header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             if src == self.coord:
                 out = torch.empty_like(self._loopback.oldest(tag, self.where("recv")))
             else:
@@ -113,7 +126,7 @@ class Messages:
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
-        first = blank_header(self._transport.device) if out is None else out
+        first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._issue("recv_any", [end], True, calls=0 if out is None else 1)
         handle.at_once()
@@ -156,7 +169,7 @@ class Messages:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
         if handshake:
-            blank = blank_header(self._transport.device)
+            blank = blank_header(self._device)
             first = [P2P("recv", blank, source, 0)] if comes else []
             if goes:
                 header = header_of(materialised(x.detach()), self.where("shift"))

@@ -77,6 +77,11 @@ class Transport(ABC):
         """The device types of tensors that the group carries."""
         return (self.device.type,)
 
+    @property
+    def message_kinds(self) -> tuple[str, ...]:
+        """The device types of tensors that messages carry."""
+        return self.kinds
+
     def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
         """Told of this rank's next call on the dim `name`; whether the transport compares calls itself."""
         return False

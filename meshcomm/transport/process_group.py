@@ -63,6 +63,11 @@ class ProcessGroupTransport(Transport):
         with_gloo = self.serving(torch.device("cpu")) == "gloo"
         return tuple(dict.fromkeys((self.device.type, "cpu"))) if with_gloo else (self.device.type,)
 
+    @property
+    def message_kinds(self) -> tuple[str, ...]:
+        """Gloo's messages read and write host memory alone; its collectives copy what is elsewhere."""
+        return ("cpu",) if self.name == "gloo" else self.kinds
+
     def serving(self, device: torch.device) -> str:
         """The backend that carries tensors of `device`."""
         return backend_on(self._backend, device)

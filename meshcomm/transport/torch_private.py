@@ -224,12 +224,15 @@ def calls_under_way() -> list[dict[str, Any]]:
     It also sees calls that were made past a mesh: by hand, by DTensor, FSDP or pipelining. Empty
     where it is off, as by TORCH_FR_BUFFER_SIZE=0.
     """
-    try:
-        # Missing from the stubs of some versions of torch.
-        dump: Any = getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
-        entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"]
-    except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-        return []
+    entries: list[Any] = []
+    # NCCL's own recorder is another one than that of the hooks.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        try:
+            entries += json.loads(getattr(bindings, name)(includeCollectives=True, onlyActive=True))[
+                "entries"
+            ]
+        except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
+            continue
     return [
         {
             "call": entry.get("profiling_name", "a call"),

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshcomm
+from meshcomm.comm import Communicator
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.errors import LaunchError, MeshcommError, ShapeError
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
+from meshcomm.transport import ProcessGroupTransport
 
 
 def pretend(
@@ -158,3 +162,28 @@ def test_what_the_store_of_a_job_hears_does_not_grow_with_the_world(world: int) 
     steps = 3 * world / period_s(world)
     nccl = world * 1_000 / int(nccl_defaults(world)["TORCH_NCCL_COORD_CHECK_MILSEC"])
     assert looks + steps + nccl <= 5_000
+
+
+@pytest.mark.parametrize(
+    ("backend", "kinds", "message_kinds", "any_source", "ordered"),
+    [
+        ("nccl", ("cuda",), ("cuda",), False, True),
+        ("gloo", ("cuda", "cpu"), ("cpu",), True, False),
+        ("cpu:gloo,cuda:nccl", ("cuda", "cpu"), ("cuda", "cpu"), False, True),
+    ],
+)
+def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
+    backend: str, kinds: tuple[str, ...], message_kinds: tuple[str, ...], any_source: bool, ordered: bool
+) -> None:
+    group: Any = SimpleNamespace(group_name="dp", size=lambda: 2, rank=lambda: 0)
+    transport = ProcessGroupTransport(group, backend, torch.device("cuda", 0), owned=False, timeout_s=1.0)
+    assert (transport.kinds, transport.message_kinds) == (kinds, message_kinds)
+    assert (transport.any_source, transport.ordered) == (any_source, ordered)
+    messages = Communicator("dp", transport, "rank 0").messages
+    with FakeTensorMode():
+        on_gpu = torch.ones(2, device="cuda")
+    if "cuda" not in message_kinds:
+        # A device's address would be read as the host's.
+        with pytest.raises(ShapeError, match="cannot carry this tensor") as refused:
+            messages.send(on_gpu, 1)
+        assert refused.value.expected == "a dense tensor on cpu"
