@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from meshcomm.testing import Pool
-from meshcomm.train.differences import Difference
+from meshcomm.train.parity import Difference
 from tests.train.parity_page import write_page
 
 # torch's store looks up the name of every address that connects. A name server that does not answer

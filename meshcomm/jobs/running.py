@@ -47,8 +47,8 @@ def _train(settings: Config) -> None:
     from meshcomm.mesh.opening import init
     from meshcomm.train import Silent, find_attempt
     from meshcomm.train import run as run_training
-    from meshcomm.train.exchange import is_first
     from meshcomm.train.screen import TrainingReporter
+    from meshcomm.train.together import is_first
 
     attempt = find_attempt(os.environ)
     with init(settings) as mesh:

@@ -1,8 +1,7 @@
 """A transformer on bytes of real text, trained in parallel as a config says."""
 
 from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
-from meshcomm.train.loop import run, trainer_for
-from meshcomm.train.rates import learning_rate
+from meshcomm.train.loop import learning_rate, run, trainer_for
 from meshcomm.train.report import Reporter, Resumed, Silent, Start, Step, Summary
 
 __all__ = [

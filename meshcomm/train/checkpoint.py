@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,9 @@ from typing import Final, Self, final
 from torch import Tensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, TrainingError
+from meshcomm.errors import CommunicationError
 from meshcomm.mesh import Mesh
-from meshcomm.train.background import Background
-from meshcomm.train.complete import (
+from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
     commit,
@@ -27,10 +24,12 @@ from meshcomm.train.complete import (
     saving,
     tidy,
 )
-from meshcomm.train.exchange import bytes_of_every_rank, is_first, together
-from meshcomm.train.lock import Lock
-from meshcomm.train.metrics import put_aside
-from meshcomm.train.sharded import RETRY, WRITABLE, Division, Share, all_do, read
+from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint_writer import Save, Shares
+from meshcomm.train.lock import Lock, compare
+from meshcomm.train.report import Resumed
+from meshcomm.train.run_files import put_aside
+from meshcomm.train.together import is_first, of_every_rank, together
 
 # After a broken connection: the others may have ended, and what they wrote with them.
 _GRACE_S: Final = 5.0
@@ -55,18 +54,22 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
     return Attempt("" if job == "none" else job, int(restarts) if restarts.isdecimal() else 0)
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """How a run starts.
+def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
 
-    continues: it goes on where an earlier one stopped, be that before its first checkpoint.
-    path: the checkpoint it goes on from; None: it starts with the first step.
-    restarts: of the launcher, where it goes on because of one; else 0.
+    Each rank reads what its own parts need; nothing is communicated but the outcome.
+    Raises: TrainingError on every rank where one could not read, or a name, shape or dtype differs.
     """
+    together(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
-    continues: bool = False
-    path: Path | None = None
-    restarts: int = 0
+
+def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
+
+    Called by: every rank of the mesh. Returns when everything is on the disk, the metadata last.
+    Raises:    TrainingError on every rank where one of them could not write.
+    """
+    Save(mesh, state, Shares(mesh).of(state), folder).now()
 
 
 @final
@@ -85,28 +88,38 @@ class Checkpoints:
         self._mesh = mesh
         self._train = train
         self.folder = Path(train.out) / FOLDER
-        self._division = Division(mesh)
-        self._under_way: Background | None = None
+        self._shares = Shares(mesh)
+        self._under_way: Save | None = None
 
-    def begin(self, attempt: Attempt) -> Beginning:
+    def begin(self, attempt: Attempt, now: Lock) -> tuple[Resumed | None, Lock]:
         """Decide how the run starts, and make the folder ready for it. Every rank calls this.
 
         It goes on with `train.resume`, or where the launcher has restarted the job that wrote
         here. Otherwise what an earlier run left, metrics and checkpoints, is put aside. What broken
         saves left is removed. Rank 0 decides and acts; any rank may be the one that was restarted.
-        Raises TrainingError where the folder cannot be read or written.
+
+        now:     the lock of this run at its first step; the checkpoint's must fit, see `lock.compare`.
+        Returns: what it goes on from, None at a start; and the lock of that checkpoint, `now` where there is none.
+        Raises:  TrainingError where the folder cannot be read or written, ConfigError.
         """
         mesh = self._mesh
         # Each host's agent counts the failures of its own processes.
-        counts = bytes_of_every_rank(mesh, str(attempt.restarts).encode())
-        restarts = max(int(count) for count in counts)
+        restarts = max(of_every_rank(mesh, attempt.restarts))
 
-        def decide() -> bytes:
-            return json.dumps(self._decide(attempt.job, restarts)).encode() if is_first(mesh) else b""
+        def decide() -> tuple[bool, str, int] | None:
+            return self._decide(attempt.job, restarts) if is_first(mesh) else None
 
-        said = bytes_of_every_rank(mesh, together(mesh, f"use {self.folder}", decide))
-        continues, name, counted = json.loads(next(text for text in said if text))
-        return Beginning(continues, None if name is None else self.folder / name, counted)
+        said = of_every_rank(mesh, together(mesh, f"use {self.folder}", decide))
+        continues, name, counted = next(each for each in said if each)
+        path = self.folder / name
+        if not name:
+            return Resumed(0, path, (), counted) if continues else None, now
+
+        def look() -> tuple[Resumed, Lock]:
+            saved = Lock.read(path)
+            return Resumed(saved.step, path, compare(saved, now, path), counted), saved
+
+        return together(mesh, f"resume from {path}", look)
 
     def save(self, lock: Lock, state: Mapping[str, Tensor]) -> Path:
         """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.
@@ -119,44 +132,41 @@ class Checkpoints:
         """
         self.finish()
         path = self.folder / name_of(lock.step)
-        try:
-            if self._train.checkpoint_async:
-                self._begin(lock, path, state)
-            else:
-                share = Share(self._mesh, state, self._division.divide(state), saving(path))
-                all_do(self._mesh, share.folder, share.write)
-                all_do(self._mesh, share.folder, lambda: self._complete(lock, share))
-        except TrainingError:
-            # Give the disk its space back: what was written is of no use.
-            if is_first(self._mesh):
-                shutil.rmtree(saving(path), ignore_errors=True)
-            raise
+        draft, beside = saving(path), self._train.checkpoint_async
+
+        def complete() -> None:
+            lock.write(draft)
+            commit(path)
+            keep_last(self.folder, self._train.keep)
+
+        items = self._shares.of(state)
+        save = Save(self._mesh, state, items, draft, copy=beside, complete=complete)
+        if beside:
+            save.start()
+            self._under_way = save
+        else:
+            save.now()
         return path
 
     def poll(self) -> None:
         """Raise on every rank what made a save beside the training fail; before each step.
 
         Called by: every rank, at the same point of the program. While a save is under way it costs an
-        all_reduce of one number per dim, else nothing.
+        all_reduce of two numbers per dim, else nothing.
         Raises: TrainingError, the same on every rank: which rank could not save, and why.
         """
-        if self._under_way is not None:
-            try:
-                ended = self._under_way.poll()
-            except BaseException:
-                self._under_way = None
-                raise
-            if ended:
-                self._under_way = None
+        save, self._under_way = self._under_way, None
+        if save is not None and not save.poll():
+            self._under_way = save
 
     def finish(self) -> None:
         """Wait until a save that is under way is complete, for `mesh.timeout_s` at most.
 
         Called by: every rank, at the same point of the program. Raises as `poll`.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.finish(self._mesh.plan.defaults.timeout_s)
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.wait(self._mesh.plan.defaults.timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -166,11 +176,10 @@ class Checkpoints:
     ) -> None:
         if error is None:
             self.finish()
-            return
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
+        elif self._under_way is not None:
             broken = isinstance(error, CommunicationError)
-            under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s)
+            self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, _GRACE_S)
+            self._under_way = None
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `state` from the checkpoint `path`, saved on this or another mesh."""
@@ -180,7 +189,7 @@ class Checkpoints:
         """The complete checkpoints, oldest first."""
         return complete(self.folder)
 
-    def _decide(self, job: str, restarts: int) -> tuple[bool, str | None, int]:
+    def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
         marker = self.folder / "job"
         known = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
@@ -198,24 +207,4 @@ class Checkpoints:
             replace(marker, job)
         if found:
             replace(self.folder / LATEST, found[-1])
-        return continues, found[-1] if found else None, restarts if restarted else 0
-
-    def _begin(self, lock: Lock, path: Path, state: Mapping[str, Tensor]) -> None:
-        mesh, draft = self._mesh, saving(path)
-        items = self._division.divide(state)
-        share = all_do(mesh, draft, lambda: Share(mesh, state, items, draft, copy=True))
-        self._under_way = Background(
-            mesh,
-            f"save into {draft}",
-            work=share.write,
-            complete=lambda: self._complete(lock, share),
-            give_up=lambda: shutil.rmtree(draft, ignore_errors=True),
-            expected=WRITABLE,
-            hint=RETRY,
-        )
-
-    def _complete(self, lock: Lock, share: Share) -> None:
-        if is_first(self._mesh):
-            share.finish()
-            commit(lock, self.folder / name_of(lock.step))
-            keep_last(self.folder, self._train.keep)
+        return continues, found[-1] if found else "", restarts if restarted else 0

@@ -21,7 +21,7 @@ from meshcomm.config.section import Section
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.complete import LOCK, METADATA, instead_of
+from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
 _FORMAT = 2
 
@@ -34,12 +34,9 @@ _OF_NO_EFFECT = {
     f"train.{name}"
     for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "trace_steps")
 }
+_CLASSES = (MeshConfig, ParallelConfig, ModelConfig, DataConfig, TrainConfig)
 _SECTIONS: Mapping[str, type[Section]] = {
-    "mesh": MeshConfig,
-    "parallel": ParallelConfig,
-    "model": ModelConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
+    each.__name__.removesuffix("Config").lower(): each for each in _CLASSES
 }
 
 
@@ -63,7 +60,7 @@ class Lock:
     def write(self, folder: Path) -> None:
         """Write lock.json into `folder`, for the metadata there. Raises OSError."""
         lock = replace(self, metadata=_sha256((folder / METADATA).read_bytes()))
-        (folder / LOCK).write_text(lock.text() + "\n", encoding="utf-8")
+        write(folder / LOCK, (lock.text() + "\n").encode())
 
     def text(self) -> str:
         """The lock as JSON, its own digest last."""
@@ -97,64 +94,40 @@ class Lock:
                 raise ValueError("another format")
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
                 raise ValueError("its text is not the one that was written: its SHA-256 is another")
-            lock = cls(**facts)
+            return cls(**facts)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
-        if type(lock.step) is not int or lock.step < 0:
-            raise ValueError(f"step {lock.step!r} is no number of steps")
-        return lock
 
 
-def lock_of(mesh: Mesh, config: Config, digest: bytes, step: int, seconds: float, skipped: int = 0) -> Lock:
-    """The lock of `step`.
-
-    config: with every section checked against the mesh. digest: SHA-256 of the training text.
-    """
+def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
+    """The lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the text."""
     settings = {
         name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in _SECTIONS
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)
     settings["data"]["sha256"] = digest.hex()
-    return Lock(
-        step=step,
-        seconds=seconds,
-        fingerprint=mesh.plan.fingerprint,
-        plan=mesh.plan.facts(),
-        config=settings,
-        versions={
-            "meshcomm": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "einops": einops.__version__,
-            "python": platform.python_version(),
-        },
-        skipped=skipped,
-    )
+    libraries = {"meshcomm": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    versions = {**libraries, "einops": einops.__version__, "python": platform.python_version()}
+    return Lock(0, 0.0, mesh.plan.fingerprint, mesh.plan.facts(), settings, versions)
 
 
-def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]:
+def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     """What is different now from when the checkpoint `folder` was made, one setting per line.
 
     A setting that one of them does not know, being of another version, has its default there: that is
     what a run did before the setting came. What only says how a run is written down is left out.
 
     Raises ConfigError, with both values of each, where what differs makes it another training, or
-    where the checkpoint lies behind the last of `steps`.
+    where the checkpoint lies behind its last step.
     """
+    old, new = _flat(saved), _flat(now)
     differences: dict[str, tuple[Any, Any]] = {}
-    for part, before, after in (
-        ("", saved.config, now.config),
-        ("versions.", saved.versions, now.versions),
-        ("", {"device": saved.plan.get("device")}, {"device": now.plan.get("device")}),
-    ):
-        old, new = _flat(before), _flat(after)
-        for name in dict.fromkeys((*old, *new)):
-            values = (
-                old[name] if name in old else _default(name),
-                new[name] if name in new else _default(name),
-            )
-            if name not in _OF_NO_EFFECT and _differ(*values):
-                differences[part + name] = values
+    for name in dict.fromkeys((*old, *new)):
+        before, after = (each[name] if name in each else _default(name) for each in (old, new))
+        # The order of mesh.dims is who sits where.
+        moved = isinstance(before, dict) and before == after and list(before) != list(after)
+        if name not in _OF_NO_EFFECT and (moved or before != after):
+            differences[name] = before, after
     fixed = [name for name in differences if name.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
@@ -166,6 +139,7 @@ def compare(saved: Lock, now: Lock, folder: Path, steps: int) -> tuple[str, ...]
             expected="the checkpoint's own model, data, batch, seed and dtype",
             hint="put them back; or train.resume = false or another train.out, for a run of its own",
         )
+    steps = now.config["train"]["steps"]
     if saved.step > steps:
         raise ConfigError(
             f"the checkpoint is further than this training goes: {saved.step} > {steps}",
@@ -180,13 +154,11 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(lock: Lock) -> dict[str, Any]:
     """`section.key` -> value. A key's own table, as of mesh.dims, stays one value."""
-    return {
-        f"{section}.{key}" if key else section: value
-        for section, table in settings.items()
-        for key, value in (table.items() if isinstance(table, Mapping) else [("", table)])
-    }
+    sections = {**lock.config, "versions": lock.versions}
+    found = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
+    return {**found, "device": lock.plan.get("device")}
 
 
 def _default(name: str) -> Any:
@@ -197,8 +169,3 @@ def _default(name: str) -> Any:
         return None
     # As JSON has it: lists for tuples, tables for sections.
     return to_jsonable_python(field.get_default(call_default_factory=True))
-
-
-def _differ(old: Any, new: Any) -> bool:
-    # The order of mesh.dims is who sits where.
-    return bool(old != new) or (isinstance(old, dict) and list(old) != list(new))

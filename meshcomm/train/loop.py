@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.config import Config
+from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.splits import Splits
 from meshcomm.predict.stages import Stage
 from meshcomm.train.agree import agree
-from meshcomm.train.checkpoint import Attempt, Beginning, Checkpoints
+from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.exchange import is_first, together
-from meshcomm.train.lock import Lock, compare, lock_of
-from meshcomm.train.metrics import MetricsFile
+from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.model import Transformer, initialise
-from meshcomm.train.rates import learning_rate
-from meshcomm.train.record import recorded
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
-from meshcomm.train.tracing import TracedSteps
+from meshcomm.train.run_files import METRICS, TRACE, MetricsFile, recorded
+from meshcomm.train.together import is_first
 
 _LOSSES = "run.losses"
 # Steps that may be left out one after the other: more of them are no accident.
@@ -41,7 +38,7 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
     attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
     Called by: every rank of an open mesh, with equal configs.
     Returns:   the same losses on every rank. Rank 0 has written metrics.jsonl, and beside it config.json
-               and run.json, into `train.out`; see meshcomm.train.record.
+               and run.json, into `train.out`; see meshcomm.train.run_files.
     Raises:    ConfigError or LayoutError where config and mesh, or config and checkpoint do not
                fit; TrainingError where ranks have different settings or data, a parameter gets no
                gradient, the loss or the gradient norm is not finite (see train.nonfinite), or a
@@ -55,17 +52,15 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
             # More threads than cores slow each other down; ranks on one host share its cores.
             torch.set_num_threads(max(1, _cores() // facts.ranks_here))
         checkpoints = Checkpoints(mesh, facts.sections.train)
-        beginning = checkpoints.begin(attempt or Attempt())
-
-        def lock(step: int, seconds: float, skipped: int) -> Lock:
-            return lock_of(mesh, config, facts.corpus.digest, step, seconds, skipped)
-
-        resumed, saved = _resumed(mesh, beginning, checkpoints, lock, facts.sections.train.steps)
+        start = lock_of(mesh, config, facts.corpus.digest)
+        resumed, lock = checkpoints.begin(attempt or Attempt(), start)
         trainer = trainer_for(mesh, config)
-        losses: list[float] = []
-        if resumed is not None and resumed.step:
-            losses = _load(trainer, checkpoints, resumed)
-        return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, saved, losses)
+        losses = [0.0] * lock.step
+        if resumed is not None and lock.step:
+            state = _state(trainer, losses)
+            checkpoints.load(resumed.folder, state)
+            losses = state[_LOSSES].tolist()
+        return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses)
     finally:
         torch.set_num_threads(before)
 
@@ -108,39 +103,9 @@ def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:
     )
 
 
-def _resumed(
-    mesh: Mesh,
-    beginning: Beginning,
-    checkpoints: Checkpoints,
-    lock: Callable[[int, float, int], Lock],
-    steps: int,
-) -> tuple[Resumed | None, Lock]:
-    """What a run goes on from, checked against its configuration, and the lock of that moment."""
-    path = beginning.path
-    if not beginning.continues:
-        return None, lock(0, 0.0, 0)
-    if path is None:
-        return Resumed(0, checkpoints.folder, (), beginning.restarts), lock(0, 0.0, 0)
-
-    def look() -> tuple[Lock, tuple[str, ...]]:
-        saved = Lock.read(path)
-        return saved, compare(saved, lock(saved.step, saved.seconds, saved.skipped), path, steps)
-
-    saved, differences = together(mesh, f"resume from {path}", look)
-    return Resumed(saved.step, path, differences, beginning.restarts), saved
-
-
 def _state(trainer: Trainer, losses: list[float]) -> dict[str, Tensor]:
     """All that a run must find again, beside what follows from the step and the configuration."""
     return {**trainer.state(), _LOSSES: torch.tensor(losses, dtype=torch.float64)}
-
-
-def _load(trainer: Trainer, checkpoints: Checkpoints, resumed: Resumed) -> list[float]:
-    """Put the checkpoint's state into `trainer`; return the losses of the steps before."""
-    state = _state(trainer, [0.0] * resumed.step)
-    checkpoints.load(resumed.folder, state)
-    found: list[float] = state[_LOSSES].tolist()
-    return found
 
 
 def _steps(
@@ -149,12 +114,11 @@ def _steps(
     corpus: Corpus,
     reporter: Reporter,
     checkpoints: Checkpoints,
-    lock: Callable[[int, float, int], Lock],
+    lock: Lock,
     resumed: Resumed | None,
-    saved: Lock,
     losses: list[float],
 ) -> Summary:
-    """The steps that follow those of `losses`, after which the lock was `saved`."""
+    """The steps that follow those of `losses`, after which the lock was `lock`."""
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
     batches = batches_of(trainer, corpus)
@@ -169,7 +133,7 @@ def _steps(
         warm_up_s=mesh.warm_up_s,
     )
     out = Path(train.out)
-    seconds, skipped, in_a_row = saved.seconds, saved.skipped, 0
+    seconds, skipped, in_a_row = lock.seconds, lock.skipped, 0
     every = train.checkpoint_every
 
     def summary() -> Summary:
@@ -179,7 +143,7 @@ def _steps(
             tuple(losses),
             done * start.tokens_per_step,
             seconds,
-            out / "metrics.jsonl",
+            out / METRICS,
             skipped=skipped,
         )
 
@@ -191,20 +155,24 @@ def _steps(
             metrics = stack.enter_context(MetricsFile(out, after=0 if resumed is None else resumed.step))
             ended = stack.enter_context(recorded(out, config, mesh.plan, start))
         stack.enter_context(checkpoints)
-        traced = stack.enter_context(TracedSteps(mesh, train.trace_steps, out))
+        traced = stack.enter_context(contextlib.ExitStack())
+        first_traced, last_traced = train.trace_steps or (0, -1)
         reporter.start(start)
         logged = time.perf_counter()
-        began = logged - saved.seconds
+        began = logged - lock.seconds
         logged_step = first = len(losses)
         before = mesh.stats()
         try:
             for step in range(len(losses) + 1, train.steps + 1):
                 checkpoints.poll()
                 lr = learning_rate(train, step)
-                traced.before(step)
+                # A run that was resumed may begin inside.
+                if first_traced <= step <= last_traced and step in (first_traced, first + 1):
+                    traced.enter_context(mesh.trace(out / TRACE))
                 loss, norm, fault = trainer.step(*batches(step), lr, step)
                 mesh.step(step)
-                traced.after(step)
+                if step == last_traced:
+                    traced.close()
                 in_a_row = in_a_row + 1 if fault else 0
                 skipped += bool(fault)
                 if in_a_row > _IN_A_ROW:
@@ -236,7 +204,8 @@ def _steps(
                 if every and (step % every == 0 or step == train.steps):
                     if metrics is not None:
                         metrics.sync()
-                    checkpoints.save(lock(step, seconds, skipped), _state(trainer, losses))
+                    now_lock = dataclasses.replace(lock, step=step, seconds=seconds, skipped=skipped)
+                    checkpoints.save(now_lock, _state(trainer, losses))
             checkpoints.finish()
         except BaseException:
             ended.append(summary())
@@ -255,3 +224,24 @@ def _steps(
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Of step 1, 2, ..., train.steps: a pure function of the configuration, so no state to save.
+
+    Linear up to `lr` at `warmup_steps`. Then, by `schedule`, half a cosine wave or a straight line down
+    to `lr * min_lr_ratio` at the last step, or `lr` to the end.
+
+    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch=1, microbatch=1, lr=1.0, min_lr_ratio=0.2)
+    >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
+    [0.25, 0.5, 0.75, 1.0, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]
+    >>> linear, constant = (train.model_copy(update={"schedule": name}) for name in ("linear", "constant"))
+    >>> [(round(learning_rate(linear, step), 3), learning_rate(constant, step)) for step in (8, 12)]
+    [(0.6, 1.0), (0.2, 1.0)]
+    """
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    shares = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    least = 1.0 if train.schedule == "constant" else train.min_lr_ratio
+    return train.lr * (least + (1 - least) * shares[train.schedule])

@@ -1,23 +1,25 @@
-"""The first steps of a training, on a mesh or on one process, recorded so that they can be compared."""
+"""The first steps of a training, on a mesh and on one process: what each gave, and how far they are apart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from meshcomm.config import Config, load
-from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import whole
 from meshcomm.train import data as text
 from meshcomm.train.data import Corpus
-from meshcomm.train.loop import batches_of, trainer_for
-from meshcomm.train.rates import learning_rate
+from meshcomm.train.loop import batches_of, learning_rate, trainer_for
+
+Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,25 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Write it as one file."""
-        tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
-        tensors["norms"] = torch.tensor(self.norms, dtype=torch.float64)
-        tensors |= {f"weight {name}": tensor for name, tensor in self.weights.items()}
-        tensors |= {f"gradient {name}": tensor for name, tensor in self.gradients.items()}
-        torch.save(tensors, path)
+        torch.save(self.__dict__, path)
 
     @staticmethod
     def read(path: Path) -> Record:
         """What `save` wrote. Tensors are mapped: ranks of one host share their memory."""
-        tensors: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
-        losses, norms = (tuple(tensors.pop(name).tolist()) for name in ("losses", "norms"))
-        found: dict[str, dict[str, Tensor]] = {"weight": {}, "gradient": {}}
-        for key, tensor in tensors.items():
-            kind, _, name = key.partition(" ")
-            found[kind][name] = tensor
-        return Record(losses, norms, found["weight"], found["gradient"])
+        return Record(**torch.load(path, mmap=True, weights_only=True))
+
+    def steps(self) -> dict[tuple[Kind, str], Tensor]:
+        """The loss, then the norm of each step."""
+        found: dict[tuple[Kind, str], Tensor] = {}
+        for step in range(max(len(self.losses), len(self.norms))):
+            values: tuple[tuple[Kind, tuple[float, ...]], ...] = (
+                ("loss", self.losses),
+                ("gradient norm", self.norms),
+            )
+            for kind, of_steps in values:
+                if step < len(of_steps):
+                    found[kind, f"step {step + 1}"] = torch.tensor(of_steps[step], dtype=torch.float64)
+        return found
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -115,17 +120,89 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     )
 
 
-def finite(found: Record) -> Record:
-    """`found`, where it can be compared with. Raises TrainingError where a loss or norm is not finite."""
-    for step, (loss, norm) in enumerate(zip(found.losses, found.norms, strict=True), start=1):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"on one process step {step} gives nothing that a mesh could be compared with",
-                given=f"loss {loss}, gradient norm {norm}",
-                expected="finite numbers",
-                hint="a smaller train.lr, or --steps " + str(max(1, step - 1)),
-            )
+@final
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity between a rank's record and the reference.
+
+    name:     "step 3" of a loss or a norm; the parameter of a weight or a gradient.
+    relative: the absolute one by the largest value of the quantity in the reference, 1 at least: so
+              what is large is judged by its digits, and what is about zero by how far from it.
+    rank:     the first of those on which it is largest.
+    note:     why there is nothing to subtract, or "".
+
+    Both are infinite where a value is not finite, or where there is nothing to subtract.
+    """
+
+    kind: Kind
+    name: str
+    absolute: float
+    relative: float
+    rank: int = 0
+    note: str = ""
+
+    @property
+    def words(self) -> str:
+        """What it is a difference of: `loss of step 3`."""
+        return f"{self.kind} of {self.name}"
+
+
+def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
+    """Differences of `ours`, a rank's, from the reference: of each step, then of each parameter it has."""
+    mine, other = ours.steps(), theirs.steps()
+    found = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
+    for name in ours.weights:
+        found += [
+            _difference("weight", name, ours.weights[name], theirs.weights.get(name), rank),
+            _difference("gradient", name, ours.gradients.get(name), theirs.gradients.get(name), rank),
+        ]
     return found
+
+
+def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
+    """The largest difference of each quantity over all ranks; what no rank has of `names` is one too.
+
+    names: of all parameters of the reference. In the order of `compare`, parameters of all stages.
+    """
+    found: dict[tuple[Kind, str], Difference] = {}
+    for each in of_ranks:
+        for one in each:
+            known = found.setdefault((one.kind, one.name), one)
+            if one.relative > known.relative:
+                found[one.kind, one.name] = one
+    kinds: tuple[Kind, ...] = ("weight", "gradient")
+    for key in ((kind, name) for name in names for kind in kinds):
+        if key not in found:
+            found[key] = _difference(*key, None, None, 0)
+    return list(found.values())
+
+
+def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
+    """What differs first by more than `tolerance`, as a program computes it: the loss of a step before
+    its norm, both before those of the next step; then the worst parameter. None where nothing does.
+    """
+    over = [one for one in differences if one.relative > tolerance]
+    steps = [one for one in over if one.kind in ("loss", "gradient norm")]
+    if steps:
+        return min(steps, key=lambda one: (int(one.name.split()[1]), one.kind != "loss"))
+    return max(over, key=lambda one: one.relative, default=None)
+
+
+def _difference(kind: Kind, name: str, mine: Tensor | None, other: Tensor | None, rank: int) -> Difference:
+    absolute, note = math.inf, ""
+    if mine is None or other is None:
+        note = "on one side only"
+    elif mine.shape != other.shape:
+        note = f"shape {tuple(mine.shape)}, on one process {tuple(other.shape)}"
+    elif mine.numel():
+        absolute = float((mine.double() - other.double()).abs().max())
+        note = "" if math.isfinite(absolute) else "not finite"
+    else:
+        absolute = 0.0
+    if note:
+        return Difference(kind, name, math.inf, math.inf, rank, note)
+    largest = float(other.abs().max()) if other is not None and other.numel() else 0.0
+    return Difference(kind, name, absolute, absolute / max(1.0, largest), rank)
 
 
 def _no_training(config: Config) -> ConfigError:

@@ -1,25 +1,64 @@
-"""`meshcomm parity`: the reference here, the mesh as a job of processes, and what comes of both as facts."""
+"""`meshcomm parity`: the reference here, the mesh as a job of processes, and where they differ, the dim to blame.
+
+`python -m meshcomm.train.parity_job FOLDER`, under a launcher, is one rank's part of it.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
-from meshcomm.config import Config
-from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingError
+from meshcomm.launch.rank import as_rank
+from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
-from meshcomm.train.blame import Blame, blame
-from meshcomm.train.differences import Difference, first, worst
-from meshcomm.train.parity import Record, finite, in_float64, record, reference
-from meshcomm.train.parity_rank import REFERENCE, read, write
+from meshcomm.train.parity import Difference, Record, compare, first, in_float64, record, reference, worst
 
 STEPS = 20
+_REFERENCE = "reference.pt"
+_JOB = "job.json"
+# What belongs to the ranks of the whole mesh and has no place on a part of it.
+_OF_ALL_RANKS: Final = ("rank_order", "ranks")
 
 Start: TypeAlias = Callable[[Config, Sequence[str]], int]
+Run: TypeAlias = Callable[[Config], Sequence[Difference]]
+
+
+@final
+@dataclass(frozen=True)
+class Blame:
+    """The dims that make a difference: one alone, two together, or none, where only all of them do.
+
+    ranks:      of the mesh with only these dims.
+    difference: the worst on it; None where that run failed, or where only all dims together differ.
+    """
+
+    dims: tuple[str, ...]
+    ranks: int
+    difference: Difference | None
+
+    @property
+    def words(self) -> str:
+        """One line: `first dim to blame: tp (alone, 2 ranks: weight of norm.weight, 3.1e-02)`."""
+        if not self.dims:
+            return "first dim to blame: none alone and no two: only all together"
+        what = "the run failed"
+        if self.difference is not None:
+            one = self.difference
+            what = f"{one.words}, {one.note or format(one.absolute, '.1e')}"
+        how = "alone" if len(self.dims) == 1 else "together, neither alone"
+        which = "first dim" if len(self.dims) == 1 else "first dims"
+        return f"{which} to blame: {' and '.join(self.dims)} ({how}, {self.ranks} ranks: {what})"
 
 
 @final
@@ -47,6 +86,7 @@ class Parity:
 
     def facts(self) -> dict[str, Any]:
         """All of it as plain data; numbers that are not finite are None."""
+        blame = self.blamed
         return {
             "config": self.config.source,
             "dims": dict(self.config.mesh.dims),
@@ -54,14 +94,13 @@ class Parity:
             "tolerance": self.tolerance,
             "notes": list(self.notes),
             "agrees": self.agrees,
-            "first": None if self.first is None else _facts(self.first),
-            "blame": None
-            if self.blamed is None
-            else {
-                "dims": list(self.blamed.dims),
-                "ranks": self.blamed.ranks,
-                "difference": None if self.blamed.difference is None else _facts(self.blamed.difference),
-                "words": self.blamed.words,
+            "first": self.first and _facts(self.first),
+            "blame": blame
+            and {
+                "dims": list(blame.dims),
+                "ranks": blame.ranks,
+                "difference": blame.difference and _facts(blame.difference),
+                "words": blame.words,
             },
             "differences": [_facts(one) for one in self.differences],
         }
@@ -92,8 +131,16 @@ def prove(config: Config, steps: int | None, tolerance: float, start: Start) -> 
         folder = Path(name)
         one = reference(exact)
         with init(one) as mesh:
-            known = finite(record(mesh, one, count))
-        known.save(folder / REFERENCE)
+            known = record(mesh, one, count)
+        for (kind, name), value in known.steps().items():
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"on one process {name} gives nothing that a mesh could be compared with",
+                    given=f"{kind} {value.item()}",
+                    expected="finite numbers",
+                    hint=f"a smaller train.lr, or --steps {max(1, int(name.split()[1]) - 1)}",
+                )
+        known.save(folder / _REFERENCE)
         run = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start)
         found = run(exact)
         ahead = first(found, tolerance)
@@ -105,8 +152,9 @@ def _on_mesh(
     config: Config, *, steps: int, reference: Record, folder: Path, start: Start
 ) -> list[Difference]:
     place = Path(tempfile.mkdtemp(dir=folder))
-    write(place, config, steps)
-    code = start(config, ["-m", "meshcomm.train.parity_rank", str(place)])
+    facts = config.model_dump(mode="json", exclude_unset=True)
+    (place / _JOB).write_text(json.dumps({"config": facts, "steps": steps}))
+    code = start(config, ["-m", "meshcomm.train.parity_job", str(place)])
     if code:
         dims = " ".join(f"{dim}={size}" for dim, size in config.mesh.dims.items())
         raise LaunchError(
@@ -115,7 +163,8 @@ def _on_mesh(
             expected=f"{steps} steps of training",
             hint="meshcomm train with the same configuration",
         )
-    return worst(read(place), reference.weights)
+    of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
+    return worst([[Difference(**each) for each in found] for found in of_ranks], reference.weights)
 
 
 def _steps(config: Config, given: int | None) -> int:
@@ -132,9 +181,127 @@ def _steps(config: Config, given: int | None) -> int:
 
 
 def _facts(one: Difference) -> dict[str, Any]:
-    finite = one.absolute != float("inf")
-    return {
-        **asdict(one),
-        "absolute": one.absolute if finite else None,
-        "relative": one.relative if finite else None,
-    }
+    finite = one.absolute != math.inf
+    return {**asdict(one), **({} if finite else {"absolute": None, "relative": None})}
+
+
+def blame(config: Config, run: Run, tolerance: float) -> Blame:
+    """Try the mesh with only one dim above 1 after the other, then with two.
+
+    config: with every size known; its own run differs.
+    run:    the differences of a configuration's mesh from the reference, worst over all ranks. A
+            MeshcommError of it counts as a difference.
+    """
+    suspects = suspected(config)
+    if len(suspects) == 1:
+        return _tried(config, suspects, run, tolerance) or Blame((), 0, None)
+    for count in (1, 2):
+        if count == len(suspects):
+            break
+        for dims in combinations(suspects, count):
+            found = _tried(config, dims, run, tolerance)
+            if found is not None:
+                return found
+    return Blame((), 0, None)
+
+
+def suspected(config: Config) -> tuple[str, ...]:
+    """The dims that can be to blame: those of the base above 1, then the experts'."""
+    dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
+    expert = None if config.parallel is None else config.parallel.expert
+    if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
+        dims.append(expert)
+    return tuple(dims)
+
+
+def only(config: Config, dims: Iterable[str]) -> Config:
+    """The same training on a smaller mesh, where only `dims` are above 1.
+
+    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size
+    that it needs besides, and its view the rest. Without it, experts are not split.
+
+    Raises ConfigError where there is no such mesh.
+    """
+    kept = set(dims)
+    parallel = config.parallel
+    if parallel is None:
+        raise ConfigError(
+            "a configuration without training has no dim to blame",
+            given=f"{config.source} without [parallel]",
+            expected="all of [parallel] [model] [data] [train]",
+        )
+    facts: dict[str, Any] = config.model_dump(exclude_unset=True)
+    facts.pop("topology", None)
+    mesh = {key: value for key, value in facts["mesh"].items() if key not in _OF_ALL_RANKS}
+    mesh.pop("views", None)
+    sizes = {dim: size if dim in kept else 1 for dim, size in config.mesh.dims.items()}
+    expert, name = parallel.expert, config.expert_view
+    section = dict(facts["parallel"])
+    if expert in kept and expert is not None and name is not None:
+        view = config.mesh.views[name]
+        shared = (parallel.pipeline, parallel.tensor)
+        carriers = [dim for dim in sizes if dim not in shared]
+        more = view[expert] // math.gcd(view[expert], math.prod(sizes[dim] for dim in carriers))
+        carrier = parallel.data if parallel.data in carriers else carriers[0]
+        sizes[carrier or ""] *= more
+        left = math.prod(sizes[dim] for dim in carriers) // view[expert]
+        made = {}
+        for dim in view:
+            if dim in shared:
+                made[dim] = sizes[dim]
+            elif dim == expert:
+                made[dim] = view[dim]
+            else:
+                made[dim], left = left, 1
+        mesh["views"] = {name: made}
+    else:
+        section.pop("expert", None)
+    known = {dim for dim, size in sizes.items() if size > 1} | set(config.mesh.merge)
+    known |= set(mesh.get("views", {}).get(name, ()))
+    options = {dim: value for dim, value in mesh.pop("options", {}).items() if dim in known}
+    if options:
+        mesh["options"] = options
+    return load({**facts, "mesh": {**mesh, "dims": sizes}, "parallel": section})
+
+
+def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> Blame | None:
+    try:
+        part = only(config, dims)
+    except ConfigError:
+        # This training cannot run so; then it cannot be told either.
+        return None
+    ranks = math.prod(part.mesh.dims.values())
+    try:
+        found = max(run(part), key=lambda one: one.relative)
+    except MeshcommError:
+        return Blame(tuple(dims), ranks, None)
+    return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None
+
+
+def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
+    """Run the steps on the mesh of `config`; this rank's differences from the record in `reference`.
+
+    Called by: every rank of the job. None on a rank that the mesh leaves out.
+    """
+    with init(config) as mesh:
+        if not mesh.is_member:
+            return None
+        return compare(record(mesh, config, steps), Record.read(reference), mesh.rank)
+
+
+def main(folder: Path) -> None:
+    """Run as a rank, and leave its differences in `folder`."""
+    here = find_launch(os.environ)
+    facts = json.loads((folder / _JOB).read_text())
+
+    def body() -> None:
+        found = differences(load(facts["config"]), facts["steps"], folder.parent / _REFERENCE)
+        if found is not None:
+            # Read in the order of the ranks: of equal differences, the first rank's counts.
+            (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))
+
+    as_rank(body, here, lambda: f"rank {here.rank}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

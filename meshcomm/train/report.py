@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from meshcomm.mesh.stats import Stats
 
@@ -91,8 +91,8 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Reporter(Protocol):
-    """Who is told. Called on every rank; only rank 0 has one that prints."""
+class Reporter:
+    """Who is told. Called on every rank; only rank 0 has one that prints. What a subclass leaves out tells nobody."""
 
     def start(self, start: Start) -> None:
         """Before the first step."""
@@ -108,17 +108,5 @@ class Reporter(Protocol):
 
 
 @final
-class Silent:
+class Silent(Reporter):
     """A reporter for ranks that do not print."""
-
-    def start(self, start: Start) -> None:
-        """See `Reporter`."""
-
-    def step(self, step: Step) -> None:
-        """See `Reporter`."""
-
-    def finish(self, summary: Summary) -> None:
-        """See `Reporter`."""
-
-    def interrupted(self, summary: Summary) -> None:
-        """See `Reporter`."""

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.train.report import Resumed, Start, Step, Summary
+from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 
 _ROWS = 10
 _COLUMNS = 60
@@ -31,7 +31,7 @@ _QUIET_S = 30.0
 
 
 @final
-class TrainingReporter:
+class TrainingReporter(Reporter):
     """The `Reporter` of the rank that prints.
 
     On a terminal it draws a bar with step, loss, tokens per second and time left. Elsewhere it
@@ -48,24 +48,20 @@ class TrainingReporter:
     def start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
         self._start = start
-        self._console.print(
+        self._say(
             f"{start.parameters:,} parameters, {start.text_bytes:,} bytes of text from {start.text_files} "
             f"files, {start.steps} steps of {start.tokens_per_step:,} tokens, "
-            f"{start.threads} CPU thread{'s' if start.threads > 1 else ''} per rank",
-            highlight=False,
-            soft_wrap=True,
+            f"{start.threads} CPU thread{'s' if start.threads > 1 else ''} per rank"
         )
         if start.warm_up_s:
             took = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in start.warm_up_s.items())
-            self._console.print(f"groups warmed up: {took}", highlight=False, soft_wrap=True)
+            self._say(f"groups warmed up: {took}")
         done = 0
         if start.resumed is not None:
             done = start.resumed.step
-            self._console.print(*resumed_lines(start.resumed), sep="\n", highlight=False, soft_wrap=True)
+            self._say("\n".join(resumed_lines(start.resumed)))
         if not self._console.is_terminal and done < start.steps:
-            self._console.print(
-                f"running step {done + 1} of {start.steps}; the first takes longest", highlight=False
-            )
+            self._say(f"running step {done + 1} of {start.steps}; the first takes longest")
         if self._console.is_terminal:
             self._progress = Progress(
                 SpinnerColumn(),
@@ -87,8 +83,7 @@ class TrainingReporter:
     def step(self, step: Step) -> None:
         """Move the bar, or print a line now and then, and one for a step that was left out."""
         if step.fault:
-            first = step.fault.partition("\n")[0]
-            self._console.print(f"step {step.step} is left out: {first}", highlight=False, soft_wrap=True)
+            self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_s:,.0f}"
@@ -105,11 +100,9 @@ class TrainingReporter:
         ):
             self._said = step
             left = step.seconds / step.step * (steps - step.step)
-            self._console.print(
+            self._say(
                 f"step {step.step}/{steps}  loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s  "
-                f"{duration(left)} left",
-                highlight=False,
-                soft_wrap=True,
+                f"{duration(left)} left"
             )
 
     def finish(self, summary: Summary) -> None:
@@ -124,11 +117,10 @@ class TrainingReporter:
         self._close()
         steps = self._start.steps if self._start else 0
         loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
-        self._console.print(
-            f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._say(f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _close(self) -> None:
         if self._progress is not None:
@@ -171,8 +163,8 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
 def duration(seconds: float) -> str:
     """A time span to read.
 
-    >>> duration(7.24), duration(83), duration(7260)
-    ('7.2 s', '1 min 23 s', '2 h 1 min')
+    >>> [duration(seconds) for seconds in (0, 7.24, 59.99, 83, 3599.7, 7260)]
+    ['0.0 s', '7.2 s', '1 min 0 s', '1 min 23 s', '1 h 0 min', '2 h 1 min']
     """
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -196,48 +188,31 @@ def curve(
     for index, loss in enumerate(losses):
         losses[index] = last = loss if math.isfinite(loss) else last
     across, down = (2, 4) if braille else (1, 1)
-    wide, high = columns * across, rows * down
-    means = [_mean(losses, column, wide) for column in range(wide)]
+    wide, high, count = columns * across, rows * down, len(losses)
+    means = []
+    for x in range(wide):
+        first = x * count // wide
+        part = losses[first : max(first + 1, (x + 1) * count // wide)]
+        means.append(sum(part) / len(part))
     low, top = min(means), max(means)
     scale = (high - 1) / (top - low) if top > low else 0.0
     levels = [round((top - value) * scale) for value in means]
 
-    filled = [[False] * wide for _ in range(high)]
-    for x, level in enumerate(levels):
+    # Unicode numbers the dots of a braille cell column by column, the lowest row last.
+    bits = (0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)
+    cells = [[0] * columns for _ in range(rows)]
+    for x, (before, level) in enumerate(zip([levels[0], *levels], levels, strict=False)):
         # A line to the column before, so that a steep fall is not a gap.
-        before = levels[x - 1] if x else level
         for y in range(min(level, before + (before < level)), max(level, before - (before > level)) + 1):
-            filled[y][x] = True
+            cells[y // down][x // across] |= bits[y % down][x % across]
 
     labels = {0: f"{top:.2f}", rows - 1: f"{low:.2f}"}
     margin = max(map(len, labels.values()))
-    lines = []
-    for row in range(rows):
-        cells = [
-            _character([line[x : x + across] for line in filled[row * down : (row + 1) * down]])
-            for x in range(0, wide, across)
-        ]
-        lines.append(f"{labels.get(row, ''):>{margin}} {_axis(braille)[0]}{''.join(cells)}".rstrip())
-    lines.append(" " * margin + " " + _axis(braille)[1] + _axis(braille)[2] * columns)
-    lines.append(" " * margin + "  1" + f"step {len(losses)}".rjust(columns - 1))
-    return lines
-
-
-def _mean(losses: Sequence[float], column: int, columns: int) -> float:
-    first = column * len(losses) // columns
-    part = losses[first : max(first + 1, (column + 1) * len(losses) // columns)]
-    return sum(part) / len(part)
-
-
-def _axis(braille: bool) -> str:
-    return "┤└─" if braille else "|+-"
-
-
-def _character(dots: list[list[bool]]) -> str:
-    """One character for a cell of dots, rows from the top."""
-    if len(dots) == 1:
-        return "*" if dots[0][0] else " "
-    # Unicode numbers the dots of a braille cell column by column, the lowest row last.
-    bits = (0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)
-    code = sum(bits[y][x] for y, row in enumerate(dots) for x, dot in enumerate(row) if dot)
-    return chr(0x2800 + code) if code else " "
+    dots = [chr(0x2800 + code) if braille else "*" for code in range(256)]
+    side, corner, line = "┤└─" if braille else "|+-"
+    plot = [
+        f"{labels.get(row, ''):>{margin}} {side}{''.join(dots[code] if code else ' ' for code in codes)}".rstrip()
+        for row, codes in enumerate(cells)
+    ]
+    ends = "1" + f"step {count}".rjust(columns - 1)
+    return [*plot, " " * margin + f" {corner}{line * columns}", " " * (margin + 2) + ends]

@@ -54,6 +54,13 @@ def options_type(name: str) -> Any:
     return getattr(bindings, name)
 
 
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where a part of a tensor lies, as torch's reader of checkpoints expects it in their metadata."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
 # What no other hook of a group is called.
 _HOOK: Any = 0x6D657368
 

@@ -28,7 +28,7 @@ from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.show.timeline import Bar, Row, timeline
 from meshcomm.testing import Pool
 from meshcomm.train import Silent, run
-from meshcomm.train.metrics import put_aside
+from meshcomm.train.run_files import put_aside
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

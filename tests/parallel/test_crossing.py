@@ -27,7 +27,7 @@ from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor.parameters import parameter_of, split_dims
 from meshcomm.testing import Pool
-from meshcomm.train.rates import learning_rate
+from meshcomm.train import learning_rate
 
 # -- the gradient norm ----------------------------------------------------------------------------
 

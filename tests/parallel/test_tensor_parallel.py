@@ -50,7 +50,7 @@ from meshcomm.parallel.tensor import (
 )
 from meshcomm.parallel.tensor.parameters import kept
 from meshcomm.testing import Pool
-from meshcomm.train.sharded import read, write
+from meshcomm.train.checkpoint import read, write
 from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,10 +23,33 @@ from meshcomm.parallel.tied import TiedWeight
 Patch = contextlib.AbstractContextManager[Any]
 
 
+class Bug(NamedTuple):
+    """A mistake; a case of parity_cases that shows it, what differs first there, and the dim to blame."""
+
+    plant: Callable[[Config], Patch]
+    case: str
+    first: str
+    dim: str
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(case: str, first: str, dim: str) -> Callable[[Callable[[Config], Patch]], None]:
+    """Put the function into the table under its name."""
+
+    def put(plant: Callable[[Config], Patch]) -> None:
+        BUGS[plant.__name__] = Bug(plant, case, first, dim)
+
+    return put
+
+
+@bug("pp2 dp2 tp2", "loss of step 1", "tp")
 def sum_after_split_inputs_missing(config: Config) -> Patch:
     return patch.object(TensorSplit, "leave", lambda self, x: x)
 
 
+@bug("pp2 dp2 tp2", "gradient norm of step 1", "tp")
 def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
     right = norm._dims_of
 
@@ -36,6 +59,7 @@ def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
     return patch.object(norm, "_dims_of", wrong)
 
 
+@bug("cp2 dp2 tp2", "loss of step 1", "cp")
 def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
     right = compose.Trainer._sum_over_data
 
@@ -45,6 +69,7 @@ def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
     return patch.object(compose.Trainer, "_sum_over_data", wrong)
 
 
+@bug("pp2 dp2 tp2", "loss of step 1", "pp")
 def last_stage_begins_one_layer_late(config: Config) -> Patch:
     right = compose.model_stages
 
@@ -57,6 +82,7 @@ def last_stage_begins_one_layer_late(config: Config) -> Patch:
     return patch.object(compose, "model_stages", wrong)
 
 
+@bug("dp2 tp4", "loss of step 1", "dp")
 def samples_numbered_from_zero_on_every_rank(config: Config) -> Patch:
     assert config.train is not None and config.parallel is not None
     right, own = Drops.at, config.train.global_batch // config.parallel.copies(config.mesh.dims)
@@ -67,10 +93,12 @@ def samples_numbered_from_zero_on_every_rank(config: Config) -> Patch:
     return patch.object(Drops, "at", staticmethod(wrong))
 
 
+@bug("dp2 tp4 sequence", "gradient norm of step 1", "tp")
 def norm_weights_of_own_tokens_only(config: Config) -> Patch:
     return patch.object(TensorSplit, "finish_gradients", lambda self, module: None)
 
 
+@bug("ep4 edp2", "gradient norm of step 1", "ep")
 def router_summed_like_an_expert(config: Config) -> Patch:
     right = compose.separate
 
@@ -82,14 +110,17 @@ def router_summed_like_an_expert(config: Config) -> Patch:
     return patch.object(compose, "separate", wrong)
 
 
+@bug("ep4 edp2", "gradient norm of step 1", "ep")
 def experts_summed_like_dense_weights(config: Config) -> Patch:
     return patch.object(ParallelConfig, "expert_gradient_dims", lambda self, views: self.gradient_dims)
 
 
+@bug("pp2 dp4 tied", "gradient norm of step 1", "pp")
 def tied_gradients_not_exchanged(config: Config) -> Patch:
     return patch.object(TiedWeight, "sum_gradients", lambda self: None)
 
 
+@bug("pp2 dp2 tp2", "loss of step 3", "pp")
 def clipped_by_the_ranks_own_norm(config: Config) -> Patch:
     def wrong(self: GradientNorm, max_norm: float) -> Tensor:
         whole = self.norm()
@@ -102,6 +133,7 @@ def clipped_by_the_ranks_own_norm(config: Config) -> Patch:
     return patch.object(GradientNorm, "clip_", wrong)
 
 
+@bug("cp2 dp2 tp2", "loss of step 1", "cp")
 def rotary_positions_from_zero_on_every_rank(config: Config) -> Patch:
     def wrong(self: ContextSplit, sequence: int) -> Tensor:
         return torch.arange(sequence // self.size, device=self.mesh.device)
@@ -109,6 +141,7 @@ def rotary_positions_from_zero_on_every_rank(config: Config) -> Patch:
     return patch.object(ContextSplit, "positions", wrong)
 
 
+@bug("dp2 tp4", "loss of step 1", "dp")
 def last_microbatch_is_the_one_before(config: Config) -> Patch:
     assert config.train is not None
     right, size = Accumulate.__call__, config.train.microbatch
@@ -120,6 +153,7 @@ def last_microbatch_is_the_one_before(config: Config) -> Patch:
     return patch.object(Accumulate, "__call__", wrong)
 
 
+@bug("dp2 tp4", "gradient norm of step 1", "dp")
 def gradients_not_summed_along_data(config: Config) -> Patch:
     def wrong(self: Any, end: int) -> None:
         self._sent = end
@@ -127,28 +161,8 @@ def gradients_not_summed_along_data(config: Config) -> Patch:
     return patch.object(GradientSync, "_send", wrong)
 
 
-BUGS: dict[str, Callable[[Config], Patch]] = {
-    made.__name__: made
-    for made in (
-        sum_after_split_inputs_missing,
-        replicated_parameters_counted_twice_along_tp,
-        loss_divided_by_a_ranks_own_tokens_under_cp,
-        last_stage_begins_one_layer_late,
-        samples_numbered_from_zero_on_every_rank,
-        norm_weights_of_own_tokens_only,
-        router_summed_like_an_expert,
-        experts_summed_like_dense_weights,
-        tied_gradients_not_exchanged,
-        clipped_by_the_ranks_own_norm,
-        rotary_positions_from_zero_on_every_rank,
-        last_microbatch_is_the_one_before,
-        gradients_not_summed_along_data,
-    )
-}
-
-
 @contextlib.contextmanager
 def planted(name: str, config: Config) -> Iterator[None]:
     """In this process, until the block ends. No name: nothing is planted."""
-    with BUGS[name](config) if name else contextlib.nullcontext():
+    with BUGS[name].plant(config) if name else contextlib.nullcontext():
         yield

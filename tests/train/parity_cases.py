@@ -145,7 +145,7 @@ PAIRS: dict[str, dict[str, Any]] = {
         tied_embeddings=True,
     ),
     "pp2 tp2 sequence recompute": small(
-        {"pp": 2, "tp": 2}, pipeline="pp", tensor="tp", sequence_parallel=True, recompute=True
+        {"tp": 2, "pp": 2}, pipeline="pp", tensor="tp", sequence_parallel=True, recompute=True, layers=3
     ),
     "pp2 cp2": small({"pp": 2, "cp": 2}, pipeline="pp", context="cp"),
     "pp2 ep2": small(
@@ -160,3 +160,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "shard2 tp2": small({"fsdp": 2, "tp": 2}, shard="fsdp", tensor="tp"),
     "shard2 cp2 ulysses": small({"fsdp": 2, "cp": 2}, shard="fsdp", context="cp", attention="ulysses"),
 }
+
+# Ranks in disorder, the inner dim outside, uneven stages, all microbatches in flight.
+PAIRS["pp2 tp2 sequence recompute"]["mesh"]["rank_order"] = [3, 1, 0, 2]
+PAIRS["pp2 tp2 sequence recompute"]["parallel"]["schedule"] = "gpipe"

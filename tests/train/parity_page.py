@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshcomm.config.write import toml
-from meshcomm.train.differences import Difference
+from meshcomm.train.parity import Difference
 from tests.train.parity_cases import BASE, CASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "parity.md"

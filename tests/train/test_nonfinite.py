@@ -16,7 +16,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Step, Summary, loop, run
+from meshcomm.train import Reporter, Step, Summary, loop, run
 from tests.train.test_checkpoint import TINY, names
 
 Plant = tuple[str, int, str, range]
@@ -65,7 +65,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
                 trainer.gradients[-1].finish = finishing
         return trainer
 
-    class Told(Silent):  # type: ignore[misc]
+    class Told(Reporter):
         faults: list[str] = []  # noqa: RUF012
 
         def step(self, step: Step) -> None:

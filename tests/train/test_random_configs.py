@@ -23,9 +23,8 @@ from meshcomm.config.section import check
 from meshcomm.config.write import whole_toml
 from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
-from meshcomm.train.differences import Difference, compare, worst
-from meshcomm.train.parity import Record, record, reference
-from meshcomm.train.parity_rank import differences
+from meshcomm.train.parity import Difference, Record, compare, record, reference, worst
+from meshcomm.train.parity_job import differences
 from tests.train.parity_cases import small
 from tests.train.random_configs import PARTS, SIMULATED, changed, right
 
@@ -103,20 +102,16 @@ def test_pairs_of_parts(raw: dict[str, Any]) -> None:
 
 @pytest.mark.parity
 @pytest.mark.timeout(1800)
-def test_many_simulated_configurations(figures: Any) -> None:
-    found = [(simulated(right(seed, SIMULATED)), seed) for seed in range(200)]
+@pytest.mark.parametrize("must", [[], ["pipeline"], ["shard"], ["pipeline", "shard"]], ids=" ".join)
+def test_many_configurations(pool: Pool, must: list[str], figures: Any) -> None:
+    if must:
+        found = [(on_processes(pool, right(seed, PARTS, must=must)), seed) for seed in range(30)]
+    else:
+        found = [(simulated(right(seed, SIMULATED)), seed) for seed in range(200)]
     largest, seed = max(found, key=lambda each: each[0].relative)
-    figures(f"200 random simulated configurations: {largest.relative:.1e}, {largest.words}, seed {seed}")
-    assert largest.relative < TOLERANCE, seed
-
-
-@pytest.mark.parity
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("must", [["pipeline"], ["shard"], ["pipeline", "shard"]], ids="-".join)
-def test_many_configurations_on_processes(pool: Pool, must: list[str], figures: Any) -> None:
-    found = [(on_processes(pool, right(seed, PARTS, must=must)), seed) for seed in range(30)]
-    largest, seed = max(found, key=lambda each: each[0].relative)
-    figures(f"30 random configurations with {' and '.join(must)}: {largest.relative:.1e}, seed {seed}")
+    figures(
+        f"{len(found)} random configurations {must}: {largest.relative:.1e}, {largest.words}, seed {seed}"
+    )
     assert largest.relative < TOLERANCE, seed
 
 
@@ -136,13 +131,6 @@ def test_shards_where_a_backward_pass_runs_in_halves(pool: Pool) -> None:
     assert one.relative < TOLERANCE, one
 
 
-def test_heads_of_two_elements_around_a_ring() -> None:
-    raw = smaller("cp = 2", context="cp")
-    raw["model"] |= {"width": 4}
-    one = simulated(raw)
-    assert one.relative < TOLERANCE, one
-
-
 @pytest.mark.parametrize(
     ("dims", "data", "merge"),
     [
@@ -155,6 +143,7 @@ def test_heads_of_two_elements_around_a_ring() -> None:
 )
 def test_gradients_are_summed_along_two_dims(dims: str, data: str, merge: dict[str, list[str]]) -> None:
     raw = smaller(dims, data=data, context="cp")
+    raw["model"] |= {"width": 4}  # heads of two elements around a ring
     raw["mesh"]["merge"] = merge
     one = simulated(raw)
     assert one.relative < TOLERANCE, one
@@ -205,16 +194,12 @@ def check_ways_out(seeds: Sequence[int]) -> tuple[int, int]:
     return refused, applied
 
 
-def test_each_way_out_removes_its_problem() -> None:
-    refused, applied = check_ways_out(range(120))
-    assert refused > 60 and applied > 150
-
-
-@pytest.mark.parity
 @pytest.mark.timeout(900)
-def test_many_ways_out(figures: Any) -> None:
-    refused, applied = check_ways_out(range(4000))
-    figures(f"4000 random configurations: {refused} refused, {applied} ways out applied")
+@pytest.mark.parametrize("count", [120, pytest.param(4000, marks=pytest.mark.parity)])
+def test_each_way_out_removes_its_problem(figures: Any, count: int) -> None:
+    refused, applied = check_ways_out(range(count))
+    figures(f"{count} random configurations: {refused} refused, {applied} ways out applied")
+    assert refused > count / 2 and applied > 1.25 * count
 
 
 WEIRD: tuple[Any, ...] = (
@@ -229,8 +214,9 @@ def settings_of(section: str) -> list[str]:
     return [*model.model_fields, "größe", ""]
 
 
-def check_values(share: float) -> int:
-    """Any value for any setting, a share of all: taken, or a ConfigError. How many were refused."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.parity)])
+def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
     sections = ("mesh", "process", "network", "topology", "parallel", "model", "data", "train")
     every = [
         (section, field, value) for section in sections for field in settings_of(section) for value in WEIRD
@@ -243,17 +229,7 @@ def check_values(share: float) -> int:
             load(raw)
             continue
         refused += 1
-    return refused
-
-
-def test_any_value_anywhere_is_taken_or_refused() -> None:
-    assert check_values(0.1) > 100
-
-
-@pytest.mark.parity
-@pytest.mark.timeout(900)
-def test_every_value_everywhere_is_taken_or_refused() -> None:
-    assert check_values(1.0) > 1000
+    assert refused > 1000 * share
 
 
 @pytest.mark.parametrize(

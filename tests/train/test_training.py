@@ -20,19 +20,18 @@ from rich.console import Console
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, DataConfig, ModelConfig, TrainConfig, load
+from meshcomm.config import Config, DataConfig, ModelConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel import GradientSync, Stage, TensorSplit, whole
+from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Start, Step, Summary, learning_rate, run, trainer_for
+from meshcomm.train import Reporter, Silent, Start, Step, Summary, run
 from meshcomm.train import data as text
 from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.loop import batches_of
-from meshcomm.train.metrics import MetricsFile
 from meshcomm.train.model import Transformer, initialise
-from meshcomm.train.screen import TrainingReporter, curve, duration, summary_panel
+from meshcomm.train.run_files import MetricsFile, put_aside
+from meshcomm.train.screen import TrainingReporter, curve, summary_panel
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -49,88 +48,6 @@ TINY: dict[str, Any] = {
 
 def tiny(*overrides: str) -> Config:
     return load(TINY, overrides)
-
-
-# -- the same training on every mesh --------------------------------------------------------------
-
-Weights = dict[str, np.ndarray[Any, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """Every step's loss, this rank's stages' whole weights, and which samples its coord along data reads."""
-
-    losses: list[float]
-    weights: Weights
-    coord: int
-    offsets: list[list[int]]
-
-
-def train(config: Config) -> Trained:
-    with meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
-        _, _, _, settings = trainer.sections
-        read = batches_of(trainer, text.load(trainer.sections[2]))
-        steps = range(1, settings.steps + 1)
-        losses = [trainer.step(*read(step), learning_rate(settings, step)).loss for step in steps]
-        weights = {name: whole(p).numpy() for name, p in trainer.named_parameters()}
-        for state in trainer.optimizer.state.values():
-            # What a checkpoint of the optimiser would save is whole, as the parameters are.
-            assert isinstance(state["exp_avg"], torch.distributed.tensor.DTensor) == (mesh.size("tp") > 1)
-        (sync,) = trainer.gradients
-        assert isinstance(sync, GradientSync) and len(sync.buckets) > 1
-        mine = batches(trainer.data_coord, trainer.data_size)
-        return Trained(losses, weights, mesh.coord("dp"), [mine.offsets(step).tolist() for step in steps])
-
-
-def gathered(results: list[Trained]) -> Trained:
-    """One list of losses and all weights; ranks that hold the same thing hold it bit by bit."""
-    weights: Weights = {}
-    for found in results:
-        assert found.losses == results[0].losses
-        for name, value in found.weights.items():
-            assert np.array_equal(weights.setdefault(name, value), value), name
-    return dataclasses.replace(results[0], weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "tolerance"),
-    [
-        # Adam divides by the gradient's own size, so a difference of 1e-7 in a tiny gradient becomes
-        # one in the step; measured over 20 steps: 2e-7 in losses, 3e-6 in weights.
-        (["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "train.microbatch=4"], 4, 1e-5),
-        # Other dims first, ranks in disorder, uneven stages, all microbatches in flight.
-        (
-            [
-                'train.dtype="float64"',
-                "mesh.dims={ tp = 2, dp = 2, pp = 2 }",
-                "mesh.rank_order=[3, 1, 7, 0, 5, 2, 6, 4]",
-                'parallel.schedule="gpipe"',
-                "train.steps=3",
-            ],
-            8,
-            1e-12,
-        ),
-    ],
-    ids=["float32", "float64"],
-)
-def test_losses_weights_and_data_do_not_depend_on_the_mesh(
-    pool: Pool, overrides: list[str], ranks: int, tolerance: float
-) -> None:
-    alone = [each for each in overrides if each.startswith(("train.dtype", "train.steps"))]
-    one = pool.run(train, tiny(*alone), ranks=1)[0]
-    assert one.losses[-1] < one.losses[0] - 0.05
-    results = pool.run(train, tiny(*overrides), ranks=ranks)
-    many = gathered(results)
-    assert many.weights.keys() == one.weights.keys()
-    assert many.losses == pytest.approx(one.losses, rel=tolerance, abs=0)
-    for name, value in one.weights.items():
-        assert np.linalg.norm(many.weights[name] - value) < tolerance * np.linalg.norm(value), name
-    # Ranks along tensor and pipeline read the same samples, those along data their own.
-    by_coord = [{tuple(map(tuple, one.offsets)) for one in results if one.coord == c} for c in (0, 1)]
-    (first,), (second,) = by_coord
-    for step, (left, right) in enumerate(zip(first, second, strict=True), start=1):
-        assert [*left, *right] == batches(0, 1).offsets(step).tolist()
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -259,31 +176,32 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
     assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
 
 
-def test_text_that_is_missing_or_too_short_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "what", "given"),
+    [
+        ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
+        (
+            "short.txt",
+            "4 bytes of training data are less than one sample",
+            "1 files, max_bytes = 8000000, sequence = 4",
+        ),
+    ],
+)
+def test_text_that_is_missing_or_too_short_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, what: str, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("abcd")
     with pytest.raises(TrainingError) as caught:
-        text.load(DataConfig(files=("nowhere/*.txt",), sequence=4))
-    assert str(caught.value) == (
-        "no training data matches 'nowhere/*.txt'\n"
-        "  given:    data.files has 'nowhere/*.txt'\n"
-        "  expected: a file, or a glob that matches at least one\n"
-        "  try:      paths are relative to the config file"
-    )
-    (tmp_path / "short.txt").write_text("abcd")
-    with pytest.raises(TrainingError) as caught:
-        text.load(DataConfig(files=(f"{tmp_path}/short.txt",), sequence=4))
-    assert str(caught.value) == (
-        "4 bytes of training data are less than one sample\n"
-        "  given:    1 files, max_bytes = 8000000, sequence = 4\n"
-        "  expected: 5 bytes or more: a sample, and the byte after it\n"
-        "  try:      more files, or a shorter sequence"
-    )
+        text.load(DataConfig(files=(files,), sequence=4))
+    assert (caught.value.what, caught.value.given) == (what, given) and caught.value.hint
 
 
 # -- a run ----------------------------------------------------------------------------------------
 
 
-class Notes:
-    """A reporter that remembers what it is told."""
+class Notes(Reporter):
+    """Remembers what it is told."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -418,26 +336,24 @@ def test_ranks_that_would_train_something_else_are_named_before_the_first_step(
     for rank, (settings, data, missing, folder) in enumerate(told):
         assert settings.startswith("ranks disagree on train.lr: rank 2 against the other 3\n")
         assert "train.lr: rank 2 = 0.1, the others 0.003\n" in settings
-        assert data.startswith("ranks disagree on the training data: rank 2 against the other 3\n")
-        assert missing.startswith(
-            "no training data matches 'missing.txt'" if rank == 2 else "rank 2 could not start the training\n"
-        )
+        assert data.startswith("ranks disagree on data.sha256: rank 2 against the other 3\n")
+        assert "try:      name files that are equal on every host" in data
+        others = "rank 2 (pp=0 dp=1 tp=0) could not start the training: "
+        assert missing.startswith(f"{others * (rank != 2)}no training data matches 'missing.txt'\n")
+        others = "rank 0 (pp=0 dp=0 tp=0) could not start the training: "
         assert folder.startswith(
-            "the folder for the run cannot be made: not a directory\n"
-            if rank == 0
-            else "rank 0 could not start the training\n"
+            f"{others * (rank != 0)}the folder for the run cannot be made: not a directory\n"
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-class Stop(Notes):
-    def step(self, step: Step) -> None:
-        super().step(step)
-        if step.step == 2:
-            raise KeyboardInterrupt
-
-
 def interrupt(config: Config) -> list[tuple[str, Any]]:
+    class Stop(Notes):
+        def step(self, step: Step) -> None:
+            super().step(step)
+            if step.step == 2:
+                raise KeyboardInterrupt
+
     notes = Stop()
     with meshcomm.init(config) as mesh, pytest.raises(KeyboardInterrupt):
         run(mesh, config, notes)
@@ -450,17 +366,7 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
         assert [name for name, _ in calls] == ["start", "step", "step", "interrupted"]
         assert calls[-1][1].steps == 2
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_learning_rate_rises_and_then_falls_to_a_tenth() -> None:
-    settings = TrainConfig(steps=110, global_batch=1, microbatch=1, lr=2.0, warmup_steps=10)
-    rates = [learning_rate(settings, step) for step in range(1, 111)]
-    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
-    assert rates[59] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
-    assert rates[109] == pytest.approx(0.2)
-    assert all(a > b for a, b in pairwise(rates[9:]))
-    none = TrainConfig(steps=1, global_batch=1, microbatch=1, lr=2.0)
-    assert learning_rate(none, 1) == pytest.approx(0.2)
+    assert json.loads((tmp_path / "run.json").read_text())["ended"]["reason"] == "interrupted"
 
 
 # -- what a person sees ---------------------------------------------------------------------------
@@ -468,15 +374,24 @@ def test_the_learning_rate_rises_and_then_falls_to_a_tenth() -> None:
 
 def test_earlier_metrics_are_put_aside(tmp_path: Path) -> None:
     for run_number in range(3):
-        with MetricsFile(tmp_path / "run") as file:
+        put_aside(tmp_path)
+        with MetricsFile(tmp_path) as file:
             file.write(Step(run_number, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
             # Complete while the run goes on.
             assert json.loads(file.path.read_text())["step"] == run_number
-    found = {file.name: json.loads(file.read_text())["step"] for file in (tmp_path / "run").iterdir()}
+    found = {file.name: json.loads(file.read_text())["step"] for file in tmp_path.iterdir()}
     assert found == {"metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
 
 
-START = Start(steps=30, tokens_per_step=100, parameters=1234, text_bytes=5000, text_files=3, threads=1)
+START = Start(
+    steps=30,
+    tokens_per_step=100,
+    parameters=1234,
+    text_bytes=5000,
+    text_files=3,
+    threads=1,
+    warm_up_s={"dp": 0.0123, "tp": 0.5},
+)
 SUMMARY = Summary(30, tuple(5.5 - step / 10 for step in range(30)), 3000, 75.0, Path("runs/x/metrics.jsonl"))
 
 
@@ -498,35 +413,29 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
     assert lines[0] == (
         "1,234 parameters, 5,000 bytes of text from 3 files, 30 steps of 100 tokens, 1 CPU thread per rank"
     )
+    assert lines[1] == "groups warmed up: dp 12.3 ms, tp 500.0 ms"
+    # Before the first step is over, which can take long.
+    assert "step 1 of 30" in lines[2]
+    assert lines[4] == "step 3/30  loss 5.2000  40 tokens/s  1 min 8 s left"
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines if line.startswith("step")]
     assert steps == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-    # Before the first step is over, which can take long.
-    assert "step 1 of 30" in lines[1]
-    assert lines[3] == "step 3/30  loss 5.2000  40 tokens/s  1 min 8 s left"
 
-
-def test_the_first_lines_say_what_warming_up_took() -> None:
-    warm = dataclasses.replace(START, warm_up_s={"dp": 0.0123, "tp": 0.5})
-    lines = shown(False, lambda reporter: reporter.start(warm)).splitlines()
-    assert lines[1] == "groups warmed up: dp 12.3 ms, tp 500.0 ms"
-
-
-def test_without_a_terminal_slow_steps_are_not_kept_quiet() -> None:
-    def tell(reporter: TrainingReporter) -> None:
+    # Slow steps are not kept quiet.
+    def slow(reporter: TrainingReporter) -> None:
         reporter.start(dataclasses.replace(START, steps=1000))
         for step in range(1, 6):
             reporter.step(Step(step, 5.0, 2.0, 0.1, step * 100, 40.0, step * 20.0))
 
-    steps = [line.split("/")[0] for line in shown(False, tell).splitlines() if line.startswith("step")]
-    assert steps == ["step 1", "step 3", "step 5"]
+    steps = [
+        int(line.split("/")[0][5:]) for line in shown(False, slow).splitlines() if line.startswith("step")
+    ]
+    assert steps == [1, 3, 5]
 
 
 def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
     out = shown(True, whole_run)
-    assert "30/30" in out
-    assert "loss 2.5000" in out
-    assert "40 tokens/s" in out
-    for fact in ("training finished", "5.5000 -> 2.6000", "1 min 15 s for 30 steps, 3,000 tokens"):
+    facts = ("30/30", "loss 2.5000", "40 tokens/s", "training finished", "5.5000 -> 2.6000")
+    for fact in (*facts, "1 min 15 s for 30 steps, 3,000 tokens"):
         assert fact in out
 
 
@@ -562,11 +471,6 @@ def test_the_curve_is_drawn_to_scale() -> None:
 def test_a_console_without_unicode_gets_stars() -> None:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=100)
     console.print(summary_panel(SUMMARY, braille=console.encoding.startswith("utf")))
-
-
-def test_durations() -> None:
-    found = [duration(seconds) for seconds in (0, 7.24, 59.99, 83, 3599.7, 7260)]
-    assert found == ["0.0 s", "7.2 s", "1 min 0 s", "1 min 23 s", "1 h 0 min", "2 h 1 min"]
 
 
 # -- the quickstart -------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from meshcomm.predict.machine import machine
 from meshcomm.predict.place import rank_placements
 from meshcomm.predict.workload import workload
 from meshcomm.train import Start, Step, Summary
-from meshcomm.train.metrics import MetricsFile
-from meshcomm.train.record import recorded
+from meshcomm.train.run_files import MetricsFile, put_aside, recorded
 from meshcomm.view.export import export_page
 from meshcomm.view.facts import page_facts
 from meshcomm.view.page import document
@@ -175,7 +174,9 @@ def settings_for(out: Path, *overrides: str) -> Config:
 @contextlib.contextmanager
 def running(out: Path, settings: Config, after: int | None = None) -> Iterator[MetricsFile]:
     """A run that writes into `out` as training does."""
-    with MetricsFile(out, after) as file, recorded(out, settings, settings.plan(None), START) as ended:
+    if after is None:
+        put_aside(out)
+    with MetricsFile(out, after or 0) as file, recorded(out, settings, settings.plan(None), START) as ended:
         yield file
         ended.append(Summary(7, (5.0, 4.0), 700, 3.5, file.path, {"dp": (3, 0.0021)}, STATS, 5))
 

@@ -19,35 +19,39 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from meshcomm.errors import TrainingError
-from meshcomm.train.complete import METADATA, instead_of
+from meshcomm.train.checkpoint_folder import METADATA, instead_of
 
-DTYPES: Final = frozenset(
-    {
-        *("float64", "float32", "float16", "bfloat16", "bool"),
-        *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"),
-        *("float8_e4m3fn", "float8_e5m2"),
-    }
-)
-"""Of the tensors that a checkpoint can hold, as torch names them."""
+SAFETENSORS_NAMES: Final = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""The dtypes that a checkpoint can hold, and what the safetensors format calls them."""
 
-# The classes that plans and metadata of tensors are made of (torch 2.13). Nothing in them is a
-# pickled object of its own: entries that are not tensors (BytesStorageMetadata) are left out, as
-# reading one would unpickle it.
+# The classes that plans and metadata of tensors are made of. Nothing in them is a pickled object of its own:
+# entries that are not tensors (BytesStorageMetadata) are left out, as reading one would unpickle it.
 _KNOWN: Final = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *DTYPES},
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_NAMES)},
 }
 
 
@@ -63,14 +67,24 @@ class Kind(NamedTuple):
 
 @final
 class Saved:
-    """The tensors of one folder that `sharded.write` made, on whatever mesh.
-
-    Raises TrainingError where the metadata is not there or is none.
-    """
+    """The tensors of one checkpoint's folder. Raises TrainingError where the metadata is not there or is none."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self._metadata = _metadata(self.folder)
+        self.folder = folder
+        path = folder / METADATA
+        try:
+            metadata = unpickle(path.read_bytes())
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"a {type(metadata).__name__} in place of metadata")
+        except Exception as error:  # a damaged pickle may raise anything
+            said = error if isinstance(error, OSError | pickle.UnpicklingError) else repr(error)
+            raise TrainingError(
+                "the checkpoint's metadata cannot be read",
+                given=f"{path}: {said}",
+                expected="the metadata of tensors, as torch.distributed.checkpoint writes it",
+                hint=instead_of(folder),
+            ) from error
+        self._metadata = metadata
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -87,8 +101,9 @@ class Saved:
         Raises TrainingError where a name, shape or dtype differs, parts are missing, or a file is not there,
         cut short, or has other bytes than those that were written.
         """
+        kinds = self.kinds
         for name, tensor in state.items():
-            self._check(name, tensor)
+            self._check(name, Kind(tensor.dtype, tuple(tensor.shape)), kinds.get(name))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), self._metadata, True)
         for item in planner.create_local_plan().items:
@@ -101,8 +116,9 @@ class Saved:
     def _read(self, index: MetadataIndex) -> Tensor:
         """One part of a tensor as it was saved: a zip file of its own, within a file, as torch.save makes it."""
         place = self._metadata.storage_data[index]
+        path = self.folder / place.relative_path
         try:
-            with (self.folder / place.relative_path).open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
             if record.getbuffer().nbytes < place.length:
@@ -116,23 +132,17 @@ class Saved:
             said = error.strerror if isinstance(error, OSError) else None
             raise TrainingError(
                 f"the checkpoint is damaged: {index.fqn} in {place.relative_path}",
-                given=f"{self.folder / place.relative_path}: {said or error}",
+                given=f"{path}: {said or error}",
                 expected="the bytes that were saved, readable on every host",
                 hint=instead_of(self.folder),
             ) from error
         return found
 
-    def _check(self, name: str, tensor: Tensor) -> None:
-        saved = self._metadata.state_dict_metadata.get(name)
-        kind = Kind(tensor.dtype, tuple(tensor.shape))
-        if saved is None:
-            given = "nothing"
-        elif not isinstance(saved, TensorStorageMetadata):
-            given = f"a {type(saved).__name__}"
-        elif (there := Kind(saved.properties.dtype, tuple(saved.size))) != kind:
-            given = str(there)
-        else:
+    def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
+        given = "no such tensor" if there is None else str(there)
+        if there == kind:
             # Nothing else would notice a part that nobody saved: the tensor would keep what it had.
+            saved: Any = self._metadata.state_dict_metadata[name]
             parts = sum(chunk.sizes.numel() for chunk in saved.chunks)
             if parts == saved.size.numel():
                 return
@@ -143,11 +153,6 @@ class Saved:
             expected=str(kind),
             hint="resume with the configuration of the checkpoint; its lock.json has it",
         )
-
-
-def read_alone(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the tensors of `state` from `folder`, as Saved.fill."""
-    Saved(folder).fill(state)
 
 
 def unpickle(text: bytes) -> Any:
@@ -164,20 +169,3 @@ class _Plain(pickle.Unpickler):
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint of tensors")
         return super().find_class(module, name)
-
-
-def _metadata(folder: Path) -> Metadata:
-    """The metadata of `folder`, by a reader that runs no code. Raises TrainingError where it is none."""
-    path = folder / METADATA
-    try:
-        metadata = unpickle(path.read_bytes())
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"a {type(metadata).__name__} in place of metadata")
-    except Exception as error:  # a damaged pickle may raise anything
-        raise TrainingError(
-            "the checkpoint's metadata cannot be read",
-            given=f"{path}: {error if isinstance(error, (OSError, pickle.UnpicklingError)) else repr(error)}",
-            expected="the metadata of tensors, as torch.distributed.checkpoint writes it",
-            hint=instead_of(folder),
-        ) from error
-    return metadata

@@ -1,12 +1,12 @@
-"""Checkpoints written beside the training; state with every kind of part, from any mesh to any other."""
+"""State with every kind of part, from any mesh to any other, and checkpoints that are written beside the training."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import signal
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,27 +20,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshcomm
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-from meshcomm.train import Attempt, Checkpoints
-from meshcomm.train import sharded as sharded_file
-from meshcomm.train.complete import complete
+from meshcomm.train import Attempt, Checkpoints, checkpoint_writer
+from meshcomm.train.checkpoint_folder import complete
+from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint_writer import Shares
 from meshcomm.train.export import export_checkpoint, import_checkpoint
 from meshcomm.train.lock import Lock
-from meshcomm.train.saved import Saved, read_alone
-from meshcomm.train.sharded import Division
 
 
-def settings(out: Path | str, *, beside: bool = True, keep: int = 2) -> TrainConfig:
+def settings(out: Path | str) -> TrainConfig:
     return TrainConfig(
-        steps=9,
-        global_batch=8,
-        microbatch=1,
-        out=str(out),
-        checkpoint_every=1,
-        checkpoint_async=beside,
-        keep=keep,
+        steps=9, global_batch=8, microbatch=1, out=str(out), checkpoint_every=1, checkpoint_async=True, keep=2
     )
 
 
@@ -170,7 +163,7 @@ def saved_and_loaded_everywhere(folder: Path) -> list[str]:
             state = state_of(mesh, stages)
             with Checkpoints(mesh, settings(folder / str(number))) as checkpoints:
                 if number not in saved:
-                    checkpoints.begin(Attempt())
+                    checkpoints.begin(Attempt(), lock(0))
                     for step in (1, 2):
                         put(state, step)
                         checkpoints.save(lock(step), {**state, "run.losses": torch.arange(float(step))})
@@ -209,7 +202,7 @@ def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Po
     export_checkpoint(tmp_path / "0", tmp_path / "x.safetensors")
     imported = import_checkpoint(tmp_path / "x.safetensors", tmp_path / "new").target
     whole = {name: torch.zeros(WHOLE[of_weight(name)]) for name in names}
-    read_alone(whole, imported)
+    Saved(imported).fill(whole)
     assert all(torch.equal(tensor, expected(name, 2)) for name, tensor in whole.items())
 
 
@@ -218,24 +211,24 @@ def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Po
 
 @contextlib.contextmanager
 def instead(name: str, function: Any) -> Iterator[None]:
-    """The writer of files does something else; the processes are used again after it."""
-    before = getattr(sharded_file._Writer, name)
-    setattr(sharded_file._Writer, name, function)
+    """What saves something does something else; the processes are used again after it."""
+    before = getattr(checkpoint_writer, name)
+    setattr(checkpoint_writer, name, function)
     try:
         yield
     finally:
-        setattr(sharded_file._Writer, name, before)
+        setattr(checkpoint_writer, name, before)
 
 
 def held_back(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
     """Files are written when `gate` opens."""
-    write_data = sharded_file._Writer.write_data
+    write_part = checkpoint_writer.write_part
 
-    def writing(self: Any, plan: Any, planner: Any) -> Any:
+    def writing(*args: Any) -> None:
         assert gate.wait(20)
-        return write_data(self, plan, planner)
+        write_part(*args)
 
-    return instead("write_data", writing)
+    return instead("write_part", writing)
 
 
 def names(out: Path) -> list[str]:
@@ -243,8 +236,9 @@ def names(out: Path) -> list[str]:
 
 
 def trained_beside(out: Path) -> list[Any]:
-    """What is there while step 2's files are held back, after they are not, and at the end."""
+    """What is there while step 2's files are held back on all ranks, then on one, and at the end."""
     gate = threading.Event()
+    gate.set()
     seen: list[Any] = []
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
         state = {"w": torch.zeros(3000), "part": distribute_tensor(torch.zeros(8, 4), mesh["tp"], [Shard(0)])}
@@ -257,9 +251,8 @@ def trained_beside(out: Path) -> list[Any]:
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float(number))
 
         with Checkpoints(mesh, settings(out)) as checkpoints, held_back(gate):
-            checkpoints.begin(Attempt())
+            checkpoints.begin(Attempt(), lock(0))
             step(1)
-            gate.set()
             checkpoints.save(lock(1), state)
             checkpoints.finish()
             gate.clear()
@@ -273,6 +266,8 @@ def trained_beside(out: Path) -> list[Any]:
             mesh.barrier()
             if mesh.rank != 3:
                 gate.set()
+                while not (out / "checkpoints" / "step-000002.saving" / f"__{mesh.rank}.written").exists():
+                    time.sleep(0.002)
             for number in range(9, 12):
                 checkpoints.poll()
                 step(number)
@@ -284,26 +279,17 @@ def trained_beside(out: Path) -> list[Any]:
             checkpoints.save(lock(11), state)
             seen.append("step-000002" in names(out))
         seen.append(names(out))
-        seen.append(mesh.store.keys() if mesh.rank == 0 else [])
-        again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        checkpoints.load(out / "checkpoints" / "step-000002", again)
-        seen.append({name: t.sum().item() if name == "w" else 0 for name, t in again.items()})
         return seen
 
 
 def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) -> None:
-    waiting = ["job", "latest", "step-000001", "step-000002.saving"]
+    before, last = ["job", "latest", "step-000001"], ["job", "latest", "step-000002", "step-000011"]
     for rank, seen in enumerate(pool.run(trained_beside, tmp_path, ranks=4)):
-        assert seen[:2] == [waiting, waiting], rank
-        assert seen[2:] == [
-            True,
-            ["job", "latest", "step-000002", "step-000011"],
-            [],
-            {"w": 6000.0, "part": 0},
-        ]
+        assert seen == [before, [*before, "step-000002.saving"], True, last], rank
     whole = {"w": torch.zeros(3000), "part": torch.zeros(8, 4)}
     for step in (2, 11):
-        read_alone(whole, tmp_path / "checkpoints" / f"step-{step:06d}")
+        # As it was when it was saved, whatever the steps after it made of the state.
+        Saved(tmp_path / "checkpoints" / f"step-{step:06d}").fill(whole)
         assert all((tensor == step).all() for tensor in whole.values())
 
 
@@ -312,17 +298,22 @@ def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
         state = {"w": torch.zeros(300), "v": torch.ones(300), "u": torch.ones(300), "t": torch.ones(300)}
         checkpoints = Checkpoints(mesh, settings(out))
-        checkpoints.begin(Attempt())
+        checkpoints.begin(Attempt(), lock(0))
         checkpoints.save(lock(1), state)
         checkpoints.finish()
 
         def full(*_: Any) -> Any:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+        def part_is_lost(folder: Path, ranks: Any) -> None:
+            (folder / "__2_0.distcp").unlink()
+            write_metadata(folder, ranks)
+
+        write_metadata = checkpoint_writer.write_metadata
+        faults = {"write_part": (2, "write_part", full), "write_metadata": (0, "write_metadata", full)}
+        rank, name, fault = faults.get(moment, (0, "write_metadata", part_is_lost))
         heard, text, cause = 0, "", ""
-        with contextlib.ExitStack() as stack:
-            if (mesh.rank, moment) in ((2, "write_data"), (0, "finish")):
-                stack.enter_context(instead(moment, full))
+        with instead(name, fault) if mesh.rank == rank else contextlib.nullcontext():
             checkpoints.save(lock(2), state)
             for step in range(3, 20_000):
                 try:
@@ -333,73 +324,51 @@ def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
                 mesh.all_reduce("dp", torch.ones(1))
             checkpoints.poll()  # said once
             checkpoints.finish()
+        mesh.barrier()
         return heard, text, cause, names(out)
 
 
 @pytest.mark.parametrize(
-    ("moment", "rank"), [("write_data", "rank 2 (dp=1 tp=0)"), ("finish", "rank 0 (dp=0 tp=0)")]
+    ("moment", "rank", "said"),
+    [
+        ("write_part", "rank 2 (dp=1 tp=0) could not save into {}", "No space left on device: "),
+        ("write_metadata", "rank 0 (dp=0 tp=0) could not save into {}", "No space left on device: "),
+        ("a part is lost", "a part of the checkpoint is missing: __2_0.distcp", "is not there"),
+    ],
 )
 def test_a_failure_beside_the_training_is_raised_on_every_rank_at_one_step(
-    pool: Pool, tmp_path: Path, moment: str, rank: str
+    pool: Pool, tmp_path: Path, moment: str, rank: str, said: str
 ) -> None:
     found = pool.run(without_space, tmp_path, moment, ranks=4, timeout_s=60)
     steps, texts, causes, left = zip(*found, strict=True)
     assert len(set(steps)) == 1 and steps[0] > 0
-    assert set(texts) == {
-        f"{rank} could not save into {tmp_path}/checkpoints/step-000002.saving\n"
-        "  given:    OSError: [Errno 28] No space left on device\n"
-        "  expected: a folder that every rank can write to, with space for its part\n"
-        "  try:      make space or mend the disk, then train.resume = true; "
-        "the checkpoints before this one are whole"
-    }
-    assert causes[2 if moment == "write_data" else 0] == "OSError"
-    if moment == "write_data":  # and what it took is free again
-        assert left[0] == ["job", "latest", "step-000001"]
-    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step-000001"]
+    folder = tmp_path / "checkpoints"
+    for text in texts:
+        lines = text.splitlines()
+        assert rank.format(f"{folder}/step-000002.saving") in lines[0] and said in lines[1]
+        if moment != "a part is lost":
+            assert (
+                lines[-1]
+                == f"  try:      make space, then train.resume = true goes on from {folder}/step-000001"
+            )
+    assert moment == "a part is lost" or causes[2 if moment == "write_part" else 0] == "OSError"
+    # And what it took is free again.
+    assert left[0] == ["job", "latest", "step-000001"]
 
 
-def killed_beside(out: Path) -> str:
-    with meshcomm.init(config({"dp": 2})) as mesh, Checkpoints(mesh, settings(out)) as checkpoints:
-        checkpoints.begin(Attempt())
-        state = {"w": torch.ones(3000), "v": torch.ones(3000)}
-        checkpoints.save(lock(1), state)
-        checkpoints.finish()
-        if mesh.rank == 1:
-
-            def half(*_: Any) -> Any:
-                (out / "checkpoints" / "step-000002.saving" / "__1_0.distcp").write_bytes(b"half a ")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            # Not undone: this process ends by it.
-            sharded_file._Writer.write_data = half  # type: ignore[method-assign, assignment]
-        checkpoints.save(lock(2), {name: tensor * 2 for name, tensor in state.items()})
-        while True:
-            checkpoints.poll()
-
-
-def test_a_rank_killed_while_it_writes_beside_the_training_harms_nothing(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(killed_beside, tmp_path, ranks=2, allow=True)
-    assert isinstance(found[1], ChildProcessError) and isinstance(found[0], CommunicationError)
-    assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002.saving"]
-    whole = {"w": torch.zeros(3000)}
-    read_alone(whole, tmp_path / "checkpoints" / "step-000001")
-    assert (whole["w"] == 1).all()
-
-
-def ended_by_an_error(out: Path) -> tuple[str, list[str]]:
-    """An error of the training's own, on rank 1 alone, while the save is held back until it is raised."""
+def ended_by_an_error(out: Path) -> str:
+    """An error of the training's own while the save is held back until it is raised."""
     gate = threading.Event()
-    text = ""
     with meshcomm.init(config({"dp": 2})) as mesh:
         try:
             with held_back(gate), Checkpoints(mesh, settings(out)) as checkpoints:
-                checkpoints.begin(Attempt())
+                checkpoints.begin(Attempt(), lock(0))
                 checkpoints.save(lock(1), {"w": torch.ones(30), "v": torch.ones(30)})
                 threading.Timer(0.05, gate.set).start()
                 raise RuntimeError(f"loss of rank {mesh.rank}")
         except RuntimeError as error:
-            text = str(error)
-        return text, [path.name for path in complete(out / "checkpoints")]
+            # Each rank has waited until the folder has its name, so no launcher ends the one that gives it.
+            return f"{error}, {[path.name for path in complete(out / 'checkpoints')]}"
 
 
 def never_written(out: Path) -> tuple[str, list[str]]:
@@ -411,7 +380,7 @@ def never_written(out: Path) -> tuple[str, list[str]]:
         if mesh.rank == 0:
             gate.set()
         checkpoints = Checkpoints(mesh, settings(out))
-        checkpoints.begin(Attempt())
+        checkpoints.begin(Attempt(), lock(0))
         checkpoints.save(lock(1), {"w": torch.ones(30), "v": torch.ones(30)})
         try:
             checkpoints.finish()
@@ -424,7 +393,7 @@ def never_written(out: Path) -> tuple[str, list[str]]:
 
 def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(ended_by_an_error, tmp_path / "a", ranks=2)
-    assert found == [(f"loss of rank {rank}", ["step-000001"]) for rank in range(2)]
+    assert found == [f"loss of rank {rank}, ['step-000001']" for rank in range(2)]
     for rank, (text, there) in enumerate(pool.run(never_written, tmp_path / "b", ranks=2)):
         assert text.startswith("rank 1 (dp=1) could not save into "), (rank, text)
         assert there == []
@@ -437,18 +406,18 @@ def divided(_: str) -> tuple[list[list[str]], list[int], str]:
     """What this rank writes of changing states; how many parts it planned each time; what is refused."""
     planned = [0]
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
-        division = Division(mesh)
-        plan = sharded_file._Planner.create_local_plan
+        division = Shares(mesh)
+        plan = checkpoint_writer.parts_of
 
-        def counted(self: Any) -> Any:
+        def counted(state: Any) -> Any:
             planned[-1] += 1
-            return plan(self)
+            return plan(state)
 
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
         steady = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
         found = []
-        sharded_file._Planner.create_local_plan = counted  # type: ignore[method-assign]
+        checkpoint_writer.parts_of = counted
         try:
             for state in (
                 {**steady, "losses": torch.zeros(1)},
@@ -456,13 +425,13 @@ def divided(_: str) -> tuple[list[list[str]], list[int], str]:
                 # On some ranks only.
                 {**steady, f"only.{tp}": torch.zeros(2, 4) if tp else part, "losses": torch.zeros(2)},
             ):
-                items = division.divide(state)
+                items = division.of(state)
                 found.append(sorted(f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items))
                 planned.append(0)
         finally:
-            sharded_file._Planner.create_local_plan = plan  # type: ignore[method-assign]
+            checkpoint_writer.parts_of = plan
         try:
-            division.divide({"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
+            division.of({"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
         except TrainingError as error:
             return found, planned, str(error)
     raise AssertionError("divided what cannot be")

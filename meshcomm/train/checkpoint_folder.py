@@ -3,8 +3,8 @@
     <train.out>/checkpoints/
         job                  the job that writes here, so that its restarts know their own
         latest               the name of the newest complete checkpoint, for people and scripts
-        step-000040/         a complete checkpoint: tensors and .metadata (see sharded), lock.json
-                             with the digests of .metadata and of itself
+        step-000040/         a complete checkpoint: tensors and .metadata, and lock.json with the digests of
+                             .metadata and of itself
         step-000060.saving/  being written, or what a broken save left
         step-000020.removing/
 
@@ -18,10 +18,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from meshcomm.train.lock import Lock
+from typing import Final
 
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
@@ -35,6 +32,16 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint is named after, complete or being saved; -1 for another name.
+
+    >>> step_of(Path("checkpoints/step-000040")), step_of(Path("step-000060.saving")), step_of(Path("x"))
+    (40, 60, -1)
+    """
+    step = re.fullmatch(rf"step-(\d+)({_SAVING})?", path.name)
+    return int(step[1]) if step else -1
+
+
 def saving(path: Path) -> Path:
     """Where the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + _SAVING)
@@ -42,42 +49,32 @@ def saving(path: Path) -> Path:
 
 def is_complete(path: Path) -> bool:
     """Whether the folder `path` is a complete checkpoint, by what is in it."""
-    return (path / METADATA).is_file() and (path / LOCK).is_file()
+    return path.suffix != _SAVING and (path / METADATA).is_file() and (path / LOCK).is_file()
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if step_of(path) >= 0 and is_complete(path)]
-    return sorted(found, key=step_of)
+    return sorted(
+        (path for path in folder.iterdir() if step_of(path) >= 0 and is_complete(path)), key=step_of
+    )
+
+
+def go_on_without(path: Path) -> str:
+    """What to try where the checkpoint `path` is not written: the newest complete one before it, or a new run."""
+    older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]
+    return f"train.resume = true goes on from {older[-1]}" if older else "none is before it, so start afresh"
 
 
 def instead_of(path: Path) -> str:
-    """What to try where the checkpoint `path` is damaged: the newest complete one before it, or a new run."""
-    older = [found for found in complete(path.parent) if step_of(found) < step_of(path)]
-    then = f"train.resume = true goes on from {older[-1]}" if older else "none is before it, so start afresh"
-    return f"move {path} away; {then}"
+    """What to try where the checkpoint `path` is damaged."""
+    return f"move {path} away; {go_on_without(path)}"
 
 
-def step_of(path: Path) -> int:
-    """The step that a checkpoint is named after; -1 for another name.
-
-    >>> step_of(Path("checkpoints/step-000040")), step_of(Path("x"))
-    (40, -1)
-    """
-    step = re.fullmatch(r"step-(\d+)", path.name)
-    return int(step[1]) if step else -1
-
-
-def commit(lock: Lock, path: Path) -> None:
-    """Make `saving(path)`, whose tensors and metadata are on the disk, the complete checkpoint `path`.
-
-    Raises OSError.
-    """
+def commit(path: Path) -> None:
+    """Make `saving(path)`, whose files are on the disk, the complete checkpoint `path`. Raises OSError."""
     draft = saving(path)
-    lock.write(draft)
-    sync(draft / LOCK)
     sync(draft)
     draft.rename(path)
     sync(path.parent)
@@ -104,10 +101,15 @@ def tidy(folder: Path) -> None:
 def replace(path: Path, text: str) -> None:
     """Write `text` and a newline into `path`, which holds the old or the new text at any moment."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text + "\n", encoding="utf-8")
-    sync(draft)
+    write(draft, (text + "\n").encode())
     draft.replace(path)
     sync(path.parent)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write the file `path` and have it on the disk. Raises OSError."""
+    path.write_bytes(content)
+    sync(path)
 
 
 def sync(path: Path) -> None:

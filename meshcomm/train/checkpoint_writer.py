@@ -1,0 +1,322 @@
+"""One folder that holds tensors which lie spread over ranks: written by all of them, read on any mesh.
+
+The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
+`async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,
+and gather every rank's plan on one. Here ranks that have the same part agree along one dim of the mesh after the
+other on who writes it, by 8 bytes a part; the writing communicates with nobody; and what each has written lies in
+a file beside it, until the lowest rank has made the metadata of all of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from meshcomm.errors import TrainingError
+from meshcomm.mesh import Mesh
+from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
+from meshcomm.train.checkpoint_reader import unpickle
+from meshcomm.train.together import is_first, ranks_of, together
+from meshcomm.transport.torch_private import storage_info
+
+T = TypeVar("T")
+
+_KEY_BYTES: Final = 8
+_PAUSE_S: Final = 0.01
+
+
+@final
+class Shares:
+    """Which parts of a state this rank writes: what several ranks have, one of them writes.
+
+    One for all saves of a run: parts of tensors that have the shape and place of the last save are known.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._known: dict[str, tuple[tuple[Any, ...], list[WriteItem]]] = {}
+
+    def of(self, state: Mapping[str, Tensor]) -> list[WriteItem]:
+        """This rank's part of the parts that all ranks of the mesh have.
+
+        state: name -> DTensor, or a plain tensor that is the same on every rank that has the name.
+        Called by: every rank. One gather of objects per dim of more than one rank, of 8 bytes for each part
+            that a rank has: it grows with the ranks of a dim, not with those of the mesh.
+        Raises: TrainingError on every rank where one cannot say what it has.
+        """
+        mine = together(self._mesh, "divide a checkpoint", lambda: self._parts(state))
+        for dim, size in self._mesh.layout.dims.items():
+            if size == 1:
+                continue
+            holders: dict[bytes, list[int]] = {}
+            for coord, keys in enumerate(self._mesh.objects.all_gather(dim, b"".join(mine))):
+                for at in range(0, len(keys), _KEY_BYTES):
+                    holders.setdefault(keys[at : at + _KEY_BYTES], []).append(coord)
+            # Along each dim another share of the parts for each, and the same one on all ranks beside it.
+            mine = {
+                key: item
+                for key, item in mine.items()
+                if holders[key][_number(key, dim) % len(holders[key])] == self._mesh.coord(dim)
+            }
+        return list(mine.values())
+
+    def _parts(self, state: Mapping[str, Tensor]) -> dict[bytes, WriteItem]:
+        known, self._known = self._known, {}
+        found: dict[bytes, WriteItem] = {}
+        for name, tensor in state.items():
+            kind: tuple[Any, ...] = (tensor.dtype, tensor.shape)
+            if isinstance(tensor, DTensor):
+                kind += (tensor.placements, tensor.device_mesh, tensor.to_local().shape)
+            if name not in known or known[name][0] != kind:
+                known[name] = (kind, parts_of({name: tensor}))
+            self._known[name] = known[name]
+            for item in known[name][1]:
+                sizes = item.tensor_data.chunk.sizes if item.tensor_data else ()
+                text = repr((name, item.index.offset, tuple(sizes)))
+                found[hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()] = item
+        return found
+
+
+def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:
+    """The parts of `state` that this process has."""
+    return create_default_local_save_plan(dict(state), True).items
+
+
+def value_of(state: dict[str, Tensor], copy: bool, item: WriteItem) -> Tensor:
+    """The part of a tensor of `state` that `item` stands for, in host memory; in memory of its own with `copy`."""
+    part: Tensor = find_state_dict_object(state, item.index)
+    return part.detach().to("cpu", copy=copy)
+
+
+def write_part(
+    folder: Path, rank: int, items: Iterable[WriteItem], value: Callable[[WriteItem], Tensor]
+) -> None:
+    """Write this rank's file and sync it to the disk; beside it, for `write_metadata`, what is in it.
+
+    value: gives the values of a part when its turn has come; one part is in memory at a time.
+    Communicates with nobody, and may be called in any thread. Raises OSError that names the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    items = list(items)
+    path = folder / f"__{rank}_0.distcp"
+    places = []
+    try:
+        with path.open("xb") as file:
+            for item in items:
+                part = value(item)
+                if part.untyped_storage().nbytes() != part.nbytes:
+                    part = part.clone()  # else all of the memory that it is a view of would be written
+                record = io.BytesIO()
+                torch.save(part, record)
+                place = storage_info(path.name, file.tell(), record.tell())
+                places.append(WriteResult(item.index, record.tell(), place))
+                file.write(record.getbuffer())
+        sync(path)
+        path = _written(folder, rank)
+        path.write_bytes(pickle.dumps((SavePlan(items), places)))
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
+    """The lowest rank, when all have written: look for each rank's files, and write the metadata of all.
+
+    Raises TrainingError where a file is missing or short, ValueError where the ranks' states do not go
+    together, OSError.
+    """
+    written = [_written(folder, rank) for rank in ranks]
+    for part in written:
+        _check(part, 1)
+    plans, results = zip(*(unpickle(part.read_bytes()) for part in written), strict=True)
+    places = {each.index: each.storage_data for result in results for each in result}
+    ends: dict[str, int] = {}
+    for place in places.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        _check(folder / name, end)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({}, None, True)
+    _, metadata = planner.create_global_plan(list(plans))
+    metadata.storage_data = places
+    write(folder / METADATA, pickle.dumps(metadata))
+    for part in written:
+        part.unlink()
+
+
+@final
+class Save:
+    """One folder that all ranks write: `write_part` on each, then `write_metadata` and `complete` on the lowest.
+
+    `now` does that between two steps; `start` in a thread of each rank, the second part when every rank has ended
+    the first. The training's groups carry one sequence of calls, and a thread that used them too would mix its
+    own among them: so ranks agree in `poll`, in the training's own thread.
+
+    items:     what this rank writes, as `Shares.of` says.
+    copy:      put what is written aside in host memory, so that the state may change before it is written.
+    Called by: every rank of the mesh, as are all methods but `settle`, at the same point of the program.
+    Raises:    TrainingError on every rank where one of them could not write: with the words and the name of the
+               lowest such rank, the file, and how full the disk is. What was written is removed then.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        state: Mapping[str, Tensor],
+        items: list[WriteItem],
+        folder: Path,
+        *,
+        copy: bool = False,
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._mesh, self._folder, self._complete = mesh, folder, complete
+        self._what = f"save into {folder}"
+        state = dict(state)
+        self._value: Callable[[WriteItem], Tensor] = partial(value_of, state, False)
+        if copy:
+            copies = self._together(lambda: {item.index: value_of(state, True, item) for item in items})
+            self._value = lambda item: copies.pop(item.index)
+        self._items = items
+        self._left = [self._write, self._finish]
+
+    def now(self) -> None:
+        """Write all of it; returns when it is on the disk."""
+        for piece in self._left:
+            self._together(piece)
+
+    def start(self) -> None:
+        """Begin to write it beside the training."""
+        self._began = time.monotonic()
+        self._next()
+
+    def poll(self, in_time: bool = True) -> bool:
+        """Whether all of it is done, the same answer on all ranks: an all_reduce of two numbers per dim, no wait.
+
+        in_time: False on a rank that does not wait any longer; then all raise where one has not ended.
+        """
+        flags = torch.tensor([self._ended.is_set(), in_time], dtype=torch.int32, device=self._mesh.device)
+        for dim in self._mesh.layout.dims:
+            self._mesh.all_reduce(dim, flags, op="min")
+        ended, in_time = map(bool, flags.tolist())
+        if not ended and in_time:
+            return False
+        self._together(self._outcome)
+        if not self._left:
+            return True
+        self._next()
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all of it is done, for `timeout_s` at most."""
+        deadline = time.monotonic() + timeout_s
+        while not self.poll(time.monotonic() < deadline):
+            self._ended.wait(_PAUSE_S)
+
+    def settle(self, timeout_s: float, grace_s: float) -> None:
+        """Wait as `wait`, but alone: for a rank that is about to end with an error of its own.
+
+        grace_s: how long for the others, once this rank has ended: it hears of them in the folder only.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._ended.wait(timeout_s)
+        deadline = min(deadline, time.monotonic() + grace_s)
+        while self._folder.is_dir() and time.monotonic() < deadline:
+            self._tried(self._finish)
+            time.sleep(_PAUSE_S)
+
+    def _next(self) -> None:
+        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        # A daemon: where a disk hangs, the process can end all the same.
+        threading.Thread(
+            target=self._tried, args=(self._left.pop(0),), name=f"meshcomm: {self._what}", daemon=True
+        ).start()
+
+    def _tried(self, piece: Callable[[], None]) -> None:
+        try:
+            piece()
+        except Exception as error:
+            self._failure = error
+        self._ended.set()
+
+    def _outcome(self) -> None:
+        if not self._ended.is_set():
+            raise TrainingError(
+                f"{self._mesh.label} could not {self._what}",
+                given=f"not done {time.monotonic() - self._began:.1f} s after it was begun",
+                expected="a disk that answers within mesh.timeout_s",
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self) -> None:
+        write_part(self._folder, self._mesh.rank, self._items, self._value)
+
+    def _finish(self) -> None:
+        if is_first(self._mesh):
+            write_metadata(self._folder, ranks_of(self._mesh))
+            self._complete()
+
+    def _together(self, action: Callable[[], T]) -> T:
+        def on_disk() -> T:
+            try:
+                return action()
+            except OSError as error:
+                raise self._disk_error(error) from error
+
+        try:
+            return together(self._mesh, self._what, on_disk)
+        except TrainingError:
+            # Give the disk its space back: what was written is of no use.
+            if is_first(self._mesh):
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _disk_error(self, error: OSError) -> TrainingError:
+        place = self._folder if self._folder.is_dir() else self._folder.parent
+        free = f"; {shutil.disk_usage(place).free / 1e6:.1f} MB are free there" if place.is_dir() else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return TrainingError(
+            f"{self._mesh.label} could not {self._what}",
+            given=f"{error.strerror or error}: {error.filename or self._folder}{free}",
+            expected="a folder that every rank can write to, with space for its part",
+            hint=f"{'make space' if full else 'mend the disk'}, then {go_on_without(self._folder)}",
+        )
+
+
+def _number(key: bytes, dim: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
+
+
+def _written(folder: Path, rank: int) -> Path:
+    """Where a rank says what it has written."""
+    return folder / f"__{rank}.written"
+
+
+def _check(file: Path, size: int) -> None:
+    found = file.stat().st_size if file.is_file() else None
+    if found is None or found < size:
+        raise TrainingError(
+            f"a part of the checkpoint is missing: {file.name}",
+            given=f"{file} " + ("is not there" if found is None else f"has {found} bytes"),
+            expected=f"{size} bytes, as its rank wrote them",
+            hint="train.out must be on a file system that all hosts share",
+        )

@@ -1,0 +1,208 @@
+"""What a run leaves in `train.out` beside its checkpoints: metrics.jsonl, and config.json and run.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, final
+
+from meshcomm.config import Config
+from meshcomm.config.report import plain
+from meshcomm.config.section import Table
+from meshcomm.errors import TrainingError
+from meshcomm.layout import Plan
+from meshcomm.train.checkpoint_folder import FOLDER, replace
+from meshcomm.train.report import Start, Step, Summary
+
+METRICS: Final = "metrics.jsonl"
+CONFIG: Final = "config.json"
+RUN: Final = "run.json"
+TRACE: Final = "trace.json"
+_FORMAT: Final = 1
+
+
+def check_folder(folder: Path) -> None:
+    """Make `folder`. Raises TrainingError where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(
+            f"the folder for the run cannot be made: {(error.strerror or str(error)).lower()}",
+            given=f"train.out = {folder}",
+            expected="a folder, or a path where one can be made",
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise TrainingError(
+            "the folder for the run cannot be written to",
+            given=f"train.out = {folder}",
+            expected="a folder that this user may write to",
+        )
+
+
+def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
+    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
+
+    config.json, run.json and trace.json likewise. Or the next number that is free of all, the highest being the
+    latest. Nothing is deleted.
+    """
+    names = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)} | {
+        FOLDER: FOLDER + ".{}"
+    }
+    number = 1
+    while any((folder / aside.format(number)).exists() for aside in names.values()):
+        number += 1
+    for name, aside in names.items():
+        if (folder / name).exists() and (with_checkpoints or name != FOLDER):
+            (folder / name).rename(folder / aside.format(number))
+
+
+@final
+class MetricsFile:
+    """Writes `folder`/metrics.jsonl.
+
+    folder: made where it is not there.
+    after:  the step whose checkpoint a run goes on from: the lines up to it stay, the rest is cut off, and new
+            lines follow.
+    """
+
+    def __init__(self, folder: Path, after: int = 0) -> None:
+        check_folder(folder)
+        self.path = folder / METRICS
+        if self.path.exists():
+            os.truncate(self.path, _end_of(self.path, after))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, step: Step) -> None:
+        """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds, skipped.
+
+        A number that is not finite is null. fault stands on lines of steps that were left out.
+        """
+        facts = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(step).items()
+            if value != ""
+        }
+        with _told(self.path):
+            self._file.write(json.dumps(facts) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Have every line on the disk: what a checkpoint goes on from must not be lost."""
+        with _told(self.path):
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What it would still write has been refused before.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Bytes of the lines up to that of `step`. A line that was cut short ends them."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+    return end
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
+    """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
+
+    config.json is `config` with the sizes of `plan`: `meshcomm.config.load` reads it. run.json has format;
+    run, another text at every start; state: "running", "finished" or "stopped"; fingerprint, of the live
+    plan, whose backends are known; dims; steps, tokens_per_step, parameters; resumed: the last step that
+    was done before, or None; and from the end on ended: steps, tokens, seconds, late, stats and
+    stats_steps (as late, traffic and traffic_steps of Summary), and reason: why it stopped, or None.
+    Each file holds its old or its new text at any moment. A run that is killed stays "running".
+
+    Yields:    a list; the block adds its Summary before it ends, in whatever way.
+    Called by: the rank that writes metrics.jsonl.
+    Raises:    TrainingError where a file cannot be written, at the start or after the last step.
+    """
+    about: dict[str, Any] = {
+        "format": _FORMAT,
+        "run": uuid.uuid4().hex,
+        "state": "running",
+        "fingerprint": plan.fingerprint,
+        "dims": dict(plan.layout.dims),
+        "steps": start.steps,
+        "tokens_per_step": start.tokens_per_step,
+        "parameters": start.parameters,
+        "resumed": None if start.resumed is None else start.resumed.step,
+        "ended": None,
+    }
+    _write(folder / CONFIG, settings_of(config, plan))
+    _write(folder / RUN, about)
+    ended: list[Summary] = []
+    try:
+        yield ended
+    except BaseException as error:
+        # What ended the run is worth more than this line.
+        with contextlib.suppress(TrainingError):
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
+            _end(folder, about, "stopped", ended, reason)
+        raise
+    _end(folder, about, "finished", ended, None)
+
+
+def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
+    """`config` as `load` reads it from JSON, every -1 filled in; what was left out stays left out."""
+    views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
+    sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
+    filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+    found: dict[str, Any] = plain(filled.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return found
+
+
+def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], reason: str | None) -> None:
+    facts: dict[str, Any] = {}
+    if ended:
+        last = ended[-1]
+        facts = {
+            "steps": last.steps,
+            "tokens": last.tokens,
+            "seconds": last.seconds,
+            "late": {dim: {"rank": rank, "mean_s": mean_s} for dim, (rank, mean_s) in last.late.items()},
+            "stats": [] if last.traffic is None else last.traffic.facts()["rows"],
+            "stats_steps": last.traffic_steps,
+        }
+    end = {**facts, "reason": reason} if facts or reason else None
+    _write(folder / RUN, {**about, "state": state, "ended": end})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    with _told(path):
+        replace(path, json.dumps(content, indent=2))
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"what the run is cannot be written: {(error.strerror or str(error)).lower()}",
+            given=str(path),
+            expected="a folder that this user may write to, on a disk with space left",
+            hint="make space or mend the disk, then train.resume = true goes on from the last checkpoint",
+        ) from error

@@ -1,0 +1,65 @@
+"""What do the other ranks have to say? Plain data of every rank, and one outcome of what all ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def ranks_of(mesh: Mesh) -> list[int]:
+    """The ranks of the mesh, in the order of the layout's grid."""
+    return [int(rank) for rank in mesh.layout.ranks.flat]
+
+
+def is_first(mesh: Mesh) -> bool:
+    """Whether this rank, the lowest of the mesh, writes what a run leaves behind."""
+    return mesh.rank == min(ranks_of(mesh))
+
+
+def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
+    """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
+    table = [mine]
+    for dim in reversed(list(mesh.layout.dims)):
+        table = [each for part in mesh.objects.all_gather(dim, table) for each in part]
+    return table
+
+
+def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
+    """Do `action` on this rank and return its result once every rank of the mesh has succeeded.
+
+    what:      "resume from runs/x", for the text "rank 3 could not ...".
+    Called by: every rank of the mesh. The action communicates with nobody.
+    Raises:    where it fails: its own MeshcommError, or TrainingError for what else it raised. On
+               the ranks where it did not: TrainingError with the same words and the lowest rank's name.
+    """
+    failure: MeshcommError | None = None
+    result: T | None = None
+    could_not = f"{mesh.label} could not {what}"
+    try:
+        result = action()
+    except MeshcommError as error:
+        failure = error
+    except Exception as error:
+        failure = TrainingError(could_not, given=f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+    told: list[Any] = []
+    try:
+        told = of_every_rank(mesh, failure and [failure.what, failure.given, failure.expected, failure.hint])
+    except CommunicationError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure from failure.__cause__
+    for rank, said in sorted(zip(ranks_of(mesh), told, strict=True)):
+        if said:
+            words, given, expected, hint = said
+            coords = " ".join(f"{dim}={coord}" for dim, coord in mesh.coords_of(rank).items())
+            could_not = f"rank {rank} ({coords}) could not {what}"
+            words = words if words == could_not else f"{could_not}: {words}"
+            raise TrainingError(words, given=given, expected=expected, hint=hint)
+    return result  # type: ignore[return-value]
