@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.config import ParallelConfig
 from meshcomm.errors import LayoutError, TrainingError
+from meshcomm.layout.names import did_you_mean
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
@@ -42,6 +43,8 @@ class GradientNorm:
             Those that need no gradient are left out, and one with two names counts once. After fully_shard:
             the parameters that it put into the module.
         pipeline: the dim along which ranks hold different parameters.
+        split: the dims along which plain tensors are split that you cut yourself, by name; without it such a
+            tensor counts as the same on all ranks, and the norm is wrong.
         skip: parameters that another coord along the pipeline counts (tied embeddings), out of
             the model's; they are clipped all the same.
 
@@ -56,6 +59,7 @@ class GradientNorm:
         model: nn.Module | Iterable[tuple[str, nn.Parameter]],
         *,
         pipeline: str | None = None,
+        split: Mapping[str, Sequence[str]] | None = None,
         skip: Iterable[nn.Parameter] = (),
     ) -> None:
         self._mesh = mesh
@@ -70,13 +74,31 @@ class GradientNorm:
                 expected="parameters of this rank",
                 hint="skip=[parameter] only on the rank that holds the second copy",
             )
+        cut = dict(split or {})
+        if strangers := [name for name, parameter in named if name in cut and split_dims(parameter)]:
+            raise LayoutError(
+                f"parameter {strangers[0]} says itself along which dims it is split",
+                given=f"split={{{strangers[0]!r}: {tuple(cut[strangers[0]])}}}; its own are {split_dims(dict(named)[strangers[0]])}",
+                expected="plain tensors in split",
+                hint=f"leave {strangers[0]} out of split",
+            )
+        if unnamed := cut.keys() - {name for name, _ in named}:
+            raise LayoutError(
+                "split names parameters that are not there",
+                given=f"{', '.join(sorted(unnamed))}",
+                expected="names of model.named_parameters()",
+                hint=did_you_mean(min(unnamed), [name for name, _ in named])
+                or "list(dict(model.named_parameters()))",
+            )
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
         self._held = [_Held(name, parameter) for parameter, name in reversed(needed.items())]
         self._uncounted = [held for held in self._held if id(held.parameter) in skipped]
         self._classes: dict[tuple[str, ...], list[_Held]] = {}
         for held in self._held:
             if id(held.parameter) not in skipped:
-                self._classes.setdefault(_dims_of(mesh, held, pipeline), []).append(held)
+                self._classes.setdefault(_dims_of(mesh, held, pipeline, cut.get(held.name, ())), []).append(
+                    held
+                )
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in self._classes for dim in dims})
 
@@ -157,9 +179,9 @@ class GradientNorm:
                 )
 
 
-def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None) -> tuple[str, ...]:
-    """The dims of more than one rank along which a parameter is split, in one order."""
-    dims = tuple(sorted(dim for dim in split_dims(held.parameter) if mesh.size(dim) > 1))
+def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None, cut: Sequence[str]) -> tuple[str, ...]:
+    """The dims of more than one rank along which a parameter is split, in one order. cut: those the user says."""
+    dims = tuple(sorted(dim for dim in split_dims(held.parameter) or cut if mesh.size(dim) > 1))
     if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
             f"parameter {held.name} cannot be split along {pipeline} twice",
