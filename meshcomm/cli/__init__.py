@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-# In the order in which `meshcomm --help` lists their commands.
-from meshcomm.cli import afterwards, looking, measuring, predicting, running, viewing  # noqa: F401
+from meshcomm.cli import afterwards, looking, measuring, running  # noqa: F401
 from meshcomm.cli.app import app
 from meshcomm.cli.completion import answers_shell
 

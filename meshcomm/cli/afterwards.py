@@ -1,4 +1,4 @@
-"""Commands for what a job left behind: report, export, import."""
+"""Commands for what a job left behind and for what went wrong: report, doctor, export, import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.cli.app import app
+from meshcomm.cli.app import AsJson, Overrides, World, app
 
 
 @app.command()
@@ -29,6 +29,24 @@ def report(
     from meshcomm.jobs.afterwards import timeline_of
 
     typer.echo(timeline_of(source) if timeline else job(source))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The job's file: more can be checked with it.")
+    ] = None,
+    world: World = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check this host, installation and environment. Under torchrun: all ranks, in one table.
+
+    Exit code 1 where something would make the job fail.
+    """
+    from meshcomm.jobs.doctor import doctor as job
+
+    raise typer.Exit(job(config, overrides or (), world, json))
 
 
 @app.command()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from enum import StrEnum
+from glob import escape, glob
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,32 +15,15 @@ if TYPE_CHECKING:
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 # What the shell sets when it asks; the script that `--show-completion` prints names it.
 _ASKED = "_MESHCOMM_COMPLETE"
-
-
-class Shell(StrEnum):
-    """The shells that can be asked to complete."""
-
-    bash = "bash"
-    zsh = "zsh"
-    fish = "fish"
-    powershell = "powershell"
-    pwsh = "pwsh"
+# typer's own two options know the shell that runs them only; these take any, for whoever keeps the scripts.
+Shell = StrEnum("Shell", ["bash", "zsh", "fish", "powershell", "pwsh"])
 
 
 def complete_config(incomplete: str) -> list[str]:
     """Config files of the folder that is being typed, and of the folders in it whose names fit."""
-    folder, start = os.path.split(incomplete)
-    found: list[str] = []
-    for entry in _entries(folder or "."):
-        if not entry.name.startswith(start) or (entry.name.startswith(".") and not start):
-            continue
-        path = os.path.join(folder, entry.name)
-        if entry.is_dir():
-            # Not the folder itself: a shell would end the word behind it.
-            found += [os.path.join(path, inside.name) for inside in _entries(path) if _is_config(inside)]
-        elif _is_config(entry):
-            found.append(path)
-    return sorted(found)
+    # Not the folders themselves: a shell would end the word behind one.
+    found = [path for inside in ("*", "*/*") for path in glob(escape(incomplete) + inside)]
+    return sorted(path for path in found if path.endswith(_SUFFIXES) and os.path.isfile(path))
 
 
 def complete_dim(context: typer.Context, incomplete: str) -> list[str]:
@@ -58,6 +41,20 @@ def complete_view(context: typer.Context, incomplete: str) -> list[str]:
     return [] if mesh is None else [name for name in mesh.views if name.startswith(incomplete)]
 
 
+def _mesh(context: typer.Context) -> MeshConfig | None:
+    """The mesh of the config; None where it cannot be read, which is no moment to say so."""
+    from meshcomm.config import load
+    from meshcomm.errors import MeshcommError
+
+    # Behind an option that still waits for its value, the arguments before it are not sorted yet.
+    typed = [str(word) for word in (context.params.get("config"), *context.args)]
+    config = next((word for word in typed if word.endswith(_SUFFIXES)), None)
+    try:
+        return None if config is None else load(config).mesh
+    except MeshcommError:
+        return None
+
+
 def answers_shell() -> None:
     """Let typer answer where a shell asks; otherwise nothing is loaded for it."""
     if _ASKED in os.environ:
@@ -66,67 +63,24 @@ def answers_shell() -> None:
         completion_init()
 
 
-def _shown(shell: Shell | None) -> None:
-    if shell is not None:
-        from typer.completion import get_completion_script
+def _given(option: typer.CallbackParam, shell: Shell | None) -> None:
+    if shell is None:
+        return
+    from typer.completion import get_completion_script, install
 
-        script = get_completion_script(prog_name="meshcomm", complete_var=_ASKED, shell=shell.value)
-        typer.echo(script)
-        raise typer.Exit
-
-
-def _installed(shell: Shell | None) -> None:
-    if shell is not None:
-        from typer.completion import install
-
+    if option.name == "show_completion":
+        typer.echo(get_completion_script(prog_name="meshcomm", complete_var=_ASKED, shell=shell.value))
+    else:
         name, path = install(shell=shell.value, prog_name="meshcomm", complete_var=_ASKED)
         typer.echo(f"completion for {name} is in {path}; it works in the next {name}")
-        raise typer.Exit
+    raise typer.Exit
 
 
+_SHOWN = "Print the script that completes commands, options and config files."
+_INSTALLED = "Add it to the shell's start-up files."
 ShowCompletion = Annotated[
-    Shell | None,
-    typer.Option(
-        "--show-completion",
-        callback=_shown,
-        is_eager=True,
-        help="Print the script that completes commands, options and config files.",
-    ),
+    Shell | None, typer.Option("--show-completion", callback=_given, is_eager=True, help=_SHOWN)
 ]
 InstallCompletion = Annotated[
-    Shell | None,
-    typer.Option(
-        "--install-completion",
-        callback=_installed,
-        is_eager=True,
-        help="Add it to the shell's start-up files.",
-    ),
+    Shell | None, typer.Option("--install-completion", callback=_given, is_eager=True, help=_INSTALLED)
 ]
-
-
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except OSError:
-        return
-
-
-def _is_config(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith(_SUFFIXES) and entry.is_file()
-
-
-def _mesh(context: typer.Context) -> MeshConfig | None:
-    """The mesh of the config; None where it cannot be read, which is no moment to say so."""
-    from meshcomm.config import load
-    from meshcomm.errors import MeshcommError
-
-    # Behind an option that still waits for its value, the arguments before it are not sorted yet.
-    typed = [context.params.get("config"), *context.args]
-    for config in typed:
-        if config is not None and str(config).endswith(_SUFFIXES):
-            try:
-                return load(config).mesh
-            except MeshcommError:
-                return None
-    return None

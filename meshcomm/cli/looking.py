@@ -1,4 +1,4 @@
-"""Commands that say what a config means: plan, where, lint, schema."""
+"""Commands that say what a config means: plan, where, lint, view, schema."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discover
 from meshcomm.cli.completion import complete_config, complete_dim, complete_view
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from meshcomm.show.page import Part
 
 Export = Annotated[
@@ -74,49 +76,58 @@ def plan(
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
     _one_picture(tree, view, diff, {"--rank": rank, "--grid": grid, "--by": by, "--schedule": schedule})
-    if tree:
-        _tree(config, world, view or "", export, json, overrides or ())
-        return
-    if diff is not None:
-        raise typer.Exit(_diff(config, diff, world, export, json, overrides or ()))
-    from meshcomm.config import load
-    from meshcomm.predict.lint import footprint
-    from meshcomm.show.plan import facts_view, plan_facts
-
     _one_way_out(export, json)
     if schedule and export is not None and export.suffix.lower() != ".json":
         raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
+    from meshcomm.config import load
+
     settings = load(config, overrides or ()).resolved(world)
     laid_out, topology = settings.plan(world), discovered_topology(settings)
+    if tree:
+        from meshcomm.show.page import Line, as_text
+        from meshcomm.show.tree import FOLDED, headline, tree_facts, tree_view
+
+        whole = json or (export is not None and export.suffix.lower() == ".json")
+        facts = tree_facts(laid_out, view or "", topology, None if whole else FOLDED)
+
+        def drawn() -> list[Part]:
+            return [Line(as_text(tree_view(facts)), drawing=True)]
+
+        _give(facts, drawn, export, json, headline(facts), lambda: [tree_view(facts)])
+        return
+    if diff is not None:
+        from meshcomm.show.diff import diff_facts, diff_page
+
+        other = load(diff, overrides or ()).resolved(world)
+        facts = diff_facts(settings, other, laid_out, other.plan(world))
+        _give(facts, lambda: diff_page(facts), export, json, f"{config} and {diff}")
+        raise typer.Exit(0 if facts["equal"] else 1)
+    from meshcomm.predict.lint import footprint
+    from meshcomm.show.grid.facts import grid_facts
+    from meshcomm.show.grid.svg import grid_svg
+    from meshcomm.show.grid.text import GridText, grid_page
+    from meshcomm.show.page import page_view
+    from meshcomm.show.plan import plan_facts, plan_page
+    from meshcomm.show.schedule import schedule_facts, schedule_view
+
     facts = plan_facts(laid_out, rank, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
     if grid or by is not None or export is not None:
-        from meshcomm.show.grid.facts import grid_facts
-
         facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
     if schedule:
-        from meshcomm.show.schedule import schedule_facts
-
         facts["schedule"] = schedule_facts(settings, world)
-    if export is not None:
-        from meshcomm.show.export import plan_file
 
-        plan_file(export, facts)
-        typer.echo(f"written: {export}", err=True)
-    elif json:
-        show_json(facts)
-    else:
-        show(facts_view(facts))
-        if "grid" in facts:
-            from meshcomm.show.grid.text import GridText
+    def shown() -> list[RenderableType]:
+        views: list[RenderableType] = [page_view(plan_page(facts))]
+        views += [GridText(facts["grid"])] if "grid" in facts else []
+        return [*views, schedule_view(facts["schedule"])] if schedule else views
 
-            show(GridText(facts["grid"]))
-        if schedule:
-            from meshcomm.show.schedule import schedule_view
+    def page() -> list[Part]:
+        return [*plan_page(facts), *grid_page(facts["grid"])]
 
-            show(schedule_view(facts["schedule"]))
+    _give(facts, page, export, json, "", shown, lambda: grid_svg(facts["grid"]))
 
 
 @app.command()
@@ -139,7 +150,7 @@ def where(
     asked = read_place(place)
     settings = load(config, overrides or ()).resolved(world)
     facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _give_page(facts, where_page, f"where {place}", export, json)
+    _give(facts, lambda: where_page(facts), export, json, f"where {place}")
 
 
 @app.command()
@@ -170,6 +181,45 @@ def lint(
 
 
 @app.command()
+def view(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG|RUN", help="A configuration's file, or the folder of a training run."),
+    ],
+    world: World = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: one that is free.")] = 0,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page, as of now, into one file; no server.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the default browser.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
+    from meshcomm.view.facts import page_facts
+    from meshcomm.view.page import check_page, export_page
+    from meshcomm.view.server import Server
+    from meshcomm.view.target import find_target
+
+    if export is not None:
+        check_page(export)
+    found = find_target(target, overrides or ())
+    facts = page_facts(found.settings, world, discovered_topology(found.settings))
+    if export is not None:
+        typer.echo(export_page(export, facts, found.folder))
+        if open_:
+            typer.launch(export.resolve().as_uri())
+        return
+    with Server(facts, found.folder, port) as server:
+        try:
+            typer.echo(f"{server.url}  ({found.settings.source}; Ctrl-C ends it)")
+            if open_:
+                typer.launch(server.url)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo()
+
+
+@app.command()
 def schema(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file.")] = None,
 ) -> None:
@@ -195,42 +245,6 @@ def _one_picture(tree: bool, view: str | None, diff: Path | None, others: dict[s
         raise typer.BadParameter(f"{' and '.join([*chosen, *beside])}: one of them at a time")
 
 
-def _tree(
-    config: Path, world: int | None, view: str, export: Path | None, json: bool, overrides: Sequence[str]
-) -> None:
-    """The dims inside each other."""
-    from meshcomm.config import load
-    from meshcomm.show.tree import FOLDED, tree_facts, tree_view
-
-    _one_way_out(export, json)
-    settings = load(config, overrides).resolved(world)
-    whole = json or export is not None
-    facts = tree_facts(settings.plan(world), view, discovered_topology(settings), None if whole else FOLDED)
-    if export is not None:
-        from meshcomm.show.export import tree_file
-
-        tree_file(export, facts)
-        typer.echo(f"written: {export}", err=True)
-    elif json:
-        show_json(facts)
-    else:
-        show(tree_view(facts))
-
-
-def _diff(
-    one: Path, other: Path, world: int | None, export: Path | None, json: bool, overrides: Sequence[str]
-) -> int:
-    """Two configs side by side; 0 where they are equal, else 1."""
-    from meshcomm.config import load
-    from meshcomm.show.diff import diff_facts, diff_page
-
-    _one_way_out(export, json)
-    a, b = (load(path, overrides).resolved(world) for path in (one, other))
-    facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    _give_page(facts, diff_page, f"{one} and {other}", export, json)
-    return 0 if facts["equal"] else 1
-
-
 def _dims(by: str | None) -> str | tuple[str, ...] | None:
     names = None if by is None else tuple(name.strip() for name in by.split(","))
     return names[0] if names is not None and len(names) == 1 else names
@@ -242,27 +256,34 @@ def _one_way_out(export: Path | None, json: bool) -> None:
         return
     if json:
         raise typer.BadParameter("--json prints and --export writes: one of the two")
-    from meshcomm.show.export import check_kind
+    from meshcomm.show.page import check_kind
 
     check_kind(export)
 
 
-def _give_page(
+def _give(
     facts: dict[str, Any],
-    page: Callable[[dict[str, Any]], Sequence[Part]],
-    title: str,
+    page: Callable[[], Sequence[Part]],
     export: Path | None,
     json: bool,
+    title: str,
+    shown: Callable[[], Sequence[RenderableType]] | None = None,
+    svg: Callable[[], str] | None = None,
 ) -> None:
-    """The facts as a file, as JSON, or as the page that `page` makes of them."""
-    if export is not None:
-        from meshcomm.show.export import page_file
+    """The facts as a file, as JSON, or on the screen.
 
-        page_file(export, facts, page(facts), title)
-        typer.echo(f"written: {export}", err=True)
-    elif json:
+    page: for Markdown. shown: for the screen; None: the page. svg: None: a picture of what is shown, with `title`.
+    """
+    if json:
         show_json(facts)
-    else:
-        from meshcomm.show.page import page_view
+        return
+    from meshcomm.show.page import as_text, page_view, text_svg
+    from meshcomm.show.page import export as write
 
-        show(page_view(page(facts)))
+    views = (lambda: [page_view(page())]) if shown is None else shown
+    if export is None:
+        for view in views():
+            show(view)
+        return
+    write(export, facts, page, svg or (lambda: text_svg("\n".join(map(as_text, views())), title)))
+    typer.echo(f"written: {export}", err=True)

@@ -1,4 +1,4 @@
-"""Commands that ask this machine: bench, doctor."""
+"""Commands that measure and predict times: bench, costs, place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from meshcomm.cli.app import AsJson, Operations, Overrides, World, app
+from meshcomm.cli.app import (
+    AsJson,
+    ConfigFile,
+    Operations,
+    Overrides,
+    World,
+    app,
+    discovered_topology,
+    show,
+    show_json,
+)
 from meshcomm.cli.completion import complete_config, complete_dim
 
 
@@ -76,18 +86,67 @@ def bench(
 
 
 @app.command()
-def doctor(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The job's file: more can be checked with it.")
-    ] = None,
+def costs(
+    config: ConfigFile,
     world: World = None,
+    operation: Operations = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", help="As in 64MB or 4KiB; several times. Default: 4KiB, 1MiB, 64MiB, 1GiB."),
+    ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this host, installation and environment. Under torchrun: all ranks, in one table.
+    """Predict what collectives along each dim take on its links, and by which algorithm."""
+    from meshcomm.config import load
+    from meshcomm.predict.machine import known_machine
+    from meshcomm.predict.times import named_operations
+    from meshcomm.show.costs import cost_facts, cost_view
+    from meshcomm.show.units import read_bytes
 
-    Exit code 1 where something would make the job fail.
-    """
-    from meshcomm.jobs.doctor import doctor as job
+    settings = load(config, overrides or ()).resolved(world)
+    machine = known_machine(discovered_topology(settings), settings.source)
+    sizes = [read_bytes(text) for text in size or ("4KiB", "1MiB", "64MiB", "1GiB")]
+    facts = cost_facts(settings.plan(world), machine, named_operations(operation or ()), sizes)
+    if json:
+        show_json(facts)
+        return
+    show(cost_view(facts))
 
-    raise typer.Exit(job(config, overrides or (), world, json))
+
+@app.command()
+def place(
+    config: ConfigFile,
+    world: Annotated[int, typer.Option(min=1, help="Number of processes to lay the training out on.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep", metavar="DIM", help="Leave this dim's size as the file has it; several times."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many meshes to show.")] = 10,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the first mesh, or that of --choose, as a config.")
+    ] = None,
+    choose: Annotated[int, typer.Option(min=1, help="With --write: which mesh of the table.")] = 1,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
+    from meshcomm.config import load
+    from meshcomm.predict.placed import place_config, write_placement
+    from meshcomm.show.place import place_facts, place_view
+
+    settings = load(config, overrides or ())
+    if choose > 1 and (write is None or choose > top):
+        raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
+    ranking = place_config(settings, world, discovered_topology(settings), keep or (), top)
+    assert settings.parallel is not None
+    facts = place_facts(ranking, settings.parallel.parts)
+    if json:
+        show_json(facts)
+    else:
+        show(place_view(facts))
+    if write is not None:
+        write_placement(settings, ranking, choose, write)
+        typer.echo(f"written: {write}", err=json)

@@ -83,7 +83,7 @@ def simulate(
     if json:
         show_json(facts)
     else:
-        from meshcomm.show.traffic import traffic_view
+        from meshcomm.show.stats import traffic_view
 
         show(traffic_view(facts))
 

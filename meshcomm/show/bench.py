@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.predict.fit import Fit, Fitted
+from meshcomm.predict.fit import Fitted
 from meshcomm.predict.times import Operation, bus_factor
 from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.show.units import seconds_text, size_text
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 Facts = dict[str, Any]
+
+_NOTE = """\
+time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of
+the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'
+ratios of meshcomm's time to torch's, not the ratio of the medians beside it;
+below 1 meshcomm is faster"""
 
 
 def row_facts(
@@ -31,7 +37,6 @@ def row_facts(
     Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths GB/s
     (10^9) of the median times: algbw = bytes / time, busbw as nccl-tests counts it.
     """
-    factor = float(bus_factor(operation, ranks))
     facts: Facts = {
         "dim": dim,
         "operation": operation,
@@ -40,40 +45,36 @@ def row_facts(
         "ratio": median(a / b for a, b in zip(ours_s, torch_s, strict=True)),
     }
     for who, times in (("meshcomm", ours_s), ("torch", torch_s)):
-        seconds = median(times)
-        algbw = size_bytes / seconds / 1e9
+        algbw = size_bytes / median(times) / 1e9
         facts[who] = {
-            "seconds": seconds,
+            "seconds": median(times),
             "least_s": min(times),
             "most_s": max(times),
             "algbw_gbytes_s": algbw,
-            "busbw_gbytes_s": algbw * factor,
+            "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks)),
         }
     return facts
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
     """Latency, bandwidth and how far the model is off: by dim, and by link class; notes to show with it."""
-    return {
-        "dims": {dim: _fit_facts(found) for dim, found in fitted.dims.items()},
-        "links": {name: _fit_facts(found) for name, found in fitted.links.items()},
-        "left_out": [
-            {"dim": dim, "operation": operation, "why": why} for dim, operation, why in fitted.left_out
-        ],
-        "notes": list(notes),
+    by_class = {
+        key: {
+            name: {
+                "dims": list(found.dims),
+                "latency_us": found.latency_s * 1e6,
+                "bandwidth_gbytes_s": found.bytes_s / 1e9,
+                "times": found.times,
+                "median_error": found.error,
+                "worst_error": found.worst,
+                "notes": list(found.notes),
+            }
+            for name, found in fits.items()
+        }
+        for key, fits in (("dims", fitted.dims), ("links", fitted.links))
     }
-
-
-def _fit_facts(found: Fit) -> Facts:
-    return {
-        "dims": list(found.dims),
-        "latency_us": found.latency_s * 1e6,
-        "bandwidth_gbytes_s": found.bytes_s / 1e9,
-        "times": found.times,
-        "median_error": found.error,
-        "worst_error": found.worst,
-        "notes": list(found.notes),
-    }
+    left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
+    return {**by_class, "left_out": left, "notes": list(notes)}
 
 
 def bench_view(facts: Mapping[str, Any]) -> Group:
@@ -83,72 +84,57 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
     """
     machine, mesh = facts["machine"], facts["mesh"]
     sizes = " ".join(f"{name}={size}" for name, size in mesh["dims"].items())
-    head = [
+    groups = "one group along a dim at a time" if facts["alone"] else "all groups along a dim at once"
+    head = (
         f"mesh {sizes}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
-        f"{machine['device']}, torch {machine['torch']}",
-        f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began",
-        f"medians of {facts['rounds']} rounds, each round's slowest rank; "
-        + ("one group along a dim at a time" if facts["alone"] else "all groups along a dim at once"),
-    ]
-    notes = [
-        "time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of\n"
-        "the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'\n"
-        "ratios of meshcomm's time to torch's, not the ratio of the medians beside it;\n"
-        "below 1 meshcomm is faster"
-    ]
-    notes += [
-        f"skipped: {each['operation'] or 'all'} along {each['dim']}: {each['why']}"
-        for each in facts["skipped"]
-    ]
-    parts: list[Part] = [Line("\n".join(head)), _rows(facts), Line("\n".join(notes))]
-    if facts["fit"] is not None:
-        parts += _fits(facts["fit"])
-    return page_view(parts)
-
-
-def _rows(facts: Mapping[str, Any]) -> Cells:
+        f"{machine['device']}, torch {machine['torch']}\n"
+        f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
+        f"medians of {facts['rounds']} rounds, each round's slowest rank; {groups}"
+    )
     known = {each["dim"]: each for each in facts["dims"]}
-    rows = []
-    for row in facts["rows"]:
-        dim, ours, theirs = known[row["dim"]], row["meshcomm"], row["torch"]
-        rows.append(
-            (
-                f"{dim['dim']} {dim['size']:,} {dim['link'] or dim['backend']}",
-                row["operation"],
-                size_text(row["bytes"]),
-                seconds_text(ours["seconds"]),
-                f"{ours['algbw_gbytes_s']:.3g}",
-                f"{ours['busbw_gbytes_s']:.3g}",
-                seconds_text(theirs["seconds"]),
-                f"{row['ratio']:.2f}",
-            )
-        )
-    right = ("bytes", "time", "algbw", "busbw", "torch", "ratio")
-    return Cells(("dim", "operation", *right), tuple(rows), frozenset(right), once=2)
+
+    def dim(row: Facts) -> str:
+        of = known[row["dim"]]
+        return f"{of['dim']} {of['size']:,} {of['link'] or of['backend']}"
+
+    table = Cells.of(
+        facts["rows"],
+        {
+            "dim": dim,
+            "operation": lambda row: row["operation"],
+            ">bytes": lambda row: size_text(row["bytes"]),
+            ">time": lambda row: seconds_text(row["meshcomm"]["seconds"]),
+            ">algbw": lambda row: f"{row['meshcomm']['algbw_gbytes_s']:.3g}",
+            ">busbw": lambda row: f"{row['meshcomm']['busbw_gbytes_s']:.3g}",
+            ">torch": lambda row: seconds_text(row["torch"]["seconds"]),
+            ">ratio": lambda row: f"{row['ratio']:.2f}",
+        },
+        once=2,
+    )
+    skipped = (f"skipped: {e['operation'] or 'all'} along {e['dim']}: {e['why']}" for e in facts["skipped"])
+    parts: list[Part] = [Line(head), table, Line("\n".join([_NOTE, *skipped]))]
+    return page_view(parts if facts["fit"] is None else [*parts, *_fits(facts["fit"])])
 
 
 def _fits(fit: Mapping[str, Any]) -> list[Part]:
-    rows = []
-    notes = []
-    for name, each in [*fit["dims"].items(), *fit["links"].items()]:
-        is_link = name in fit["links"] and each is fit["links"][name]
-        rows.append(
-            (
-                f"links.{name}" if is_link else "-",
-                " ".join(each["dims"]),
-                seconds_text(each["latency_us"] / 1e6),
-                f"{each['bandwidth_gbytes_s']:.3g}",
-                str(each["times"]),
-                f"{each['median_error']:.0%}",
-                f"{each['worst_error']:.0%}",
-            )
-        )
-        notes += [f"{name}: {note}" for note in each["notes"]]
-    notes.append("off by: the median of |model / measured - 1|")
-    notes += fit["notes"]
+    found = [("-", name, each) for name, each in fit["dims"].items()]
+    found += [(f"links.{name}", name, each) for name, each in fit["links"].items()]
     left: dict[str, list[str]] = {}
     for each in fit["left_out"]:
         left.setdefault(f"not in the fit: {each['operation']}, {each['why']}", []).append(each["dim"])
+    notes = [f"{name}: {note}" for _, name, each in found for note in each["notes"]]
+    notes += ["off by: the median of |model / measured - 1|", *fit["notes"]]
     notes += [f"{text}: {', '.join(dims)}" for text, dims in left.items()]
-    right = ("latency", "GB/s", "times", "off by", "at most")
-    return [Cells(("link", "from the dims", *right), tuple(rows), frozenset(right)), Line("\n".join(notes))]
+    table = Cells.of(
+        found,
+        {
+            "link": lambda row: row[0],
+            "from the dims": lambda row: " ".join(row[2]["dims"]),
+            ">latency": lambda row: seconds_text(row[2]["latency_us"] / 1e6),
+            ">GB/s": lambda row: f"{row[2]['bandwidth_gbytes_s']:.3g}",
+            ">times": lambda row: str(row[2]["times"]),
+            ">off by": lambda row: f"{row[2]['median_error']:.0%}",
+            ">at most": lambda row: f"{row[2]['worst_error']:.0%}",
+        },
+    )
+    return [table, Line("\n".join(notes))]

@@ -31,7 +31,6 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
             continue
         found = span(plan.layout.groups(family.name), machine)
         for operation in operations:
-            # A message goes from one rank to one other.
             every = lines(operation, found.route)
             rows = []
             for size in sizes:
@@ -48,6 +47,7 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
                         "busbw_gbytes_s": algbw * float(bus_factor(operation, family.size)),
                     }
                 )
+            crossings = fastest_by_size(every)
             listed.append(
                 {
                     "dim": family.name,
@@ -58,7 +58,7 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
                     "rows": rows,
                     "from_bytes": [
                         {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
-                        for size, line in fastest_by_size(every)
+                        for size, line in crossings
                     ],
                 }
             )
@@ -71,29 +71,28 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
 
 def cost_view(facts: Facts) -> Group:
     """`cost_facts` for a rich console."""
-    rows = [
-        (
-            f"{each['dim']} {each['size']:,} {each['link']}",
-            each["operation"],
-            bytes_text(row["bytes"]),
-            seconds_text(row["seconds"]),
-            f"{row['algbw_gbytes_s']:.3g}",
-            f"{row['busbw_gbytes_s']:.3g}",
-            row["algorithm"] + (f" in {row['chunks']}" if row["chunks"] > 1 else ""),
-        )
-        for each in facts["dims"]
-        for row in each["rows"]
-    ]
-    right = ("bytes", "time", "algbw", "busbw")
-    table = Cells(("dim", "operation", *right, "by"), tuple(rows), frozenset(right), once=2)
-    head = "; ".join(facts["links"])
+    rows = [each | row for each in facts["dims"] for row in each["rows"]]
+    table = Cells.of(
+        rows,
+        {
+            "dim": lambda row: f"{row['dim']} {row['size']:,} {row['link']}",
+            "operation": lambda row: row["operation"],
+            ">bytes": lambda row: bytes_text(row["bytes"]),
+            ">time": lambda row: seconds_text(row["seconds"]),
+            ">algbw": lambda row: f"{row['algbw_gbytes_s']:.3g}",
+            ">busbw": lambda row: f"{row['busbw_gbytes_s']:.3g}",
+            "by": lambda row: row["algorithm"] + (f" in {row['chunks']}" if row["chunks"] > 1 else ""),
+        },
+        once=2,
+    )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
-    least = [f"{e['operation']} along {e['dim']}: {crossings_text(e['from_bytes'])}" for e in facts["dims"]]
+    least = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
     notes = "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured"
-    return page_view([Line(f"links: {head}{call}"), table, Line("\n".join([notes, *least]))])
+    head = Line(f"links: {'; '.join(facts['links'])}{call}")
+    return page_view([head, table, Line("\n".join([notes, *least]))])
 
 
-def crossings_text(found: list[Facts]) -> str:
+def _crossings(found: list[Facts]) -> str:
     """`tree, ring from 3.2 MB`: algorithms by size, their numbers of chunks left out."""
     parts: list[str] = []
     last = None

@@ -9,6 +9,7 @@ from meshcomm.config import Config, TopologyConfig
 from meshcomm.layout import Plan
 from meshcomm.predict.lint import Finding, footprint
 from meshcomm.predict.machine import machine
+from meshcomm.show.units import count
 
 
 def lint_facts(
@@ -27,22 +28,13 @@ def lint_facts(
 def lint_text(source: str, facts: dict[str, Any], findings: Sequence[Finding]) -> str:
     """The facts for a person."""
     rank = facts["rank"]
-    lines = [f"{source}: {_count(len(findings), 'finding')} on {_count(facts['world_size'], 'rank')}"]
+    lines = [f"{source}: {count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}"]
     if facts["links"]:
         lines.append("links: " + "; ".join(facts["links"]))
-    kept = []
-    if rank["nccl"]:
-        kept.append(f"{_count(rank['nccl'], 'NCCL communicator')} (about {rank['nccl_mb'] / 1000:.1f} GB)")
-    if rank["gloo"]:
-        kept.append(
-            f"{_count(rank['gloo'], 'Gloo group')} ({_count(rank['descriptors'], 'file descriptor')})"
+    nccl = f"{count(rank['nccl'], 'NCCL communicator')} (about {rank['nccl_mb'] / 1000:.1f} GB)"
+    gloo = f"{count(rank['gloo'], 'Gloo group')} ({count(rank['descriptors'], 'file descriptor')})"
+    if rank["nccl"] or rank["gloo"]:
+        lines.append(
+            f"a rank has up to {' and '.join([nccl] * bool(rank['nccl']) + [gloo] * bool(rank['gloo']))}"
         )
-    if kept:
-        lines.append(f"a rank has up to {' and '.join(kept)}")
-    for finding in findings:
-        lines += ["", str(finding)]
-    return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return "\n\n".join(["\n".join(lines), *map(str, findings)])

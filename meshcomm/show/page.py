@@ -1,25 +1,43 @@
-"""Lines and tables as values, and what becomes of them: text of any width, or Markdown."""
+"""Lines and tables as values, and what becomes of them: text of any width, Markdown, a picture, a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+
+from meshcomm.config.write import write_whole
+from meshcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-    from rich.table import Table
 
+KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
+<title>{title}</title>
+<style>
+.mc-text text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }}
+.mc-text .paper {{ fill: #ffffff; }}
+@media (prefers-color-scheme: dark) {{ .mc-text text {{ fill: #e6edf3; }} .mc-text .paper {{ fill: #0d1117; }} }}
+</style>
+<rect class="paper" width="{width}" height="{height}"/>
+{lines}
+</svg>
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One paragraph; a heading where it says what follows."""
+    """One paragraph; a heading where it says what follows; or a drawing whose blanks and line breaks stay."""
 
     text: str
     heading: bool = False
+    drawing: bool = False
 
 
 @final
@@ -34,75 +52,67 @@ class Cells:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    right: frozenset[str] = frozenset()
+    right: Collection[str] = ()
     once: int = 0
+
+    @classmethod
+    def of(cls, items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]], once: int = 0) -> Self:
+        """A row for each item. columns: how a cell follows from it; ">name" is a column of numbers.
+
+        None is shown as "-", a whole number with commas.
+        """
+        names = tuple(name.removeprefix(">") for name in columns)
+        rows = tuple(tuple(_cell(read(item)) for read in columns.values()) for item in items)
+        return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table or the records, as wide as the console."""
+        from rich.box import SIMPLE_HEAD
+        from rich.cells import cell_len
         from rich.padding import Padding
+        from rich.table import Table
         from rich.text import Text
 
-        if sum(self._words()) + self._gaps() <= options.max_width and (
-            self.width() <= options.max_width * _SQUEEZE
-        ):
-            yield self.table(options.max_width)
+        columns = list(zip(self.columns, *self.rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in columns]
+        # Numbers are not parted from their units.
+        words = [texts if texts[0] in self.right else " ".join(texts).split() for texts in columns]
+        least = [max(map(cell_len, column), default=0) for column in words]
+        gaps = 2 * (len(columns) - 1)
+        room = options.max_width - gaps
+        if sum(least) > room or sum(widths) + gaps > options.max_width * _SQUEEZE:
+            for row in self.rows:
+                yield Text(row[0])
+                rest = zip(self.columns[1:], row[1:], strict=True)
+                items = [f"{name} {cell}" for name, cell in rest if cell != "-"]
+                for line in _packed(items, options.max_width - 2):
+                    yield Padding(Text(line), (0, 0, 0, 2), expand=False)
             return
-        for row in self.rows:
-            yield Text(row[0])
-            items = [
-                f"{name} {cell}" for name, cell in zip(self.columns[1:], row[1:], strict=True) if cell != "-"
-            ]
-            for line in _packed(items, options.max_width - 2):
-                yield Padding(Text(line), (0, 0, 0, 2), expand=False)
-
-    def width(self) -> int:
-        """Columns of the table where nothing is folded."""
-        return sum(self._widths()) + self._gaps()
-
-    def _gaps(self) -> int:
-        return 2 * (len(self.columns) - 1)
-
-    def _widths(self) -> list[int]:
-        from rich.cells import cell_len
-
-        return [max(map(cell_len, texts)) for texts in zip(self.columns, *self.rows, strict=True)]
-
-    def _words(self) -> list[int]:
-        """Columns of the longest word of each column; numbers are not parted from their units."""
-        from rich.cells import cell_len
-
-        found = []
-        for name, texts in zip(self.columns, zip(self.columns, *self.rows, strict=True), strict=True):
-            parts = texts if name in self.right else [word for text in texts for word in text.split()]
-            found.append(max(map(cell_len, parts), default=0))
-        return found
-
-    def table(self, room: int) -> Table:
-        """As rich's table, folded into `room` columns: the widest first, none below its longest word."""
-        from rich import box
-        from rich.table import Table
-
-        widths, least = self._widths(), self._words()
-        for _ in range(sum(widths) + self._gaps() - room):
-            foldable = [i for i, width in enumerate(widths) if width > least[i]]
-            if not foldable:
-                break
-            widths[max(foldable, key=widths.__getitem__)] -= 1
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-        for column, width in zip(self.columns, widths, strict=True):
-            table.add_column(column, justify="right" if column in self.right else "left", width=width)
+        # Folded: the widest first, none below its longest word.
+        for _ in range(sum(widths) - room):
+            widths[max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)] -= 1
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        for name, width in zip(self.columns, widths, strict=True):
+            table.add_column(name, justify="right" if name in self.right else "left", width=width)
         above: tuple[str, ...] = ()
         for row in self.rows:
             same = next((i for i in range(self.once) if row[i] != above[i]), self.once) if above else 0
             table.add_row(*("",) * same, *row[same:])
             above = row
-        return table
+        yield table
 
     def markdown(self) -> str:
         """As a GitHub table."""
         rule = ("---:" if column in self.right else "---" for column in self.columns)
         lines = [self.columns, tuple(rule), *self.rows]
         return "\n".join("| " + " | ".join(map(_escaped, cells)) + " |" for cells in lines)
+
+
+Part: TypeAlias = Line | Cells
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _packed(items: Sequence[str], width: int) -> list[str]:
@@ -114,9 +124,6 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
         else:
             lines.append(item)
     return lines
-
-
-Part: TypeAlias = Line | Cells
 
 
 def page_view(parts: Sequence[Part]) -> Group:
@@ -138,11 +145,13 @@ def as_text(what: RenderableType, width: int = 100) -> str:
 
 
 def page_markdown(parts: Sequence[Part]) -> str:
-    """For GitHub: headings, paragraphs, tables."""
+    """For GitHub: headings, paragraphs, tables, drawings as blocks of text."""
     blocks = []
     for part in parts:
         if isinstance(part, Cells):
             blocks.append(part.markdown())
+        elif part.drawing:
+            blocks.append(f"```text\n{part.text}\n```")
         else:
             blocks.append(("## " if part.heading else "") + _escaped(part.text, in_table=False))
     return "\n\n".join(blocks) + "\n"
@@ -153,3 +162,44 @@ def _escaped(text: str, in_table: bool = True) -> str:
     for mark in "\\`*_<[]" + "|" * in_table:
         text = text.replace(mark, "\\" + mark)
     return text.replace("\n", "<br>" if in_table else "  \n") or " "
+
+
+def text_svg(text: str, title: str) -> str:
+    """Lines of text as a picture, light and dark, every character equally wide. title: for screen readers."""
+    from xml.sax.saxutils import escape, quoteattr
+
+    lines = text.split("\n")
+    shown = "\n".join(
+        f'<text x="20" y="{34 + 19 * number}" xml:space="preserve" textLength="{7.8 * len(line):.1f}" '
+        f'lengthAdjust="spacingAndGlyphs">{escape(line)}</text>'
+        for number, line in enumerate(lines)
+        if line
+    )
+    width, height = f"{40 + 7.8 * max(map(len, lines)):.0f}", 40 + 19 * len(lines)
+    return _SVG.format(label=quoteattr(title), title=escape(title), width=width, height=height, lines=shown)
+
+
+def check_kind(path: Path) -> None:
+    """Raises ConfigError where no file is made of this ending; before any work is done for it."""
+    if path.suffix.lower() not in KINDS:
+        raise ConfigError(
+            f"{path}: not a kind of file that can be exported",
+            given=f"the ending {path.suffix}" if path.suffix else "no ending",
+            expected="one of " + ", ".join(KINDS),
+            hint=f"--export {path.with_suffix('.svg') if path.name else 'topo.svg'}",
+        )
+
+
+def export(
+    path: Path, facts: Mapping[str, Any], page: Callable[[], Sequence[Part]], svg: Callable[[], str]
+) -> None:
+    """Write the facts as JSON, the page as Markdown, or the picture, by the ending of `path`.
+
+    Raises ConfigError for another ending, or where the file cannot be written; then it is as it was.
+    """
+    check_kind(path)
+    kind = path.suffix.lower()
+    if kind == ".json":
+        write_whole(path, json.dumps(facts, indent=2) + "\n")
+    else:
+        write_whole(path, page_markdown(page()) if kind == ".md" else svg())

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from meshcomm.show.page import Cells, Line, page_view
+from meshcomm.show.plan import coords_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 _ROWS = 10
 
 
 def parity_view(facts: Mapping[str, Any]) -> Group:
     """The worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
-    dims = " ".join(f"{dim}={size}" for dim, size in facts["dims"].items())
-    lines: list[Any] = [
-        Text(f"{dims} beside one process: the first {facts['steps']} steps, float64"),
-        *(Text(f"changed for it: {note}") for note in facts["notes"]),
+    found = facts["differences"]
+    rows = [
+        max((one for one in found if one["kind"] == kind), key=_size) for kind in ("loss", "gradient norm")
     ]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("quantity", no_wrap=True)
-    table.add_column("absolute", justify="right")
-    table.add_column("relative", justify="right")
-    table.add_column("step or parameter", overflow="fold")
-    table.add_column("rank", justify="right")
-    found: Sequence[Mapping[str, Any]] = facts["differences"]
-    for kind in ("loss", "gradient norm"):
-        _row(table, kind, max((one for one in found if one["kind"] == kind), key=_size))
-    table.add_section()
-    parameters = sorted(
-        (one for one in found if one["kind"] in ("weight", "gradient")), key=_size, reverse=True
-    )
     # Each parameter once, by the worse of its weight and its gradient.
     of: dict[str, Mapping[str, Any]] = {}
-    for one in parameters:
-        of.setdefault(one["name"], one)
+    for one in sorted(found, key=_size, reverse=True):
+        if one["kind"] in ("weight", "gradient"):
+            of.setdefault(one["name"], one)
     worst = list(of.values())
-    for one in worst[:_ROWS]:
-        _row(table, str(one["kind"]), one)
+    rows += worst[:_ROWS]
     if worst[_ROWS:]:
         rest = f"{len(worst) - _ROWS} more parameters, none worse"
-        _row(table, "others", {**worst[_ROWS], "name": rest, "rank": ""})
-    lines.append(table)
-    lines.append(Text(_verdict(facts)))
-    if facts["blame"] is not None:
-        lines.append(Text(facts["blame"]["words"]))
-    return Group(*lines)
+        rows.append({**worst[_ROWS], "kind": "others", "name": rest, "rank": ""})
+    table = Cells.of(
+        rows,
+        {
+            "quantity": lambda one: one["kind"],
+            ">absolute": lambda one: None if one["relative"] is None else f"{one['absolute']:.1e}",
+            ">relative": lambda one: None if one["relative"] is None else f"{one['relative']:.1e}",
+            "step or parameter": lambda one: (
+                one["name"] + (f": {one['note']}" if one["relative"] is None else "")
+            ),
+            ">rank": lambda one: str(one["rank"]),
+        },
+    )
+    head = f"{coords_text(facts['dims'])} beside one process: the first {facts['steps']} steps, float64"
+    notes = [f"changed for it: {note}" for note in facts["notes"]]
+    verdict = [_verdict(facts)] + ([] if facts["blame"] is None else [facts["blame"]["words"]])
+    return page_view([Line("\n".join([head, *notes])), table, Line("\n".join(verdict))])
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
@@ -65,10 +63,3 @@ def _verdict(facts: Mapping[str, Any]) -> str:
 
 def _size(one: Mapping[str, Any]) -> float:
     return float("inf") if one["relative"] is None else float(one["relative"])
-
-
-def _row(table: Table, quantity: str, one: Mapping[str, Any]) -> None:
-    if one["relative"] is None:
-        table.add_row(quantity, "-", "-", f"{one['name']}: {one['note']}", str(one["rank"]))
-        return
-    table.add_row(quantity, f"{one['absolute']:.1e}", f"{one['relative']:.1e}", one["name"], str(one["rank"]))

@@ -32,33 +32,31 @@ def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
 
 def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
     along = {str(part): name for part, name in names.items()} | {"replica": "experts' copies"}
-    return {
+    facts = {
+        **placement._asdict(),
         "dims": {names[part]: size for part, size in placement.dims.items()},
         "expert": {names["expert"]: placement.expert, "inside": placement.experts_inside}
         if "expert" in names
         else None,
-        "microbatches": placement.microbatches,
-        "step_s": placement.step_s,
-        "compute_s": placement.compute_s,
-        "bubble_s": placement.bubble_s,
         "memory_bytes": dict(placement.memory_bytes),
-        "also": placement.also,
-        "calls": [
-            {
-                "part": share.part,
-                "dim": " ".join(along[part] for part in share.along),
-                "ranks": share.ranks,
-                "link": share.link,
-                "operation": share.operation,
-                "what": share.what,
-                "calls": share.calls,
-                "bytes": share.size_bytes,
-                "seconds": share.seconds,
-                "algorithm": share.algorithm,
-            }
-            for share in placement.shares
-        ],
     }
+    del facts["experts_inside"], facts["shares"]
+    facts["calls"] = [
+        {
+            "part": share.part,
+            "dim": " ".join(along[part] for part in share.along),
+            "ranks": share.ranks,
+            "link": share.link,
+            "operation": share.operation,
+            "what": share.what,
+            "calls": share.calls,
+            "bytes": share.size_bytes,
+            "seconds": share.seconds,
+            "algorithm": share.algorithm,
+        }
+        for share in placement.shares
+    ]
+    return facts
 
 
 def place_view(facts: Facts) -> Group:
@@ -69,29 +67,24 @@ def place_view(facts: Facts) -> Group:
         f"links: {'; '.join(facts['links'])}\n"
         f"{facts['tflops']:g} TFLOP/s and {facts['memory_gbytes']:g} GB a rank; nothing overlaps; times are predicted"
     )
-    first = facts["placements"][0]
-    return page_view([Line(head), _ranking(facts["placements"]), *_reasons(first)])
+    ranking = Cells.of(
+        enumerate(facts["placements"], 1),
+        {
+            ">": lambda each: each[0],
+            "dims, outermost first": lambda each: _dims(each[1]) + _also(each[1]["also"]),
+            ">step": lambda each: seconds_text(each[1]["step_s"]),
+            ">compute": lambda each: seconds_text(each[1]["compute_s"]),
+            ">bubble": lambda each: seconds_text(each[1]["bubble_s"]),
+            ">calls": lambda each: seconds_text(sum(call["seconds"] for call in each[1]["calls"])),
+            ">GB": lambda each: f"{sum(each[1]['memory_bytes'].values()) / 1e9:.3g}",
+            "slow links, most time first": lambda each: _crossing(each[1]["calls"]),
+        },
+    )
+    return page_view([Line(head), ranking, *_reasons(facts["placements"][0])])
 
 
-def _ranking(placements: list[Facts]) -> Cells:
-    rows = []
-    for number, each in enumerate(placements, 1):
-        also = f" (+{each['also']} order{'s' * (each['also'] > 1)})" if each["also"] else ""
-        rows.append(
-            (
-                str(number),
-                _dims(each) + also,
-                seconds_text(each["step_s"]),
-                seconds_text(each["compute_s"]),
-                seconds_text(each["bubble_s"]),
-                seconds_text(sum(call["seconds"] for call in each["calls"])),
-                f"{sum(each['memory_bytes'].values()) / 1e9:.3g}",
-                _crossing(each["calls"]),
-            )
-        )
-    right = ("step", "compute", "bubble", "calls", "GB")
-    columns = ("", "dims, outermost first", *right, "slow links, most time first")
-    return Cells(columns, tuple(rows), frozenset((*right, "")))
+def _also(orders: int) -> str:
+    return f" (+{orders} order{'s' * (orders > 1)})" if orders else ""
 
 
 def _crossing(calls: list[Facts]) -> str:
@@ -106,31 +99,30 @@ def _crossing(calls: list[Facts]) -> str:
 
 def _reasons(placement: Facts) -> list[Line | Cells]:
     number = placement["microbatches"]
-    parts: list[Line | Cells] = [
+    calls = Cells.of(
+        placement["calls"],
+        {
+            "dim": lambda call: f"{call['dim']} {call['ranks']:,} {call['link']}",
+            "operation": lambda call: call["operation"],
+            "what": lambda call: call["what"],
+            ">calls": lambda call: call["calls"],
+            ">bytes": lambda call: bytes_text(call["bytes"]),
+            ">time": lambda call: seconds_text(call["seconds"]),
+            "by": lambda call: call["algorithm"],
+        },
+        once=1,
+    )
+    sizes = placement["memory_bytes"]
+    held = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+    return [
         Line(f"why: {_dims(placement)}", heading=True),
         Line(
             f"compute {seconds_text(placement['compute_s'])} in {number:,} micro-batch{'es' * (number > 1)}, "
             f"bubble {seconds_text(placement['bubble_s'])} waiting for other stages"
         ),
+        *([calls] if calls.rows else []),
+        Line(f"memory {bytes_text(sum(sizes.values()))} a rank: {held}"),
     ]
-    rows = [
-        (
-            f"{call['dim']} {call['ranks']:,} {call['link']}",
-            call["operation"],
-            call["what"],
-            f"{call['calls']:,}",
-            bytes_text(call["bytes"]),
-            seconds_text(call["seconds"]),
-            call["algorithm"],
-        )
-        for call in placement["calls"]
-    ]
-    right = ("calls", "bytes", "time")
-    if rows:
-        parts.append(Cells(("dim", "operation", "what", *right, "by"), tuple(rows), frozenset(right), once=1))
-    sizes = placement["memory_bytes"]
-    held = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
-    return [*parts, Line(f"memory {bytes_text(sum(sizes.values()))} a rank: {held}")]
 
 
 def _dims(placement: Facts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
 from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.units import count
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,8 +39,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     """
     if plan.device in DEFAULTS:
         plan = plan.on(plan.device, DEFAULTS[plan.device])
-    families = plan.families
-    created = [family for family in families if family.creates]
+    created = [family for family in plan.families if family.creates]
     where = None if topology is None else machine(topology)
     facts: Facts = {
         "world_size": plan.layout.world_size,
@@ -46,7 +47,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
         "device": plan.device,
         "groups": sum(family.count for family in created),
         "groups_per_rank": len(created),
-        "dims": [_dim_facts(plan.layout, family, topology, where) for family in families],
+        "dims": [_dim_facts(plan.layout, family, topology, where) for family in plan.families],
     }
     if rank is not None:
         facts["rank"] = _rank_facts(plan, plan.for_rank(rank), topology)
@@ -90,35 +91,31 @@ def _link(topology: TopologyConfig, name: str) -> Facts:
     """A link class with its speed; None where nobody has said it."""
     links = topology.links
     link = {"node": links.node, "rack": links.rack or links.network, "network": links.network}[name]
-    return {
-        "name": name,
-        "latency_us": None if link is None else link.latency_us,
-        "bandwidth_gbytes_s": None if link is None else link.bandwidth_gbytes_s,
-    }
+    speeds = ("latency_us", "bandwidth_gbytes_s")
+    return {"name": name, **{key: None if link is None else getattr(link, key) for key in speeds}}
 
 
 def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> Facts:
     layout, rank = plan.layout, seen.rank
-    groups = {group.name: group for group in seen.groups}
+    groups = {group.name: list(group.ranks) for group in seen.groups}
+    per_node = None if topology is None else topology.ranks_per_node
     listed: list[Facts] = []
     for family in plan.families:
-        name = family.name
-        coord = layout.coord(rank, name)
+        name, coord, alone = family.name, layout.coord(rank, family.name), family.size == 1
+        ranks = groups.get(name, [rank])
         facts: Facts = {
             "name": name,
             "coord": coord,
             "size": family.size,
             "index": layout.group_index(rank, name),
-            "ranks": list(groups[name].ranks) if name in groups else [rank],
+            "ranks": ranks,
             "shares": family.shares,
-            "prev": layout.peer_rank(rank, name, -1) if family.size > 1 else None,
-            "next": layout.peer_rank(rank, name, +1) if family.size > 1 else None,
+            "prev": None if alone else layout.peer_rank(rank, name, -1),
+            "next": None if alone else layout.peer_rank(rank, name, +1),
             "first": coord == 0,
             "last": coord == family.size - 1,
         }
-        if topology is not None and topology.ranks_per_node is not None:
-            facts["nodes"] = len({member // topology.ranks_per_node for member in facts["ranks"]})
-        listed.append(facts)
+        listed.append(facts if per_node is None else {**facts, "nodes": len({r // per_node for r in ranks})})
     return {
         "rank": rank,
         "coords": dict(seen.coords),
@@ -130,118 +127,90 @@ def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> 
 
 def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Group:
     """Everything that `plan_facts` says, for a rich console."""
-    return facts_view(plan_facts(plan, rank, topology))
-
-
-def facts_view(facts: Facts) -> Group:
-    """`plan_facts` for a rich console: a headline, the dims, and the rank where there is one."""
-    return page_view(plan_page(facts))
+    return page_view(plan_page(plan_facts(plan, rank, topology)))
 
 
 def plan_page(facts: Facts) -> list[Part]:
-    """`plan_facts` as lines and tables."""
-    parts: list[Part] = [Line(headline(facts), heading=True), dims_table(facts)]
-    if "footprint" in facts:
-        parts.append(Line(_footprint(facts["footprint"])))
-    if "rank" in facts:
-        parts += [Line(rank_line(facts), heading=True), rank_table(facts)]
-    return parts
-
-
-def headline(facts: Facts) -> str:
-    """World size, fingerprint and number of groups, as one line."""
-    return (
-        f"mesh of {_count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
-        f"{_count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
+    """`plan_facts` as lines and tables: a headline, the dims, and the rank where there is one."""
+    headline = (
+        f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
+        f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
+    parts: list[Part] = [Line(headline, heading=True), _dims_table(facts["dims"])]
+    if "footprint" in facts:
+        cost = facts["footprint"]
+        held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
+        parts.append(Line(f"a rank has up to {held}: about {size:.1f} GB, an estimate from NVIDIA/nccl#964"))
+    return [*parts, *rank_page(facts["rank"])] if "rank" in facts else parts
 
 
-def _footprint(cost: Facts) -> str:
-    """What a rank's communicators take, and how anybody knows."""
-    count, size = _count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
-    return f"a rank has up to {count}: about {size:.1f} GB, an estimate from NVIDIA/nccl#964"
+def rank_page(rank: Facts, *about: Part) -> list[Part]:
+    """One rank's coords, in the base and in every view; a row for each name: its group and ring neighbours.
 
-
-def rank_line(facts: Facts) -> str:
-    """One rank's coords, in the base and in every view, as one line."""
-    rank = facts["rank"]
-    text = f"rank {rank['rank']}: {_coords(rank['coords'])}"
+    about: stands between the two.
+    """
+    text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
-        text += f"; {view}: {_coords(coords)}"
-    return text
+        text += f"; {view}: {coords_text(coords)}"
+    columns: dict[str, Callable[[Any], object]] = {
+        "dim": lambda group: group["name"],
+        ">coord": lambda group: f"{group['coord']} of {group['size']}",
+        ">prev": lambda group: _neighbour(group["prev"], group["first"]),
+        ">next": lambda group: _neighbour(group["next"], group["last"]),
+        "my group, in coord order": lambda group: (
+            fold(group["ranks"]) + (" (alone: no group)" if group["size"] == 1 else "")
+        ),
+    }
+    if "nodes" in rank["groups"][0]:
+        columns[">nodes"] = lambda group: str(group["nodes"])
+    return [Line(text, heading=True), *about, Cells.of(rank["groups"], columns)]
 
 
-def dims_table(facts: Facts) -> Cells:
+def _neighbour(rank: int | None, wraps: bool) -> str | None:
+    return None if rank is None else f"{rank} (wraps)" if wraps else str(rank)
+
+
+def coords_text(coords: dict[str, int]) -> str:
+    """As in `pp=1 tp=0`."""
+    return " ".join(f"{name}={coord}" for name, coord in coords.items())
+
+
+def _dims_table(dims: list[Facts]) -> Cells:
     """One row for each dim, merged dim and view's dim."""
-    with_nodes = any("nodes" in dim for dim in facts["dims"])
-    with_lanes = any(dim["lane"] for dim in facts["dims"])
-    with_shares = any(dim["shares"] for dim in facts["dims"])
-    right = ["size", "stride", "groups"]
-    columns = ["dim", "kind", *right, "backend", "timeout"]
-    columns += ["lane"] * with_lanes + ["shared with"] * with_shares
-    columns += ["nodes", "link"] * with_nodes
-    rows = []
-    for dim in facts["dims"]:
-        kind = dim["kind"] if dim["kind"] != "merged" else "merged " + " ".join(dim["dims"])
-        extra = "".join(f" {name}={value}" for name, value in dim["extra"].items() if value is not True)
-        extra += "".join(f" {name}" for name, value in dim["extra"].items() if value is True)
-        row = {
-            "dim": dim["name"],
-            "kind": kind,
-            "size": f"{dim['size']:,}",
-            "stride": "-"
-            if dim["size"] == 1
-            else "uneven"
-            if dim["stride"] is None
-            else f"{dim['stride']:,}",
-            "groups": f"{dim['groups']:,}",
-            "backend": dim["backend"] + extra,
-            "timeout": f"{dim['timeout_s']:g} s",
-            "lane": dim["lane"] or "-",
-            "shared with": dim["shares"] or "-",
-        }
-        if with_nodes:
-            row["nodes"] = _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
-            row["link"] = _link_text(dim["link"], dim["crosses"])
-        rows.append(tuple(row[column] for column in columns))
-    return Cells(tuple(columns), tuple(rows), frozenset({*right, "timeout", "nodes"}))
+    columns: dict[str, Callable[[Any], object]] = {
+        "dim": lambda dim: dim["name"],
+        "kind": lambda dim: dim["kind"] + (" " + " ".join(dim["dims"])) * (dim["kind"] == "merged"),
+        ">size": lambda dim: dim["size"],
+        ">stride": lambda dim: "uneven" if dim["stride"] is None and dim["size"] > 1 else dim["stride"],
+        ">groups": lambda dim: dim["groups"],
+        "backend": _backend,
+        ">timeout": lambda dim: f"{dim['timeout_s']:g} s",
+    }
+    if any(dim["lane"] for dim in dims):
+        columns["lane"] = lambda dim: dim["lane"] or None
+    if any(dim["shares"] for dim in dims):
+        columns["shared with"] = lambda dim: dim["shares"]
+    if "nodes" in dims[0]:
+        columns[">nodes"] = lambda dim: _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
+        columns["link"] = lambda dim: _link_text(dim["link"], dim["crosses"])
+    return Cells.of(dims, columns)
 
 
-def rank_table(facts: Facts) -> Cells:
-    """One row for each name: the rank's coord, its group in coord order, and its ring neighbours."""
-    groups = facts["rank"]["groups"]
-    with_nodes = any("nodes" in group for group in groups)
-    columns = ["dim", "coord", "prev", "next", "my group, in coord order"] + ["nodes"] * with_nodes
-    rows = []
-    for group in groups:
-        alone = group["size"] == 1
-        row = [
-            group["name"],
-            f"{group['coord']} of {group['size']}",
-            "-" if alone else f"{group['prev']}{' (wraps)' if group['first'] else ''}",
-            "-" if alone else f"{group['next']}{' (wraps)' if group['last'] else ''}",
-            f"{fold(group['ranks'])}{'' if not alone else ' (alone: no group)'}",
-        ]
-        rows.append((*row, *([str(group["nodes"])] if with_nodes else [])))
-    return Cells(tuple(columns), tuple(rows), frozenset({"coord", "prev", "next", "nodes"}))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _backend(dim: Facts) -> str:
+    """Its name, and its own options: those that are only on by their names, behind the others."""
+    extra = dim["extra"].items()
+    valued = [f"{name}={value}" for name, value in extra if value is not True]
+    return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
 
 
 def _span(fewest: int, most: int) -> str:
     return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
-def _coords(coords: dict[str, int]) -> str:
-    return " ".join(f"{name}={coord}" for name, coord in coords.items())
-
-
-def _link_text(link: Facts | None, crosses: dict[str, int]) -> str:
+def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
     """The link that all groups cross, or the share of groups by their slowest link."""
     if link is None:
-        return "-"
+        return None
     total = sum(crosses.values())
     if crosses[link["name"]] < total:
         return ", ".join(f"{name} {_percent(n, total)}" for name, n in crosses.items() if n)

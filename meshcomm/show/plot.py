@@ -6,11 +6,12 @@ The picture needs nothing beside itself, and follows the reader's light or dark 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from meshcomm.show.units import size_text
+from meshcomm.show.plan import coords_text
+from meshcomm.show.units import count, size_text
 
 # The first words after the XML's own: a file that may be written over.
 MARK: Final = "<!-- meshcomm bench -->"
@@ -25,11 +26,7 @@ _COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "reduce": ("#6b4fbb", "#b39ddb"),
     "sendrecv": ("#4d4d4d", "#c8c8c8"),
 }
-_LEFT, _RIGHT, _GAP = 62, 18, 22
-# Width and height of a panel: one alone has the whole picture.
-_ONE, _SEVERAL = (720, 360), (420, 250)
-_TOP, _BELOW = 66, 54
-_COLUMNS = 2
+_LEFT, _RIGHT, _GAP, _TOP, _BELOW = 62, 18, 22, 66, 54
 _STYLE = """\
   svg { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif }
   .paper { fill: #ffffff } .panel { fill: #f7f8fa; stroke: #c9ced6 }
@@ -65,69 +62,53 @@ def bandwidth_svg(facts: Mapping[str, Any]) -> str:
     facts: as `bench_view` takes them. Every point, of class `meshcomm` or `torch`, carries `data-bytes`
     and `data-gbytes-s`; every tick of an axis `data-value`.
     """
-    rows = facts["rows"]
-    panels = [dim for dim in facts["dims"] if any(row["dim"] == dim["dim"] for row in rows)]
+    rows, machine, mesh = facts["rows"], facts["machine"], facts["mesh"]
+    dims = [dim for dim in facts["dims"] if any(row["dim"] == dim["dim"] for row in rows)]
     operations = [name for name in _COLOURS if any(row["operation"] == name for row in rows)]
-    columns = min(_COLUMNS, len(panels))
-    plot_width, plot_height = _ONE if columns == 1 else _SEVERAL
-    cell_width = _LEFT + plot_width + _RIGHT
-    cell_height = plot_height + _BELOW + _GAP
+    # One panel alone has the whole picture.
+    columns = min(2, len(dims))
+    plot_width, plot_height = (720, 360) if columns == 1 else (420, 250)
+    cell_width, cell_height = _LEFT + plot_width + _RIGHT, plot_height + _BELOW + _GAP
     width = columns * cell_width
-    legend = _legend(operations, width)
-    top = _TOP + legend.height
-    height = top + math.ceil(len(panels) / columns) * cell_height
+    legend, top = _legend(operations, width)
+    height = top + -(-len(dims) // columns) * cell_height
+    title = f"Bandwidth along each dim of {coords_text(mesh['dims'])}"
+    about = (
+        f"bus bandwidth as nccl-tests counts it; {machine['device']}, {count(machine['hosts'], 'host')}, "
+        f"torch {machine['torch']}, {machine['date'][:10]}, medians of {facts['rounds']} rounds"
+    )
+    light, dark = (
+        "".join(
+            f"  .line.{name} {{ stroke: {_COLOURS[name][mode]} }} circle.{name} {{ fill: {_COLOURS[name][mode]} }}\n"
+            for name in operations
+        )
+        for mode in (0, 1)
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-labelledby="title">',
         MARK,
-        f"<style>\n{_STYLE}{_colours(operations, 0)}"
-        f"@media (prefers-color-scheme: dark) {{\n{_DARK}{_colours(operations, 1)}}}\n</style>",
+        f"<style>\n{_STYLE}{light}@media (prefers-color-scheme: dark) {{\n{_DARK}{dark}}}\n</style>",
         f'<rect class="paper" width="{width}" height="{height}"/>',
-        f'<text id="title" class="title" x="{_LEFT}" y="28">{escape(_title(facts))}</text>',
-        f'<text class="quiet" x="{_LEFT}" y="48">{escape(_subtitle(facts))}</text>',
-        *legend.parts,
+        f'<text id="title" class="title" x="{_LEFT}" y="28">{escape(title)}</text>',
+        f'<text class="quiet" x="{_LEFT}" y="48">{escape(about)}</text>',
+        *legend,
     ]
-    sizes = [row["bytes"] for row in rows]
-    speeds = [row[who]["busbw_gbytes_s"] for row in rows for who in ("meshcomm", "torch")]
     # The same axes in all panels: dims are there to be compared.
-    for number, dim in enumerate(panels):
-        x = (number % columns) * cell_width + _LEFT
-        y = top + (number // columns) * cell_height + _GAP
-        across = Scale(*_around(sizes), x, x + plot_width)
-        up = Scale(*_around(speeds), y + plot_height, y)
-        parts += _panel(
-            dim, [row for row in rows if row["dim"] == dim["dim"]], across, up, sorted(set(sizes))
-        )
+    sizes = sorted({row["bytes"] for row in rows})
+    size_range = _around(sizes)
+    speed_range = _around([row[who]["busbw_gbytes_s"] for row in rows for who in ("meshcomm", "torch")])
+    for number, dim in enumerate(dims):
+        left = number % columns * cell_width + _LEFT
+        at = top + number // columns * cell_height + _GAP
+        x = Scale(*size_range, left, left + plot_width)
+        y = Scale(*speed_range, at + plot_height, at)
+        parts += _panel(dim, [row for row in rows if row["dim"] == dim["dim"]], x, y, sizes)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _title(facts: Mapping[str, Any]) -> str:
-    sizes = " ".join(f"{name}={size}" for name, size in facts["mesh"]["dims"].items())
-    return f"Bandwidth along each dim of {sizes}"
-
-
-def _subtitle(facts: Mapping[str, Any]) -> str:
-    machine = facts["machine"]
-    hosts = f"{machine['hosts']} host{'s' * (machine['hosts'] > 1)}"
-    return (
-        f"bus bandwidth as nccl-tests counts it; {machine['device']}, {hosts}, torch {machine['torch']}, "
-        f"{machine['date'][:10]}, medians of {facts['rounds']} rounds"
-    )
-
-
-def _colours(operations: Sequence[str], mode: int) -> str:
-    return "".join(
-        f"  .line.{name} {{ stroke: {_COLOURS[name][mode]} }} circle.{name} {{ fill: {_COLOURS[name][mode]} }}\n"
-        for name in operations
-    )
-
-
-class _Legend(NamedTuple):
-    parts: list[str]
-    height: int
-
-
-def _legend(operations: Sequence[str], width: int) -> _Legend:
+def _legend(operations: Sequence[str], width: int) -> tuple[list[str], int]:
+    """Lines with their names, and where they end."""
     entries = [(f"line {name}", name) for name in operations]
     entries += [("line key", "meshcomm"), ("line torch key", "torch.distributed")]
     parts = []
@@ -139,68 +120,44 @@ def _legend(operations: Sequence[str], width: int) -> _Legend:
         parts.append(f'<line class="{kind}" x1="{x:g}" y1="{y - 4}" x2="{x + 24:g}" y2="{y - 4}"/>')
         parts.append(f'<text x="{x + 30:g}" y="{y}">{label}</text>')
         x += needed
-    return _Legend(parts, y - _TOP + 6)
+    return parts, y + 6
 
 
 def _panel(
     dim: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: Scale, y: Scale, sizes: Sequence[int]
-) -> list[str]:
-    top, bottom = y.end, y.start
-    parts = [
-        f'<rect class="panel" x="{x.start:g}" y="{top:g}" width="{x.end - x.start:g}" '
-        f'height="{bottom - top:g}"/>',
-        f'<text class="name" x="{x.start:g}" y="{top - 7:g}">{escape(_name(dim))}</text>',
-    ]
-    for value in _speed_ticks(y.low, y.high):
-        at = y.at(value)
-        parts.append(f'<line class="grid" x1="{x.start:g}" y1="{at:.2f}" x2="{x.end:g}" y2="{at:.2f}"/>')
-        parts.append(
-            f'<text class="quiet y" data-value="{value:g}" x="{x.start - 8:g}" y="{at + 4:.2f}" '
-            f'text-anchor="end">{value:g}</text>'
-        )
+) -> Iterator[str]:
+    top, bottom, middle = y.end, y.start, 'text-anchor="middle"'
+    link = f", {dim['link']}" if dim["link"] else ""
+    name = f"{dim['dim']}: {count(dim['groups'], 'group')} of {dim['size']:,} ranks, {dim['backend']}{link}"
+    size = f'width="{x.end - x.start:g}" height="{bottom - top:g}"'
+    yield f'<rect class="panel" x="{x.start:g}" y="{top:g}" {size}/>'
+    yield f'<text class="name" x="{x.start:g}" y="{top - 7:g}">{escape(name)}</text>'
+    for speed in _speed_ticks(y.low, y.high):
+        at = y.at(speed)
+        place = f'x="{x.start - 8:g}" y="{at + 4:.2f}" text-anchor="end"'
+        yield f'<line class="grid" x1="{x.start:g}" y1="{at:.2f}" x2="{x.end:g}" y2="{at:.2f}"/>'
+        yield f'<text class="quiet y" data-value="{speed:g}" {place}>{speed:g}</text>'
     for value in _size_ticks(sizes, x):
         at = x.at(value)
-        parts.append(f'<line class="grid" x1="{at:.2f}" y1="{top:g}" x2="{at:.2f}" y2="{bottom:g}"/>')
-        parts.append(
-            f'<text class="quiet x" data-value="{value}" x="{at:.2f}" y="{bottom + 18:g}" '
-            f'text-anchor="middle">{size_text(value)}</text>'
-        )
-    middle = (top + bottom) / 2
-    parts.append(
-        f'<text class="quiet" transform="translate({x.start - 46:g} {middle:g}) rotate(-90)" '
-        'text-anchor="middle">busbw, GB/s</text>'
-    )
-    parts.append(
-        f'<text class="quiet" x="{(x.start + x.end) / 2:g}" y="{bottom + 37:g}" '
-        'text-anchor="middle">size</text>'
-    )
-    for name in dict.fromkeys(row["operation"] for row in rows):
-        for who in ("torch", "meshcomm"):
-            points = [(row["bytes"], row[who]["busbw_gbytes_s"]) for row in rows if row["operation"] == name]
-            parts += _curve(f"{who} {name}", points, x, y)
-    return parts
-
-
-def _curve(kind: str, points: Sequence[tuple[int, float]], x: Scale, y: Scale) -> list[str]:
-    places = [(x.at(size), y.at(speed)) for size, speed in points]
-    radius = 3 if kind.startswith("meshcomm") else 1.8
-    parts = []
-    if len(places) > 1:
-        path = " ".join(f"{a:.2f},{b:.2f}" for a, b in places)
-        parts.append(f'<polyline class="line {kind}" points="{path}"/>')
-    for (size, speed), (a, b) in zip(points, places, strict=True):
-        label = f"{kind}, {size_text(size)}: {speed:.3g} GB/s"
-        parts.append(
-            f'<circle class="{kind}" cx="{a:.2f}" cy="{b:.2f}" r="{radius}" data-bytes="{size}" '
-            f'data-gbytes-s="{speed!r}"><title>{label}</title></circle>'
-        )
-    return parts
-
-
-def _name(dim: Mapping[str, Any]) -> str:
-    groups = f"{dim['groups']} group{'s' * (dim['groups'] > 1)} of {dim['size']:,} ranks"
-    link = f", {dim['link']}" if dim["link"] else ""
-    return f"{dim['dim']}: {groups}, {dim['backend']}{link}"
+        place = f'x="{at:.2f}" y="{bottom + 18:g}" {middle}'
+        yield f'<line class="grid" x1="{at:.2f}" y1="{top:g}" x2="{at:.2f}" y2="{bottom:g}"/>'
+        yield f'<text class="quiet x" data-value="{value}" {place}>{size_text(value)}</text>'
+    turned = f'transform="translate({x.start - 46:g} {(top + bottom) / 2:g}) rotate(-90)"'
+    yield f'<text class="quiet" {turned} {middle}>busbw, GB/s</text>'
+    yield f'<text class="quiet" x="{(x.start + x.end) / 2:g}" y="{bottom + 37:g}" {middle}>size</text>'
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        for who, radius in (("torch", 1.8), ("meshcomm", 3)):
+            mine = [row for row in rows if row["operation"] == operation]
+            points = [(row["bytes"], row[who]["busbw_gbytes_s"]) for row in mine]
+            if len(points) > 1:
+                path = " ".join(f"{x.at(size):.2f},{y.at(speed):.2f}" for size, speed in points)
+                yield f'<polyline class="line {who} {operation}" points="{path}"/>'
+            for size, speed in points:
+                label = f"{who} {operation}, {size_text(size)}: {speed:.3g} GB/s"
+                yield (
+                    f'<circle class="{who} {operation}" cx="{x.at(size):.2f}" cy="{y.at(speed):.2f}" r="{radius}" '
+                    f'data-bytes="{size}" data-gbytes-s="{speed!r}"><title>{label}</title></circle>'
+                )
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any, Final, final
 
 from meshcomm.config import Config
@@ -94,72 +95,54 @@ class ScheduleView:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        # What the longest label needs, and a space.
-        self._cell = 2 + len(str(facts["microbatches"] - 1)) + (facts["stages_per_rank"] > 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Headline, bands, legend."""
         from rich.text import Text
 
         facts = self._facts
-        yield Text(self.headline())
-        names = [f"{facts['dim']}={rank}" for rank in range(facts["ranks"])]
+        ranks, slots, dim = facts["ranks"], facts["slots"], facts["dim"]
+        # What the longest label needs, and a space.
+        cell = 2 + len(str(facts["microbatches"] - 1)) + (facts["stages_per_rank"] > 1)
+        yield Text(
+            f"{facts['name']} along {dim}: {ranks} ranks, {ranks * facts['stages_per_rank']} stages, "
+            f"{facts['microbatches']} microbatches; {slots} slots, bubble {100 * facts['bubble']:.1f}%"
+        )
+        names = [f"{dim}={rank}" for rank in range(ranks)]
         margin = max(len("slot"), *map(len, names)) + 2
-        columns = max(1, (options.max_width - margin) // self._cell)
-        rows = [self._cells(rank) for rank in range(facts["ranks"])]
-        starts = list(range(0, facts["slots"], columns))
-        left_out = starts[_BANDS // 2 : len(starts) - _BANDS // 2] if len(starts) > _BANDS + 1 else []
+        columns = max(1, (options.max_width - margin) // cell)
+        rows = [self._cells(rank, cell) for rank in range(ranks)]
+        starts = list(range(0, slots, columns))
+        left_out = starts[_BANDS // 2 : -_BANDS // 2] if len(starts) > _BANDS + 1 else []
         for start in starts:
             if start in left_out:
                 if start == left_out[0]:
-                    end = left_out[-1] + columns
-                    yield Text(f"slots {start} to {end - 1} are not drawn: {_wider(columns, facts)}")
+                    fit = f"{columns} of {slots} fit side by side; --json has all of them"
+                    yield Text(f"slots {start} to {left_out[-1] + columns - 1} are not drawn: {fit}")
                 continue
-            yield Text("slot".ljust(margin) + self._ruler(start, min(start + columns, facts["slots"])))
+            yield Text("slot".ljust(margin) + _ruler(start, min(start + columns, slots), cell))
             for name, cells in zip(names, rows, strict=True):
                 line = Text(name.ljust(margin), no_wrap=True, overflow="crop")
-                for cell in cells[start : start + columns]:
-                    line.append_text(cell)
+                for text, style in cells[start : start + columns]:
+                    line.append(text, style)
                 line.rstrip()
                 yield line
         yield from self._legend()
 
-    def headline(self) -> str:
-        """Sizes, length and bubble, as one line."""
+    def _cells(self, rank: int, width: int) -> list[tuple[str, str]]:
+        """Text and style of each slot of the step."""
         facts = self._facts
-        stages = facts["ranks"] * facts["stages_per_rank"]
-        return (
-            f"{facts['name']} along {facts['dim']}: {facts['ranks']} ranks, {stages} stages, "
-            f"{facts['microbatches']} microbatches; {facts['slots']} slots, "
-            f"bubble {100 * facts['bubble']:.1f}%"
-        )
-
-    def _ruler(self, start: int, end: int) -> str:
-        """The number of every fifth slot, where there is room for it."""
-        step = 5 if len(str(end)) <= 5 * self._cell - 1 else 10
-        marks = [
-            (str(slot) if slot == start or (slot % step == 0 and slot - start >= step) else "")
-            for slot in range(start, end)
-        ]
-        line = ""
-        for place, mark in enumerate(marks):
-            if mark:
-                line = line.ljust(place * self._cell) + mark
-        return line
-
-    def _cells(self, rank: int) -> list[Text]:
-        """One cell for each slot of the step."""
-        from rich.text import Text
-
-        facts, width = self._facts, self._cell
-        cells = [Text(".".ljust(width), style="dim")] * facts["slots"]
+        cells = [(".".ljust(width), "dim")] * facts["slots"]
         for kind, stage, microbatch, start, end in facts["passes"][rank]:
-            letter = _letter(stage // facts["ranks"]) if facts["stages_per_rank"] > 1 else ""
             style = _COLOURS[stage % len(_COLOURS)] + ("" if kind == "F" else " bold")
-            cells[start] = Text(f"{kind}{microbatch}{letter}".ljust(width), style=style)
-            for slot in range(start + 1, end):
-                cells[slot] = Text("-".ljust(width), style=style)
+            cells[start:end] = [("-".ljust(width), style)] * (end - start)
+            cells[start] = (f"{kind}{microbatch}{self._letter(stage)}".ljust(width), style)
         return cells
+
+    def _letter(self, stage: int) -> str:
+        """The rank's first stage is a; after z come A to Z, and then none is told from another."""
+        turn = stage // self._facts["ranks"]
+        return "" if self._facts["stages_per_rank"] == 1 else (ascii_letters[turn : turn + 1] or "+")
 
     def _legend(self) -> Iterator[Text]:
         from rich.text import Text
@@ -169,37 +152,29 @@ class ScheduleView:
         if any(kind in "IW" for row in facts["passes"] for kind, *_ in row):
             kinds = "F forward 1 slot, I backward for inputs 1, W for weights 1, B both 2"
         yield Text(f"{kinds}; - goes on, . waits; messages take no time")
-        yield Text(
-            "kept at once, in microbatches of one stage, by rank: " + " ".join(map(str, facts["held"]))
-        )
+        held = " ".join(map(str, facts["held"]))
+        yield Text(f"kept at once, in microbatches of one stage, by rank: {held}")
         for number, stage in enumerate(facts["stages"]):
+            first, last = stage["layers"][0], stage["layers"][-1]
             parts = ["embedding"] * (number == 0)
-            parts.append(f"layer{'s' if len(stage['layers']) > 1 else ''} {_span(stage['layers'])}")
+            parts.append(f"layer {first}" if first == last else f"layers {first} to {last}")
             parts += ["head"] * (number == len(facts["stages"]) - 1)
-            turn, rank = divmod(number, facts["ranks"])
-            letter = f" {_letter(turn)}" if facts["stages_per_rank"] > 1 else ""
+            rank = f"{facts['dim']}={number % facts['ranks']} {self._letter(number)}".rstrip()
             text = Text(f"stage {number}", style=_COLOURS[number % len(_COLOURS)])
-            text.append(
-                f" on {facts['dim']}={rank}{letter}: {', '.join(parts)}; {100 * stage['share']:.1f}% of the work",
-                style="default",
-            )
-            yield text
+            share = f"{100 * stage['share']:.1f}% of the work"
+            yield text.append(f" on {rank}: {', '.join(parts)}; {share}", style="default")
+
+
+def _ruler(start: int, end: int, cell: int) -> str:
+    """The number of every fifth slot, where there is room for it."""
+    step = 5 if len(str(end)) <= 5 * cell - 1 else 10
+    line = ""
+    for slot in range(start, end):
+        if slot == start or (slot % step == 0 and slot - start >= step):
+            line = line.ljust((slot - start) * cell) + str(slot)
+    return line
 
 
 def schedule_view(facts: Facts) -> ScheduleView:
     """`schedule_facts` for a rich console."""
     return ScheduleView(facts)
-
-
-def _letter(turn: int) -> str:
-    """The rank's first stage is a; after z come A to Z, and then none is told from another."""
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return letters[turn] if turn < len(letters) else "+"
-
-
-def _span(layers: list[int]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-
-
-def _wider(columns: int, facts: Facts) -> str:
-    return f"{columns} of {facts['slots']} fit side by side; --json has all of them"

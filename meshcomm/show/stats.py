@@ -1,12 +1,15 @@
-"""Calls, bytes and time by dim and call, as tables."""
+"""Calls, bytes and time by dim and call, counted in a run or sent by a simulated program, as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from meshcomm.show.page import Cells, Line, Part
+from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.show.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 Facts = Mapping[str, Any]
 
@@ -18,27 +21,19 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
     """
     each = steps or 1
     rows = facts["rows"]
-    predicted = any(row["predicted_s"] is not None for row in rows)
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
-    names = ("calls", "bytes", "inside", "share", "algbw", "busbw")
-    right = (*names, "predicted", "ratio") if predicted else names
     whole = facts["seconds"] or 1.0
-    listed = []
-    for row in rows:
-        cells = [
-            row["dim"],
-            _call(row),
-            _number(row["calls"] / each),
-            bytes_text(row["nbytes"] / each) if row["nbytes"] else "-",
-            _seconds(row["seconds"], each),
-            "-" if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
-            _rate(row["algbw"]),
-            _rate(row["busbw"]),
-        ]
-        if predicted:
-            cells.append(_seconds(row["predicted_s"], each))
-            cells.append(_ratio(row["ratio"]))
-        listed.append(tuple(cells))
+    columns: dict[str, Callable[[Any], object]] = {
+        ">calls": lambda row: _number(row["calls"] / each),
+        ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
+        ">inside": lambda row: _seconds(row["seconds"], each),
+        ">share": lambda row: None if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
+        ">algbw": lambda row: _rate(row["algbw"]),
+        ">busbw": lambda row: _rate(row["busbw"]),
+    }
+    if any(row["predicted_s"] is not None for row in rows):
+        columns[">predicted"] = lambda row: _seconds(row["predicted_s"], each)
+        columns[">ratio"] = lambda row: _ratio(row["ratio"])
     notes = []
     if any(row["call"].endswith("(torch)") for row in rows):
         notes.append("(torch): calls past the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
@@ -46,39 +41,56 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
         notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is what the program spent on starting and waiting")
-    return [
-        Line(f"communication of {facts['rank']} {spent}", heading=True),
-        _table(right, listed),
-        Line("\n".join(notes)),
-    ]
+    head = Line(f"communication of {facts['rank']} {spent}", heading=True)
+    return [head, _table(columns, rows), Line("\n".join(notes))]
 
 
 def spread_page(facts: Facts) -> list[Part]:
     """A line for each call of each dim over all ranks, from `StatsOfAll.facts`."""
-    right = ("ranks", "calls", "bytes", "mean inside", "fastest", "slowest")
-    listed = [
-        (
-            row["dim"],
-            _call(row),
-            str(row["ranks"]),
-            _number(row["calls"]),
-            bytes_text(row["nbytes"]) if row["nbytes"] else "-",
-            _seconds(row["mean_s"]),
-            *(
-                "-" if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
-                for who in ("fastest", "slowest")
-            ),
-        )
-        for row in facts["rows"]
-    ]
+
+    def by(row: Facts, who: str) -> str | None:
+        return None if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
+
+    columns: dict[str, Callable[[Any], object]] = {
+        ">ranks": lambda row: str(row["ranks"]),
+        ">calls": lambda row: _number(row["calls"]),
+        ">bytes": lambda row: bytes_text(row["nbytes"]) if row["nbytes"] else None,
+        ">mean inside": lambda row: _seconds(row["mean_s"]),
+        ">fastest": lambda row: by(row, "fastest"),
+        ">slowest": lambda row: by(row, "slowest"),
+    }
     title = f"communication of all ranks in {seconds_text(facts['seconds'])}"
-    return [Line(title, heading=True), _table(right, listed)]
+    return [Line(title, heading=True), _table(columns, facts["rows"])]
 
 
-def _table(right: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Part:
+def traffic_view(facts: Facts) -> Group:
+    """Calls and bytes by dim and operation; bytes by link class where the topology is known.
+
+    facts: as `Ledger.facts` gives them, with `world` and `schedules`.
+    """
+    schedules = facts["schedules"]
+    tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
+    parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
+    if not facts["dims"]:
+        return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
+    numbers: dict[str, Callable[[Any], object]] = {
+        ">bytes": lambda row: row["bytes"],
+        ">largest rank": lambda row: str(row["largest_rank"]),
+        ">its bytes": lambda row: row["largest_bytes"],
+    }
+    dim: dict[str, Callable[[Any], object]] = {"dim": lambda row: row["dim"]}
+    calls = dim | {"operation": lambda row: row["operation"], ">calls": lambda row: row["calls"]} | numbers
+    parts.append(Cells.of(facts["dims"], calls, once=1))
+    if facts["links"] is not None:
+        parts.append(Line("on links, collectives as rings in coord order", heading=True))
+        parts.append(Cells.of(facts["links"], dim | {"link": lambda row: row["link"]} | numbers, once=1))
+    return page_view(parts)
+
+
+def _table(columns: Mapping[str, Callable[[Any], object]], rows: Sequence[Facts]) -> Part:
     if not rows:
         return Line("no call along a dim of two ranks or more")
-    return Cells(("dim", "call", *right), tuple(rows), frozenset(right), once=1)
+    return Cells.of(rows, {"dim": lambda row: row["dim"], "call": _call, **columns}, once=1)
 
 
 def _call(row: Facts) -> str:
@@ -89,13 +101,13 @@ def _number(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
 
 
-def _seconds(seconds: float | None, each: int = 1) -> str:
-    return "-" if seconds is None else seconds_text(seconds / each)
+def _seconds(seconds: float | None, each: int = 1) -> str | None:
+    return None if seconds is None else seconds_text(seconds / each)
 
 
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+def _ratio(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
-def _rate(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{bytes_text(bytes_per_s)}/s"
+def _rate(bytes_per_s: float | None) -> str | None:
+    return None if bytes_per_s is None else f"{bytes_text(bytes_per_s)}/s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from string import ascii_lowercase
 from typing import Final, NamedTuple
 
 from meshcomm.show.units import seconds_text
@@ -10,7 +11,6 @@ from meshcomm.show.units import seconds_text
 _IDLE: Final = "."
 # Passes of a stage have letters of their own, whatever dims there are.
 _PASSES: Final = {"forward": "F", "backward": "B", "weights": "W"}
-_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Bar(NamedTuple):
@@ -48,26 +48,24 @@ def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
     letters = _letters(bars)
     margin = max(4, *(len(row.name) for row in rows))
     columns = max(10, width - margin - 6)
-    scale = max(last - first, 1e-9) / columns
-    lines = [
-        f"{'rank':<{margin}} {'0':<{columns - len(seconds_text(last - first))}}{seconds_text(last - first)}"
-    ]
+    span = max(last - first, 1e-9)
+    end = seconds_text(last - first)
+    lines = [f"{'rank':<{margin}} {'0':<{columns - len(end)}}{end}"]
     for row in rows:
-        cells = _cells(row.bars, first, scale, columns)
+        cells = _cells(row.bars, first, span / columns, columns)
         text = "".join(letters[kind] if kind else _IDLE for kind in cells)
-        share = _covered(row.bars) / max(last - first, 1e-9)
-        lines.append(f"{row.name:>{margin}} {text} {share:>4.0%}")
-    lines.append("; ".join(f"{letter}: {kind}" for kind, letter in letters.items()))
-    return lines
+        lines.append(f"{row.name:>{margin}} {text} {_covered(row.bars) / span:>4.0%}")
+    return [*lines, "; ".join(f"{letter}: {kind}" for kind, letter in letters.items())]
 
 
 def _letters(bars: Iterable[Bar]) -> dict[str, str]:
     """A letter for each kind: of its name where it is free."""
     found: dict[str, str] = {}
     for kind in dict.fromkeys(bar.kind for bar in bars):
-        wished = [_PASSES[kind]] if kind in _PASSES else [*kind.lower(), *_LETTERS]
-        free = (c for c in wished if c.isalpha() and c not in found.values())
-        found[kind] = next(free, "#")
+        wished = (
+            [_PASSES[kind]] if kind in _PASSES else [*filter(str.isalpha, kind.lower()), *ascii_lowercase]
+        )
+        found[kind] = next((letter for letter in wished if letter not in found.values()), "#")
     return found
 
 

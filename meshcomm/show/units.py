@@ -44,6 +44,15 @@ def size_text(number: int) -> str:
     return bytes_text(number)
 
 
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> count(1, "rank"), count(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """Milliseconds and microseconds where that is shorter.
 

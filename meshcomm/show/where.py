@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from meshcomm.config import Config, TopologyConfig
+from meshcomm.config import Config, ParallelConfig, TopologyConfig
 from meshcomm.errors import LayoutError
-from meshcomm.layout import Layout, Plan
+from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import fold
-from meshcomm.show.exchanges import exchange_facts
+from meshcomm.predict.lint import roles
 from meshcomm.show.page import Cells, Line, Part
-from meshcomm.show.plan import plan_facts, rank_line, rank_table
+from meshcomm.show.plan import coords_text, plan_facts, rank_page
 
 Facts = dict[str, Any]
 
@@ -77,15 +78,11 @@ def where_facts(
     Keys: world_size, fingerprint, asked (the place), ranks: those that are there. Where it is one, rank:
     what `plan_facts` says of it; machine: its node, rack, local_rank and the ranks on its node, None where
     nobody says which ranks share a node; exchanges: see `exchange_facts`. Where there are more, or none,
-    these three are None.
+    these three are None, and listed has coords and node of the first ones.
     Raises LayoutError, UnknownDim.
     """
     layout = plan.layout
-    if isinstance(place, int):
-        layout.position(place)
-        ranks = [place]
-    else:
-        ranks = ranks_at(layout, place)
+    ranks = [place] if isinstance(place, int) else ranks_at(layout, place)
     facts: Facts = {
         "world_size": layout.world_size,
         "fingerprint": plan.fingerprint,
@@ -99,27 +96,21 @@ def where_facts(
         facts["rank"] = plan_facts(plan, ranks[0], topology)["rank"]
         facts["machine"] = _machine(layout, ranks[0], topology)
         facts["exchanges"] = exchange_facts(settings, layout, ranks[0])
-    else:
-        per_node = None if topology is None else topology.ranks_per_node
-        facts["listed"] = [
-            {
-                "rank": rank,
-                "coords": layout.coords(rank),
-                "node": None if per_node is None else rank // per_node,
-            }
-            for rank in ranks[:_LISTED]
-        ]
+        return facts
+    per_node = None if topology is None else topology.ranks_per_node
+    facts["listed"] = [
+        {"rank": rank, "coords": layout.coords(rank), "node": None if per_node is None else rank // per_node}
+        for rank in ranks[:_LISTED]
+    ]
     return facts
 
 
 def _machine(layout: Layout, rank: int, topology: TopologyConfig | None) -> Facts | None:
     if topology is None or topology.ranks_per_node is None:
         return None
-    per_node = topology.ranks_per_node
+    per_node, racks = topology.ranks_per_node, topology.nodes_per_rack
     node = rank // per_node
-    members = layout.ranks
-    members = np.sort(members[members // per_node == node])
-    racks = topology.nodes_per_rack
+    members = np.sort(layout.ranks[layout.ranks // per_node == node])
     return {
         "node": node,
         "rack": None if racks is None else node // racks,
@@ -128,51 +119,96 @@ def _machine(layout: Layout, rank: int, topology: TopologyConfig | None) -> Fact
     }
 
 
+def exchange_facts(settings: Config, layout: Layout, rank: int) -> list[Facts]:
+    """Whom a rank exchanges what with in training, by the part that each dim plays: one entry for each kind.
+
+    Keys: part, dims, what, operation; ranks: all that take part, in coord order, or None for messages,
+    which have to and from: ranks, or None at the ends. said_by: "parallel" where the configuration says
+    which part the dim plays, "name" where only its name does. Parts of one rank exchange nothing.
+    """
+    found = []
+    for part, along, operation, what, wraps in _exchanges(settings, layout):
+        facts = {"part": part, "dims": list(layout.expand(along)), "what": what, "operation": operation}
+        ranks, after, before = layout.group_of(rank, along).tolist(), None, None
+        if len(ranks) == 1:
+            continue
+        if wraps is not None:
+            ranks = None
+            after, before = (layout.peer_rank(rank, along, step, wrap=wraps) for step in (1, -1))
+        said_by = "name" if settings.parallel is None else "parallel"
+        found.append({**facts, "ranks": ranks, "to": after, "from": before, "said_by": said_by})
+    return found
+
+
+def _exchanges(settings: Config, layout: Layout) -> Iterator[tuple[str, Dims, str, str, bool | None]]:
+    """Part, dims, operation, what; and for messages to neighbours whether the last has the first as its next."""
+    played = {part: dim for dim, part in roles(settings).items() if layout.size(dim) > 1}
+    rules = settings.parallel or ParallelConfig()
+    both, messages = "all_gather and reduce_scatter", "send and receive"
+    if "tensor" in played:
+        operation = both if rules.sequence_parallel else "all_reduce"
+        yield "tensor", played["tensor"], operation, "activations of each layer", None
+    if "context" in played and rules.attention == "ring":
+        yield "context", played["context"], messages, "keys and values, around a ring", True
+    elif "context" in played:
+        yield "context", played["context"], "all_to_all", "heads in place of tokens", None
+    if "expert" in played:
+        yield "expert", played["expert"], "all_to_all", "tokens, to their experts and back", None
+    if "pipeline" in played:
+        wraps = rules.schedule in ("interleaved_1f1b", "zero_bubble")
+        what = "activations onwards, their gradients back"
+        yield "pipeline", played["pipeline"], messages, what, wraps
+    if "shard" in played:
+        yield "shard", played["shard"], both, "weights, and their gradients", None
+    gradients = {part: played[part] for part in ("data", "context") if part in played}
+    if gradients:
+        yield next(iter(gradients)), tuple(gradients.values()), "all_reduce", "gradients", None
+    experts = tuple(name for name in settings.expert_gradient_dims if layout.size(name) > 1)
+    if settings.expert_view is not None and experts:
+        yield "expert", experts, "all_reduce", "gradients of experts' weights", None
+
+
 def where_page(facts: Facts) -> list[Part]:
     """`where_facts` as lines and tables."""
-    ranks = facts["ranks"]
     if facts["rank"] is None:
-        return _several(facts, ranks)
-    parts: list[Part] = [Line(rank_line(facts), heading=True)]
+        return _several(facts)
     machine = facts["machine"]
     if machine is None:
-        parts.append(Line("its node is not known: topology.ranks_per_node says which ranks share one"))
+        about = "its node is not known: topology.ranks_per_node says which ranks share one"
     else:
         rack = "" if machine["rack"] is None else f" in rack {machine['rack']}"
-        parts.append(
-            Line(
-                f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
-                f"ranks on the node: {fold(machine['ranks'])}"
-            )
-        )
-    parts.append(rank_table(facts))
+        about = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
+        about += f"ranks on the node: {fold(machine['ranks'])}"
+    parts = rank_page(facts["rank"], Line(about))
     if facts["exchanges"]:
         said = " (by the dims' names)" if facts["exchanges"][0]["said_by"] == "name" else ""
-        parts += [Line(f"in training{said}:"), _exchanges(facts["exchanges"])]
+        columns = {
+            "part": lambda one: one["part"],
+            "along": lambda one: " ".join(one["dims"]),
+            "operation": lambda one: one["operation"],
+            "what": lambda one: one["what"],
+            "with": _peers,
+        }
+        parts += [Line(f"in training{said}:"), Cells.of(facts["exchanges"], columns)]
     return parts
 
 
-def _several(facts: Facts, ranks: list[int]) -> list[Part]:
-    asked = " ".join(f"{name}={coord}" for name, coord in facts["asked"].items())
+def _peers(one: Facts) -> str:
+    if one["ranks"] is not None:
+        return f"ranks {fold(one['ranks'])}"
+    return ", ".join(f"{way} {one[way]}" for way in ("to", "from") if one[way] is not None)
+
+
+def _several(facts: Facts) -> list[Part]:
+    asked, ranks, listed = coords_text(facts["asked"]), facts["ranks"], facts["listed"]
     if not ranks:
         return [Line(f"no rank has {asked}", heading=True)]
+    columns = {
+        ">rank": lambda one: str(one["rank"]),
+        "coords": lambda one: coords_text(one["coords"]),
+        ">node": lambda one: None if one["node"] is None else str(one["node"]),
+    }
     parts: list[Part] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}", heading=True)]
-    rows = []
-    for one in facts["listed"]:
-        coords = " ".join(f"{name}={coord}" for name, coord in one["coords"].items())
-        rows.append((str(one["rank"]), coords, "-" if one["node"] is None else str(one["node"])))
-    parts.append(Cells(("rank", "coords", "node"), tuple(rows), frozenset({"rank", "node"})))
-    left = len(ranks) - len(rows)
+    parts.append(Cells.of(listed, columns))
+    left = len(ranks) - len(listed)
     return [*parts, Line(f"and {left:,} more; --json has all of them")] if left else parts
-
-
-def _exchanges(found: list[Facts]) -> Cells:
-    rows = []
-    for one in found:
-        if one["ranks"] is not None:
-            peers = f"ranks {fold(one['ranks'])}"
-        else:
-            ends = (("to", one["to"]), ("from", one["from"]))
-            peers = ", ".join(f"{way} {rank}" for way, rank in ends if rank is not None)
-        rows.append((one["part"], " ".join(one["dims"]), one["operation"], one["what"], peers))
-    return Cells(("part", "along", "operation", "what", "with"), tuple(rows))

@@ -1,4 +1,4 @@
-"""One document out of the files of the page: nothing is loaded from anywhere else."""
+"""One document out of the files of the page: nothing is loaded from anywhere else; as a file it needs no server."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import base64
 import hashlib
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from meshcomm.config.write import write_whole
+from meshcomm.errors import ViewError
+from meshcomm.view.run import run_news
+
 # In the order in which they are put together; all share one scope.
-_SCRIPTS: Final = (
-    "dom.js",
-    "mesh.js",
-    "turn.js",
-    "lens.js",
-    "picture.js",
-    "panel.js",
-    "traffic.js",
-    "chart.js",
-    "run.js",
-    "main.js",
-)
+_SCRIPTS: Final = ("dom", "mesh", "turn", "lens", "picture", "panel", "traffic", "chart", "run", "main")
 
 
 class Document(NamedTuple):
@@ -38,7 +32,7 @@ def document(facts: dict[str, Any] | None = None, run: dict[str, Any] | None = N
     """
     folder = files("meshcomm.view")
     style = (folder / "page.css").read_text(encoding="utf-8")
-    parts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    parts = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
     connect = "'self'" if facts is None else "'none'"
     # frame-ancestors has no effect in a meta element: the server's header adds it.
@@ -61,3 +55,24 @@ def _hash(text: str) -> str:
 def _embedded(data: dict[str, Any]) -> str:
     """JSON that cannot end the element it stands in."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def check_page(path: Path) -> None:
+    """Raises ViewError where `path` does not end as a page of HTML does; before any work is done for it."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ViewError(
+            f"{path}: not a kind of file that a page is written to",
+            given=f"the ending {path.suffix}" if path.suffix else "no ending",
+            expected=".html; meshcomm plan --export writes .svg, .md and .json",
+            hint=f"--export {path.with_suffix('.html') if path.name else 'mesh.html'}",
+        )
+
+
+def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
+    """Write the page into `path`, with the facts, and with all that the run in `folder` has written so far.
+
+    Returns a line that says so. Raises ViewError where it cannot be written.
+    """
+    html = document(facts, run_news(folder, most_bytes=-1)).html
+    write_whole(path, html, given=f"--export {path}", kind=ViewError)
+    return f"written: {path} ({len(html.encode()):,} bytes)"

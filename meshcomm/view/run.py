@@ -19,10 +19,11 @@ COLUMNS: Final = ("step", "loss", "tokens_per_s", "gradient_norm", "lr", "second
 _MOST_BYTES: Final = 1 << 20
 
 
-def run_news(folder: Path | None, known: str = "", offset: int = 0) -> Facts:
+def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: int = _MOST_BYTES) -> Facts:
     """The lines of metrics since `offset`, and how the run is doing.
 
-    known, offset: what the call before returned as id and offset; "" and 0 for the first.
+    known, offset: what the call before returned as id and offset; "" and 0 for the first. most_bytes: to
+    read at once; -1: all.
 
     Keys: state ("none": the configuration does not train; "waiting": nothing was written yet; "running",
     "finished", "stopped"; "unknown": metrics without a run.json that can be read), folder, about (the
@@ -31,12 +32,22 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0) -> Facts:
     columns: for each of COLUMNS its values, one a line, None where a line has no finite number.
     A folder that is not there, or goes away, is no error.
     """
-    if folder is None:
-        return _facts("none", None, None, "", False, 0)
-    about = _about(folder)
-    state = "waiting" if about is None else about["state"]
+    about = None if folder is None else _about(folder)
     run = "" if about is None else about["run"]
+    news: Facts = {
+        "state": "none" if folder is None else "waiting" if about is None else about["state"],
+        "folder": None if folder is None else str(folder),
+        "about": about,
+        "id": run,
+        "reset": folder is not None and known != run,
+        "offset": 0,
+        "more": False,
+        "age_s": None,
+        "columns": {key: [] for key in COLUMNS},
+    }
     try:
+        if folder is None:
+            return news
         with (folder / METRICS).open("rb") as file:
             status = os.fstat(file.fileno())
             # A run that goes on from a checkpoint cuts the file and has another `run`.
@@ -47,33 +58,22 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0) -> Facts:
                 whole = file.read(1) == b"\n"
             start = offset if whole else 0
             file.seek(start)
-            text = file.read(_MOST_BYTES)
+            text = file.read(most_bytes)
     except OSError:
-        return _facts(state, folder, about, run, known != run, 0)
+        return news
     # The last line may be half written.
     text = text[: text.rfind(b"\n") + 1]
     end = start + len(text)
-    news = _facts("unknown" if about is None else state, folder, about, name, name != known or not whole, end)
-    news["more"] = bool(text) and end < status.st_size
-    news["age_s"] = max(0.0, time.time() - status.st_mtime)
     lines = [line for raw in text.splitlines() if (line := _line(raw)) is not None]
-    news["columns"] = {key: [_number(line.get(key)) for line in lines] for key in COLUMNS}
-    return news
-
-
-def _facts(
-    state: str, folder: Path | None, about: Facts | None, name: str, reset: bool, offset: int
-) -> Facts:
     return {
-        "state": state,
-        "folder": None if folder is None else str(folder),
-        "about": about,
+        **news,
+        "state": "unknown" if about is None else news["state"],
         "id": name,
-        "reset": reset,
-        "offset": offset,
-        "more": False,
-        "age_s": None,
-        "columns": {key: [] for key in COLUMNS},
+        "reset": name != known or not whole,
+        "offset": end,
+        "more": bool(text) and end < status.st_size,
+        "age_s": max(0.0, time.time() - status.st_mtime),
+        "columns": {key: [_number(line.get(key)) for line in lines] for key in COLUMNS},
     }
 
 

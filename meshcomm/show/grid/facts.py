@@ -1,4 +1,4 @@
-"""The rank grid as plain facts: which rank sits where, in which group of one dim, on which node."""
+"""The rank grid as plain facts: which rank sits where, in which group of one dim, on which node; and their words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from meshcomm.config import TopologyConfig
-from meshcomm.layout import Dims, Layout, Plan
+from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.show.grid.frame import Frame
+from meshcomm.show.plan import coords_text
+from meshcomm.show.units import count
 
 Facts = dict[str, Any]
 
@@ -31,50 +33,41 @@ def grid_facts(
     """
     layout = plan.layout
     chosen: Dims = list(layout.dims)[-1] if by is None else by
-    digits = layout.digits(chosen)
+    size, view = layout.digits(chosen).size, layout.home(chosen)
     if rank is not None:
         layout.position(rank)
-    view = layout.home(chosen)
-    ranks = layout.ranks
     positions = np.arange(layout.world_size, dtype=np.int64)
     per_node = None if topology is None else topology.ranks_per_node
-    nodes = None if per_node is None else ranks // per_node
+    nodes = None if per_node is None else layout.ranks // per_node
     return {
         "world_size": layout.world_size,
         "fingerprint": plan.fingerprint,
         "by": chosen if isinstance(chosen, str) else " ".join(chosen),
         "by_dims": list(layout.expand(chosen)),
-        "size": digits.size,
-        "groups": layout.world_size // digits.size,
+        "size": size,
+        "groups": layout.world_size // size,
         "view": view,
-        "dims": dict(factorisation(layout, view)),
+        "dims": dict(layout.views[view] if view else layout.dims),
         "ranks_per_node": per_node,
         "nodes": None if nodes is None else len(np.unique(nodes)),
-        "ranks": ranks.tolist(),
+        "ranks": layout.ranks.tolist(),
         "group": layout.others(chosen).coord(positions).tolist(),
         "node": None if nodes is None else nodes.tolist(),
         "rank": rank,
     }
 
 
-def factorisation(layout: Layout, view: str) -> dict[str, int]:
-    """The dims of the base, "", or of a view."""
-    return dict(layout.views[view] if view else layout.dims)
-
-
 def place_coords(facts: Facts, place: int) -> dict[str, int]:
     """The coords of a place of the grid, by dim."""
-    coords: dict[str, int] = {}
-    for name, size in reversed(facts["dims"].items()):
-        place, coords[name] = divmod(place, size)
-    return dict(reversed(coords.items()))
+    sizes = facts["dims"]
+    return dict(zip(sizes, map(int, np.unravel_index(place, tuple(sizes.values()))), strict=True))
 
 
 def group_label(facts: Facts, place: int) -> str:
     """The group of a place, as in `tp[pp=0 dp=1]`."""
     coords = place_coords(facts, place)
-    common = " ".join(f"{name}={coord}" for name, coord in coords.items() if name not in facts["by_dims"])
-    return f"{facts['by']}[{common}]"
+    common = {name: coord for name, coord in coords.items() if name not in facts["by_dims"]}
+    return f"{facts['by']}[{coords_text(common)}]"
 
 
 def tag(index: int) -> str:
@@ -91,37 +84,27 @@ def tag(index: int) -> str:
     return letters
 
 
-def legend(facts: Facts, drawn: Frame, most: int) -> list[tuple[int, str, str]]:
-    """(index, name, ranks in coord order) of the first groups that are drawn."""
+def legend(facts: Facts, drawn: Frame, most: int) -> tuple[list[tuple[int, str, str]], list[str]]:
+    """(index, name, ranks in coord order) of the first groups that are drawn, and a line on the others."""
     first: dict[int, int] = {}
     for place in drawn.places():
-        group = facts["group"][place]
-        if group not in first:
-            if len(first) == most and group > max(first):
-                continue
-            first[group] = place
+        first.setdefault(facts["group"][place], place)
+    ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
     chosen = sorted(first)[:most]
-    members: dict[int, list[int]] = {group: [] for group in chosen}
-    for rank, group in zip(facts["ranks"], facts["group"], strict=True):
-        if group in members:
-            members[group].append(rank)
-    return [(group, group_label(facts, first[group]), fold(members[group])) for group in chosen]
+    entries = [
+        (group, group_label(facts, first[group]), fold(ranks[groups == group].tolist())) for group in chosen
+    ]
+    rest = facts["groups"] - len(entries)
+    return entries, [f"and {rest:,} more groups"] if rest else []
 
 
 def headlines(facts: Facts) -> list[str]:
     """What is drawn, what the colours and what the lines mean."""
-    dims = " ".join(f"{name}={size}" for name, size in facts["dims"].items())
     where = f" of view {facts['view']}" if facts["view"] else ""
-    count = facts["groups"]
-    lines = [
-        f"{dims}{where}, by {facts['by']}: {count:,} group{'' if count == 1 else 's'} of {facts['size']:,}"
-    ]
-    if facts["nodes"] is None:
-        lines.append("nodes are not known: topology.ranks_per_node says which ranks share one")
-    else:
-        nodes, each = facts["nodes"], facts["ranks_per_node"]
-        full = "" if nodes * each == facts["world_size"] else "up to "
-        lines.append(
-            f"lines part nodes: {nodes:,} node{'' if nodes == 1 else 's'}, {full}{each:,} ranks on each"
-        )
-    return lines
+    drawn = f"{coords_text(facts['dims'])}{where}, by {facts['by']}"
+    lines = [f"{drawn}: {count(facts['groups'], 'group')} of {facts['size']:,}"]
+    nodes, each = facts["nodes"], facts["ranks_per_node"]
+    if nodes is None:
+        return [*lines, "nodes are not known: topology.ranks_per_node says which ranks share one"]
+    full = "" if nodes * each == facts["world_size"] else "up to "
+    return [*lines, f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each"]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Dims, Plan
-from meshcomm.show.export import export
 from meshcomm.show.grid.facts import grid_facts
-from meshcomm.show.grid.page import grid_page
 from meshcomm.show.grid.svg import grid_svg
-from meshcomm.show.grid.text import GridText
-from meshcomm.show.page import as_text, page_markdown
+from meshcomm.show.grid.text import GridText, grid_page
+from meshcomm.show.page import as_text, export, page_markdown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+Facts = dict[str, Any]
 
 
 @final
@@ -24,7 +24,7 @@ class RankGrid:
     """Ranks as coloured blocks, a colour for each group along a dim, lines between nodes.
 
     Prints as text of 100 columns without colour, on a rich console in colour and as wide as that; in a
-    notebook it is a picture. `facts` is what all forms show, see `meshcomm.show.grid.grid_facts`.
+    notebook it is a picture. `facts` is what all forms show, see `meshcomm.show.grid.facts.grid_facts`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RankGrid:
         topology: TopologyConfig | None = None,
         rank: int | None = None,
     ) -> None:
-        self.facts: dict[str, Any] = grid_facts(plan, by, topology, rank)
+        self.facts: Facts = grid_facts(plan, by, topology, rank)
 
     def __rich__(self) -> RenderableType:
         """What rich prints."""
@@ -47,14 +47,13 @@ class RankGrid:
         """As one self-contained SVG file."""
         return grid_svg(self.facts)
 
+    # What notebooks ask for.
+    _repr_svg_ = svg
+
     def markdown(self) -> str:
-        """As GitHub tables."""
+        """As text in a block."""
         return page_markdown(grid_page(self.facts))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
         export(Path(fspath(path)), self.facts, lambda: grid_page(self.facts), self.svg)
-
-    def _repr_svg_(self) -> str:
-        # What notebooks ask for.
-        return self.svg()

@@ -1,0 +1,84 @@
+"""What the tests of looking at a mesh share: configurations, commands, and readers of SVG and Markdown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner
+
+from meshcomm.cli import app
+from meshcomm.config import TopologyConfig, load
+from meshcomm.layout import Plan
+
+ROOT = Path(__file__).parents[2]
+MESH, GPT, QUICK, LLAMA = (
+    f"configs/{name}.toml" for name in ("mesh", "gpt_1024", "quickstart", "llama_405b")
+)
+SVG = "{http://www.w3.org/2000/svg}"
+# A dim of size 1, merged dims in two orders, views that share a dim or not.
+WIDE: dict[str, Any] = {
+    "dims": {"a": 2, "one": 1, "b": 3, "c": 4},
+    "merge": {"ac": ["a", "c"], "cb": ["c", "b"]},
+    "views": {"other": {"x": 6, "y": 4}, "third": {"a": 2, "p": 3, "q": 4}},
+}
+
+
+class Shown(NamedTuple):
+    """What a command has left."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*words: str, columns: int = 100) -> Shown:
+    """`meshcomm` with these words in this process and the repository's root."""
+    with contextlib.chdir(ROOT):
+        done = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(
+            app, words, prog_name="meshcomm"
+        )
+    # An exception that the command does not turn into its words is a traceback to who types it.
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Shown(done.exit_code, "\n".join(line.rstrip() for line in done.stdout.split("\n")), done.stderr)
+
+
+def python(*words: str, **env: str) -> Shown:
+    """A process of its own."""
+    env = {**os.environ, "COLUMNS": "100", "PYTHONUTF8": "1", "NO_COLOR": "1", **env}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env, timeout=200
+    )
+    return Shown(done.returncode, "\n".join(line.rstrip() for line in done.stdout.split("\n")), done.stderr)
+
+
+def plan_of(**mesh: Any) -> Plan:
+    return load({"mesh": mesh}).plan(None)
+
+
+def plan_at(config: str, world: int, *overrides: str) -> Plan:
+    return load(ROOT / config, overrides).plan(world)
+
+
+def nodes(per_node: int | None) -> TopologyConfig:
+    return TopologyConfig(ranks_per_node=per_node)
+
+
+def check_markdown(text: str) -> list[list[list[str]]]:
+    """Every table of GitHub's Markdown, as cells; fails where a row has another number of them."""
+    tables: list[list[list[str]]] = []
+    for block in re.sub(r"```text\n(.|\n)*?```\n", "", text).split("\n\n"):
+        lines = block.strip("\n").split("\n")
+        if not lines[0].startswith("|"):
+            assert len(lines) == 1
+            continue
+        rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        assert all(len(row) == len(rows[0]) for row in rows), block
+        assert all(re.fullmatch("---:?", cell) for cell in rows[1])
+        tables.append([rows[0], *rows[2:]])
+    return tables
