@@ -1,21 +1,29 @@
-"""Do all ranks start the collectives of several NCCL groups in one order?"""
+"""Do all ranks start the collectives of several NCCL groups, and the messages of one, in one order?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeVar, final
+from typing import Final, NamedTuple, TypeAlias, TypeVar, final
 
 from meshcomm.errors import DeadlockError
 
 Node = TypeVar("Node")
 
-# A collective: which group, and its number there.
-Call = tuple[int, int]
+# A collective: which group, and its number there. A message: also the coords of its ends.
+Call: TypeAlias = tuple[int, ...]
 
-_EXPECTED: Final = (
+_GROUPS: Final = (
+    "collectives of NCCL groups",
     "one order on all ranks, asynchronous calls too: a collective may hold the device until its peers come, "
-    "which they do not while another holds theirs"
+    "which they do not while another holds theirs",
+    "start them in the same order on every rank",
+)
+_MESSAGES: Final = (
+    "calls of one NCCL group",
+    "one order on all ranks, asynchronous messages too: NCCL runs the calls of a group one after the other, and a "
+    "message is over when its other end has come",
+    "messages that belong together as one: mesh.exchange, or mesh.shift",
 )
 
 
@@ -37,28 +45,37 @@ class StartOrder:
     another B before A, the program may wait for ever, or not, by luck. That is a circle in the graph of
     starts. A call that all its ranks have started, with none left before it, is in no circle and is
     forgotten, so that only calls under way are kept.
+
+    messages: instead, of the messages and collectives of one group, which are queued behind each other: then such a
+    program does wait for ever.
     """
 
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Call, Start]] = {}
+    def __init__(self, messages: bool = False) -> None:
+        self._words = _MESSAGES if messages else _GROUPS
+        self._last: dict[int, tuple[Sequence[Call], Start]] = {}
         self._left: dict[Call, int] = {}
         self._before: dict[Call, set[Call]] = {}
         self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
 
-    def start(self, call: Call, size: int, own: Start) -> DeadlockError | None:
-        """A rank of the `size` ranks of the call's group starts it; an error where that closes a circle."""
-        if call not in self._left:
-            self._left[call], self._before[call], self._after[call] = size, set(), {}
-        self._left[call] -= 1
-        earlier = self._last.get(own.rank)
-        self._last[own.rank] = (call, own)
-        if earlier is not None and earlier[0] in self._left and earlier[0] != call:
-            before, start = earlier
-            self._after[before].setdefault(call, (start, own))
-            self._before[call].add(before)
-            if way := shortest_way(self._after, call, before):
-                return _error([(start, own), *(self._after[one][other] for one, other in pairwise(way))])
-        self._forget(call)
+    def start(self, calls: Sequence[Call], size: int, own: Start) -> DeadlockError | None:
+        """A rank starts these calls as one, each made by `size` ranks; an error where that closes a circle."""
+        for call in calls:
+            if call not in self._left:
+                self._left[call], self._before[call], self._after[call] = size, set(), {}
+            self._left[call] -= 1
+        earlier, start = self._last.get(own.rank, ((), own))
+        self._last[own.rank] = (calls, own)
+        for before in earlier:
+            for call in calls:
+                if before not in self._left or before == call:
+                    continue
+                self._after[before].setdefault(call, (start, own))
+                self._before[call].add(before)
+                if way := shortest_way(self._after, call, before):
+                    circle = [(start, own), *(self._after[one][other] for one, other in pairwise(way))]
+                    return _error(circle, *self._words)
+        for call in calls:
+            self._forget(call)
         return None
 
     def _forget(self, call: Call) -> None:
@@ -89,14 +106,14 @@ def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Nod
     return way[::-1]
 
 
-def _error(circle: Sequence[tuple[Start, Start]]) -> DeadlockError:
+def _error(circle: Sequence[tuple[Start, Start]], what: str, expected: str, hint: str) -> DeadlockError:
     lines = [f"{first.where} starts {first.what}, then {second.what}" for first, second in circle]
     ranks = tuple(dict.fromkeys(first.rank for first, _ in circle))
     error = DeadlockError(
-        "ranks start collectives of NCCL groups in different orders: " + ", ".join(map(str, ranks)),
+        f"ranks start {what} in different orders: " + ", ".join(map(str, ranks)),
         given="\n".join(lines),
-        expected=_EXPECTED,
-        hint="start them in the same order on every rank",
+        expected=expected,
+        hint=hint,
     )
     error.circle = ranks
     return error

@@ -226,6 +226,8 @@ class SimulatedGroup:
         # By destination and tag, each in the order of posting.
         self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
         self._messages = 0
+        # Of a backend that queues calls.
+        self.order = StartOrder(messages=True)
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
         """Coord `coord` starts its collective with sequence number `number`; see Contribution."""
@@ -356,7 +358,10 @@ class SimulatorTransport(Transport):
         self._actor = actor
         self._group = group
         self._start_order = start_order
+        self.ordered = start_order is not None
         self._number = 0
+        # By sender and receiver.
+        self._sent: Counter[tuple[int, int]] = Counter()
         self._told: Told | None = None
 
     def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
@@ -375,14 +380,26 @@ class SimulatorTransport(Transport):
         if self._start_order is not None:
             name = row.name if told is None else told[1]
             what = f"{name}, call {self._number} on {group.label} at {here().line}"
-            start = Start(actor.rank, actor.name, what)
-            error = self._start_order.start((id(group), self._number), self.size, start)
-            if error is not None:
-                group.scheduler.fail(error)
+            start, one = Start(actor.rank, actor.name, what), [(id(group), self._number)]
+            for order in (self._start_order, group.order):
+                if (error := order.start(one, self.size, start)) is not None:
+                    group.scheduler.fail(error)
         return group.start(self.coord, self._number, call, told)
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[SimulatedWork]:
         site, scheduler = here(), self._group.scheduler
+        if self.ordered:
+            calls = []
+            for direction, _, peer, _ in batch:
+                assert peer is not None
+                ends = (self.coord, peer) if direction == "send" else (peer, self.coord)
+                self._sent[ends] += 1
+                calls.append((*ends, self._sent[ends]))
+            start = Start(
+                self._actor.rank, self._actor.name, f"{site.call} on {self._group.label} at {site.line}"
+            )
+            if (error := self._group.order.start(calls, 2, start)) is not None:
+                scheduler.fail(error)
         works = []
         for message in batch:
             scheduler.check_thread(self._actor)

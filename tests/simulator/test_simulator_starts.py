@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.errors import DeadlockError
+from meshcomm.errors import DeadlockError, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.start_order import Call, Start, StartOrder
 
@@ -70,7 +70,80 @@ def test_the_graph_against_taking_calls_away(seed: int) -> None:
         rank = draw.choice(left)
         call = orders[rank][places[rank]]
         places[rank] += 1
-        error = starts.start(call, len(groups[call[0]]), Start(rank, f"rank {rank}", str(call)))
+        error = starts.start([call], len(groups[call[0]]), Start(rank, f"rank {rank}", str(call)))
     assert (error is not None) == has_circle(orders)
     if error is None:
         assert not starts._left and not starts._before and not starts._after, "finished calls are kept"
+
+
+def receives_first(mesh: Mesh) -> None:
+    """Both ranks of "dp" wait for the other before they send, on a backend that starts messages in order."""
+    peer = 1 - mesh.coord("dp")
+    receive = mesh.irecv("dp", torch.empty(1), src=peer)
+    mesh.isend("dp", torch.ones(1), dst=peer).wait()
+    receive.wait()
+
+
+def around(mesh: Mesh) -> None:
+    """Rank 0 sends to 2, then to 1; 1 receives from 0 before it sends to 2; 2 receives from 1 first."""
+    x, rank = torch.ones(1), mesh.rank
+    if rank == 0:
+        handles = [mesh.isend("dp", x, dst=2), mesh.isend("dp", x, dst=1)]
+    elif rank == 1:
+        mesh.recv("dp", x, src=0)
+        handles = [mesh.isend("dp", x, dst=2)]
+    else:
+        handles = [mesh.irecv("dp", x.clone(), src=1), mesh.irecv("dp", x, src=0)]
+    for handle in handles:
+        handle.wait()
+
+
+def message_behind_a_collective(mesh: Mesh) -> None:
+    """One rank reduces before it receives, the other sends before it reduces."""
+    x, y = torch.ones(1), torch.ones(1)
+    if mesh.rank == 0:
+        reduce = mesh.all_reduce("dp", x, async_op=True)
+        mesh.recv("dp", y, src=1)
+    else:
+        send = mesh.isend("dp", y, dst=0)
+        reduce = mesh.all_reduce("dp", x, async_op=True)
+        send.wait()
+    reduce.wait()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_messages_of_an_nccl_group_are_queued() -> None:
+    """What ends on Gloo and waits for ever on NCCL is told."""
+    for program, size, error, text in (
+        (receives_first, 2, RankFailed, "ranks that do the same wait for ever"),
+        (around, 3, DeadlockError, "ranks start calls of one NCCL group in different orders: "),
+        (
+            message_behind_a_collective,
+            2,
+            DeadlockError,
+            "ranks start calls of one NCCL group in different orders",
+        ),
+    ):
+        dims = {"mesh": {"dims": {"dp": size}}}
+        meshcomm.simulate(program, {"mesh": {**dims["mesh"], "backend": "gloo"}})
+        with pytest.raises(error, match=text):
+            meshcomm.simulate(program, {"mesh": {**dims["mesh"], "backend": "nccl"}})
+
+
+def both_ways_at_once(mesh: Mesh) -> list[float]:
+    """Sets of messages, a ring, and collectives between them."""
+    peer, x = 1 - mesh.coord("dp"), torch.tensor([float(mesh.rank)])
+    found = []
+    for _ in range(3):
+        handle = mesh.exchange("dp", [(x, peer)], [(torch.empty(1), peer)], async_op=True)
+        total = mesh.all_reduce("dp", x.clone())
+        (came,) = handle.wait()
+        ring = mesh.shift("dp", x)
+        assert ring is not None
+        found += [total.item(), came.item(), ring.item()]
+    return found
+
+
+def test_what_nccl_can_do_is_no_deadlock() -> None:
+    config = {"mesh": {"dims": {"dp": 2}, "backend": "nccl"}}
+    assert meshcomm.simulate(both_ways_at_once, config) == [[1.0, 1.0, 1.0] * 3, [1.0, 0.0, 0.0] * 3]
