@@ -322,8 +322,9 @@ def _create(
         def end(error: MeshcommError) -> None:
             from meshcomm.mesh.rank_failure import end_rank
 
-            # A cause that is still silent, a grace after the timeout, will not speak.
-            end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=0.0)
+            # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
+            # may be about to say whom it waits for itself.
+            end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=1.0)
 
         if world is not None:
             watch = world.watch(coords, prefix)

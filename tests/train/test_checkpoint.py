@@ -511,7 +511,7 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
         assert names(tmp_path) == left
     else:
         complete = [int(name[-6:]) for name in names(tmp_path) if re.fullmatch(r"step-\d+", name)]
-        assert complete and set(complete) <= {4, 6, 8}
+        assert complete and set(complete) <= {2, 4, 6, 8}
         step = max(complete)
     results = pool.run(run_once, load(config, ["train.resume=true"]), ranks=2)
     assert {resumed.step for _, resumed in results} == {step}
