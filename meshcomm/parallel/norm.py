@@ -15,6 +15,7 @@ from meshcomm.layout.names import did_you_mean
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
+from meshcomm.transport.torch_private import scale_all
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20
@@ -152,9 +153,11 @@ class GradientNorm:
         # On an accelerator, looking would wait for it; multiplying by 1 does not.
         if scale.device.type == "cpu" and scale.item() == 1.0:
             return norm
-        for held in self._held:
-            gradient = held.gradient()
-            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in (held.gradient() for held in self._held):
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in alike.items():
+            scale_all(gradients, scale.to(device, dtype))
         return norm
 
     def _complete(self) -> None:

@@ -122,6 +122,11 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
         torch._foreach_copy_(list(tensors), list(values))
 
 
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device and dtype in place, in one call; factor: a tensor () of theirs."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
 # How an operator's rule for autograd goes on to what comes after autograd: another transform, a tracer, the call.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 single_level: Any = enable_single_level_autograd_function
