@@ -142,7 +142,11 @@ def _named(
     else:
         config, script, arguments = first, Path(second), rest
     if not script.is_file():
+        from meshcomm.config.read import near_file
+
+        near = near_file(script)
+        way = near if near.startswith("did") else usage
         raise LaunchError(
-            f"there is no script {script}", given=str(script), expected="a Python file", hint=usage
+            f"there is no script {script}", given=str(script), expected="a Python file", hint=way
         )
     return config, script, arguments

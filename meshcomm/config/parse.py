@@ -138,6 +138,12 @@ def _yaml_loader(yaml: Any) -> Any:
     return loader_class
 
 
+_EXAMPLES: Final = {
+    "TOML": "mesh.dims = { dp = 8 }",
+    "JSON": '{ "mesh": { "dims": { "dp": 8 } } }',
+    "YAML": "mesh: { dims: { dp: 8 } }",
+}
+
 PARSERS: Final[Mapping[str, Callable[[str, str], Any]]] = {
     ".toml": parse_toml,
     ".json": parse_json,
@@ -191,9 +197,16 @@ def _syntax_error(label: str, language: str, text: str, line: int, column: int, 
     start = max(0, column - 60)
     given = f"{shown[start : start + 90]}\n{' ' * (column - 1 - start)}^"
     place = f"line {line}, column {column}"
-    return report(
-        label, [Problem(f"not {language}: {said}", f"a file in {language}", given=given, key=place)]
-    )
+    before = "\n".join([*lines[: line - 1], shown[: column - 1]]).rstrip()
+    if "twice" in said or "overwrite" in said:
+        way = "write the key once"
+    elif language == "YAML" and "\\t" in said:
+        way = "spaces in place of the tab"
+    elif language == "JSON" and (before.endswith(",") or "trailing comma" in said):
+        way = "remove the comma that nothing follows"
+    else:
+        way = f"mend it, as in  {_EXAMPLES[language]}"
+    return report(label, [Problem(f"not {language}: {said}", f"a file in {language}", [way], given, place)])
 
 
 def _unreadable(label: str, language: str, error: Exception) -> ConfigError:

@@ -108,7 +108,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
             f"{label}: cannot be read: {(error.strerror or str(error)).lower()}",
             given=label,
             expected="a TOML, JSON or YAML file",
-            hint=_near(path),
+            hint=near_file(path),
         ) from None
     data = parser(text, label)
     if data is None:
@@ -128,7 +128,8 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     return data
 
 
-def _near(path: Path) -> str:
+def near_file(path: Path) -> str:
+    """What to try where there is no such file: the one beside it whose name is most like it."""
     try:
         beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:

@@ -165,7 +165,10 @@ def _views(mesh: MeshConfig) -> Iterator[Problem]:
             try:
                 fitting[view] = resolve(written, number, f"view {view}")
             except LayoutError as error:
-                yield _unfit_view(number, _of_sizes(key, error))
+                fits = nearest_fits(written, number, limit=None)
+                # A dim that the base has too means the same ranks there.
+                shared = [fit for fit in fits if base is None or not _clash(base, {view: fit}, [])]
+                yield _unfit_view(number, _of_sizes(key, error), (shared or fits)[:3])
     if base is None:
         return
     # A view may clash with the base, or only with another view: try each, then all.
@@ -185,13 +188,13 @@ def _same_size(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return -1 not in (*one.values(), *other.values()) and math.prod(one.values()) == math.prod(other.values())
 
 
-def _unfit_view(number: int, problem: Problem) -> Problem:
+def _unfit_view(number: int, problem: Problem, fits: Sequence[Mapping[str, int]]) -> Problem:
     """A view must fit the mesh, whose size is settled: another number of processes is no way out."""
     ranks = f"the mesh has {number} rank{'s' * (number > 1)}"
     return Problem(
         problem.what.replace("the world", "the mesh").replace(f"world is {number}", ranks),
         problem.expected,
-        [way for way in problem.tries if "processes" not in way],
+        [f"mesh.{problem.key} = {toml_dims(fit)}" for fit in fits],
         (problem.given or "").replace(f"{number} processes", ranks),
         problem.key,
     )
@@ -330,10 +333,12 @@ def may_use_nccl(mesh: MeshConfig) -> bool:
 
 @rule(MeshConfig, "device")
 def _device(mesh: MeshConfig) -> Iterator[Problem]:
-    if not re.fullmatch("[a-z][a-z0-9_]*", mesh.device):
-        plain = re.match("[a-z][a-z0-9_]*", mesh.device.lower())
+    plain = re.match("[a-z][a-z0-9_]*", mesh.device.lower())
+    kind = plain.group() if plain else "auto"
+    # Not torch's word: without this, only a rank would find that its host has no such device.
+    if kind == "gpu" or kind != mesh.device:
         expected = "auto, cpu, cuda, or another of torch's device types, without an index"
-        way = f'mesh.device = "{plain.group() if plain else "auto"}"'
+        way = f'mesh.device = "{"cuda" if kind == "gpu" else kind}"'
         yield Problem(f"{toml(mesh.device)} is not a device type", expected, [way])
 
 

@@ -58,7 +58,7 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
             )
 
 
-def nearest_fits(sizes: Mapping[str, int], world: int, limit: int = 3) -> list[dict[str, int]]:
+def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:
     """Sizes that do fit `world`, each differing from `sizes` in one dim where one is enough.
 
     Nearest first: the factor by which a size changes decides, then the order of the dims. A dim

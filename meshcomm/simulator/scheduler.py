@@ -28,6 +28,9 @@ _PER_RANK = ("RANK", "LOCAL_RANK")
 # After so many polls in a row with nothing between them, nothing will happen.
 _POLLS: Final = 1_000
 
+# How long an interrupted rank may compute or sleep until it comes to a call that ends it in order.
+_PATIENCE_S: Final = 3.0
+
 
 def _words(generator: Any) -> Any:
     """Where CPython (3.11 to 3.13 tried) keeps a generator's state: the index, then 624 words."""
@@ -181,13 +184,16 @@ class Scheduler:
             self._hand_to(first)
             while True:
                 try:
-                    self._main.acquire()
-                    break
+                    if self._main.acquire(timeout=-1 if self._interrupt is None else _PATIENCE_S):
+                        break
                 except BaseException as error:
                     if self._interrupt is not None:
                         raise
                     # Whoever runs now finds it when it next gives the baton away.
                     self._interrupt = error
+                else:
+                    assert self._interrupt is not None
+                    raise self._interrupt
             for actor in self.actors:
                 if actor.thread is not None and actor.ended:
                     actor.thread.join()

@@ -27,6 +27,7 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
+from meshcomm.simulator import scheduler
 from meshcomm.simulator.diagnosis import find_circle
 from tests.simulator import planted_bugs
 from tests.simulator.planted_bugs import DIMS, MERGE, PROGRAMS, one
@@ -200,6 +201,21 @@ def test_an_interrupt_ends_all_ranks() -> None:
     with pytest.raises(KeyboardInterrupt):
         meshcomm.simulate(goes_on, dims=DIMS, merge=MERGE)
     assert threading.active_count() == before
+
+
+def test_an_interrupt_does_not_wait_for_a_rank_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_PATIENCE_S", 0.1)
+    over = threading.Event()
+
+    def sleeps(mesh: Mesh) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        meshcomm.simulate(sleeps, dims={"x": 1})
+    (rank,) = [each for each in threading.enumerate() if each.name == "meshcomm-rank-0"]
+    over.set()
+    rank.join(30)
 
 
 def test_a_simulation_inside_a_rank_is_one_of_its_own() -> None:
