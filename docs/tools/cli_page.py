@@ -12,9 +12,9 @@ from meshcomm.cli.app import GROUPS, app, first_paragraph
 # What a command's exit code says beside 0 and 2, where its own help does not tell.
 EXIT_CODES: Final[Mapping[str, str]] = {
     "lint": "1 with `--strict`, where there is a finding",
-    "bench": "that of the rank that was the cause: 1 for an error, 128 + signal; 130 after Ctrl-C",
-    "train": "that of the rank that was the cause: 1 for an error, 128 + signal; 130 after Ctrl-C",
-    "run": "that of the rank that was the cause: 1 for an error, the script's own, 128 + signal; 130 after Ctrl-C",
+    "bench": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, 128 + signal; 130 after Ctrl-C",
+    "train": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, 128 + signal; 130 after Ctrl-C",
+    "run": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, the script's own, 128 + signal; 130 after Ctrl-C",
 }
 
 
