@@ -267,11 +267,15 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             for item in _emulation().pending_of(self):
                 _block(item)
         self._items.put(None)
-        if self._thread is not None and not self.aborted.is_set():
-            self._thread.join()
+        self.join()
         self._connected = None
         if self in _emulation().queues:
             _emulation().queues.remove(self)
+
+    def join(self) -> None:
+        """Wait for the thread: one that is inside Gloo when Python ends would take the process down."""
+        if self._thread is not None:
+            self._thread.join(10.0 if self.aborted.is_set() else None)
 
     # -- calls ------------------------------------------------------------------------------------------
 
@@ -583,6 +587,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self._ended.set()
         for queue in list(self.queues):
             queue.abort()
+            queue.join()
 
 
 _active: list[_Emulation] = []
