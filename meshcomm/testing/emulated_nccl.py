@@ -588,6 +588,8 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         for queue in list(self.queues):
             queue.abort()
             queue.join()
+        # It may be the last to hold a tensor, which Python cannot free from a thread while it ends.
+        self._watchdog.join()
 
 
 _active: list[_Emulation] = []
