@@ -35,7 +35,7 @@ _TABLE: Final = """
     mesh/test_meeting.py test_each_way_to_meet
     config/test_config.py test_options_of_a_group
     config/test_config_errors.py test_the_report_on_a_bad_config
-    comm/test_nccl.py test_world_size_one_on_one_gpu
+    gpu/test_nccl.py test_world_size_one_on_one_gpu
 4: PAGE#messages-objects-store docs/guide/communication.md#which-store-and-what-each-can-do
     mesh/test_store.py test_any_store_carries_a_mesh test_a_hash_store_carries_a_mesh_of_one_process
         test_one_key test_counters test_append_adds_or_is_refused test_compare_set test_several_keys
@@ -121,7 +121,7 @@ _TABLE: Final = """
         test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated_constants
 26: PAGE#joining-backends-devices docs/guide/launching.md#local-rank-and-device
     mesh/test_devices.py test_more_ranks_than_devices_are_refused_before_a_group_exists
-    comm/test_nccl.py test_more_ranks_than_devices_are_refused
+    gpu/test_nccl.py test_more_ranks_than_devices_are_refused
     predict/test_links.py test_each_finding_has_its_numbers_and_what_to_try
 """
 

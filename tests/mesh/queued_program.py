@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 
@@ -15,11 +16,16 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
 TIMEOUT_S = 3.0
 
 
-def main(fault: str, calls: int) -> None:
+def main(
+    fault: str, calls: int, backend: str = NAME, device: str = "cpu", timeout_s: float = TIMEOUT_S
+) -> None:
     """Make `calls` right calls, then one in which rank 3 has its fault."""
     dims = {"dp": 2, "tp": 2}
-    with emulated_nccl(), meshcomm.init(dims=dims, backend=NAME, device="cpu", timeout_s=TIMEOUT_S) as mesh:
-        x = torch.zeros(4)
+    with (
+        emulated_nccl() if backend == NAME else nullcontext(),
+        meshcomm.init(dims=dims, backend=backend, device=device, timeout_s=timeout_s) as mesh,
+    ):
+        x = torch.zeros(4, device=mesh.device)
         for _ in range(calls):
             mesh.all_reduce("dp", x, "avg")
         assert x.tolist() == [0] * 4
@@ -33,12 +39,12 @@ def main(fault: str, calls: int) -> None:
             if fault == "asleep":
                 time.sleep(60)
             if fault == "shape":
-                x = torch.zeros(6)
+                x = torch.zeros(6, device=mesh.device)
         if fault == "deaf" and mesh.coord("dp") == 0:
             mesh.send("dp", x, dst=1)
         if not (at_fault and fault == "skips") and fault != "deaf":
             mesh.all_reduce("dp", x)
-        y = torch.ones(2)
+        y = torch.ones(2, device=mesh.device)
         mesh.all_reduce("tp", y)
         x.sum().item() + y.sum().item()
 

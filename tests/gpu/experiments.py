@@ -1,0 +1,250 @@
+"""What is tried on a GPU, each in processes of its own with a limit; and the report of how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import meshcomm
+from tests.mesh.test_queued_calls import CAUSES
+
+ROOT = Path(__file__).parents[2]
+FAULT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """program: a function of tests/gpu/ranks.py, or "train". ranks: what it needs; limit_s: what it may take."""
+
+    name: str
+    question: str
+    program: str
+    ranks: int
+    limit_s: float
+    fault: str = ""
+
+
+EXPERIMENTS = (
+    Experiment("collectives_4", "1: every collective, created and permuted groups", "collectives", 4, 90),
+    Experiment("messages", "2: messages, a DeviceMesh, two backends", "messages", 4, 90),
+    *(
+        Experiment(f"fault_{fault}", f"3: rank 3 {fault} after 70 calls", "fault", 4, 60, fault)
+        for fault in CAUSES
+    ),
+    Experiment("one", "4: every method and dtype of a world of one, order of streams", "one", 1, 60),
+    Experiment("syncs", "5: calls in steady state that make the host wait", "syncs", 4, 60),
+    Experiment("graphs", "6: CUDA graphs of calls", "graphs", 4, 60),
+    Experiment("gloo", "7: Gloo with tensors of the device", "gloo", 4, 60),
+    Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 4, 100),
+    Experiment("train", "9: meshcomm train, one process", "train", 1, 120),
+    Experiment("attention_1", "9: attention of one process", "attention", 1, 60),
+    Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60),
+    Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
+)
+# What the emulated backend stands for on CPU; the rest is of the device.
+ON_CPU = ("collectives", "messages", "fault", "one", "syncs", "graphs", "attention", "train")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """share: how several ranks have one GPU: "own" each has one, by NCCL_HOSTID, by NCCL's own switch, or not at all."""
+
+    backend: str = "nccl"
+    device: str = "cuda"
+    share: Literal["own", "hostid", "multi", "none"] = "own"
+
+
+@dataclass
+class Outcome:
+    """ended: "right", "wrong", "out of time", "not started", or "skipped". said: the last lines of what was written."""
+
+    name: str
+    question: str
+    ended: str
+    ranks: int = 0
+    seconds: float = 0.0
+    code: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    said: str = ""
+
+
+def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 600.0) -> Outcome:
+    """One experiment, in its own folder, for as long as its limit and what is left of the whole allow."""
+    outcome = Outcome(experiment.name, experiment.question, "skipped")
+    if setting.device == "cpu" and experiment.program not in (*ON_CPU, "probe"):
+        outcome.said = "needs a GPU"
+        return outcome
+    outcome.ranks = 1 if setting.share == "none" else experiment.ranks
+    if experiment.program == "fault" and outcome.ranks < 4:
+        outcome.said = "needs four ranks, and NCCL refuses to let them share the device"
+        return outcome
+    if left_s < 15:
+        outcome.ended, outcome.said = "not started", "the time of all experiments was over"
+        return outcome
+    folder = folder / experiment.name
+    folder.mkdir(parents=True)
+    here = Path(__file__).parent
+    words = ["run", "--world", str(outcome.ranks), str(here / "ranks.py"), experiment.program]
+    if experiment.program == "train":
+        changed = {"mesh.device": f'"{setting.device}"', "train.out": f'"{folder / "run"}"'}
+        if setting.device == "cpu":
+            changed |= {"model.layers": 2, "model.width": 64, "model.ff": 128, "data.sequence": 64}
+        words = [
+            "train",
+            str(here / "train.toml"),
+            *(f"--set={key}={value}" for key, value in changed.items()),
+        ]
+    files = folder / "out", folder / "err"
+    began = time.time()
+    with files[0].open("wb") as out, files[1].open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meshcomm", *words],
+            stdout=out,
+            stderr=err,
+            cwd=folder,
+            env=_environment(experiment, setting, folder),
+            start_new_session=True,
+        )
+        try:
+            outcome.code = process.wait(min(experiment.limit_s, left_s))
+        except subprocess.TimeoutExpired:
+            _end(process)
+            outcome.ended = "out of time"
+    outcome.seconds = round(time.time() - began, 1)
+    stdout, stderr = (file.read_text(errors="replace") for file in files)
+    for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
+        outcome.cases += [json.loads(line) for line in file.read_text().splitlines()]
+    if experiment.program == "fault":
+        right = _judge_fault(experiment.fault, stdout, stderr, began, outcome)
+    elif experiment.program == "train":
+        right = outcome.code == 0 and _speed(folder, outcome)
+    else:
+        right = outcome.code == 0 and bool(outcome.cases) and all(row["right"] for row in outcome.cases)
+    if outcome.ended != "out of time":
+        outcome.ended = "right" if right else "wrong"
+    if not right or experiment.program == "fault":
+        outcome.said = "\n".join((stderr.strip() or stdout.strip()).splitlines()[-25:])
+    return outcome
+
+
+def shared(setting: Setting, folder: Path) -> tuple[Setting, list[Outcome]]:
+    """How ranks may share the GPUs of this host, tried by two ranks on torch alone."""
+    if setting.device == "cpu":
+        return setting, []
+    if torch.cuda.device_count() >= 8:
+        return setting, []
+    tried = []
+    for share in ("hostid", "multi"):
+        probe = Experiment(f"sharing_{share}", "may ranks of NCCL share one GPU?", "probe", 2, 60)
+        found = replace(setting, share=share)
+        tried.append(run(probe, found, folder))
+        if tried[-1].ended == "right":
+            return found, tried
+    return replace(setting, share="none"), tried
+
+
+def _environment(experiment: Experiment, setting: Setting, folder: Path) -> dict[str, str]:
+    given = {**asdict(setting), "folder": str(folder), "fault": experiment.fault}
+    given["messages"] = experiment.program != "gloo" or setting.device == "cpu"
+    own = {"TESTS_GPU": json.dumps(given), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if setting.device == "cuda":
+        own |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(folder / "nccl.%p")}
+    if setting.share in ("hostid", "multi"):
+        own |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher ends its ranks when it is asked; what is left of its process group is killed."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _judge_fault(fault: str, out: str, err: str, began: float, outcome: Outcome) -> bool:
+    at = re.findall(r"fault at (\S+)", out)
+    after = round(began + outcome.seconds - float(at[0]), 1) if at else None
+    named = bool(re.search(CAUSES[fault], err))
+    outcome.facts = {"exit code": outcome.code, "s from fault to end": after, "the cause is named": named}
+    return bool(outcome.code) and named and after is not None and after < FAULT_TIMEOUT_S + 10
+
+
+def _speed(folder: Path, outcome: Outcome) -> bool:
+    lines = [json.loads(line) for line in next(folder.rglob("metrics.jsonl")).read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line][len(lines) // 2 :]
+    outcome.facts["tokens/s, median of the second half"] = round(statistics.median(speeds))
+    outcome.facts["loss, first and last"] = f"{losses[0]:.3f}, {losses[-1]:.3f}"
+    return losses[-1] < losses[0]
+
+
+# -- the report -----------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, str]:
+    """Where this ran, and with which versions."""
+    facts = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "versions": f"Python {platform.python_version()}, meshcomm {meshcomm.__version__}, "
+        f"torch {torch.__version__} of CUDA {torch.version.cuda}",
+    }
+    if torch.cuda.is_available():
+        facts["GPU"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
+            facts["driver"] = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
+    return facts
+
+
+def write_report(folder: Path, facts: dict[str, str], outcomes: list[Outcome]) -> None:
+    """report.json and report.md; after each experiment, so that a run that is cut short leaves what it has."""
+    whole = {"machine": facts, "experiments": [asdict(each) for each in outcomes]}
+    (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
+    head = "experiment", "question", "ranks", "ended", "s", "cases right"
+    lines = ["# Experiments on a GPU", "", *_table(("", ""), list(facts.items()))]
+    lines += _table(head, [(o.name, o.question, o.ranks, o.ended, o.seconds, _count(o)) for o in outcomes])
+    plain = ("case", "rank", "right", "said")
+    for each in outcomes:
+        lines += [f"## {each.name}", "", f"{each.question}: {each.ended}", ""]
+        lines += [f"- {key}: {value}" for key, value in each.facts.items()] + [""] * bool(each.facts)
+        rows = []
+        # Rank 0's cases, and those of the others that did not go well.
+        for row in (row for row in each.cases if row["rank"] == 0 or not row["right"]):
+            figures = ", ".join(f"{key} {value}" for key, value in row.items() if key not in plain)
+            said = row.get("said", "")[:600]
+            rows.append((row["case"], row["rank"], "yes" if row["right"] else "**no**", figures, said))
+        lines += _table(("case", "rank", "right", "figures", "said"), rows) if rows else []
+        lines += ["```text", each.said.replace("```", "'''"), "```", ""] if each.said else []
+    (folder / "report.md").write_text("\n".join(lines))
+
+
+def _count(outcome: Outcome) -> str:
+    return f"{sum(row['right'] for row in outcome.cases)} of {len(outcome.cases)}" if outcome.cases else ""
+
+
+def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
+    def line(cells: Sequence[object]) -> str:
+        return f"| {' | '.join(str(cell).replace('|', '/').replace(chr(10), '<br>') for cell in cells)} |"
+
+    return [line(head), line(["---"] * len(head)), *map(line, rows), ""]

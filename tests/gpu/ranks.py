@@ -1,0 +1,375 @@
+# ruff: noqa: E402 - NCCL's variables come before torch
+"""What each rank of an experiment does. A case that fails is written down with its words, and the next one goes on.
+
+Run by tests/gpu/experiments.py, which says in the variable TESTS_GPU how: a Setting as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+SETTING: dict[str, Any] = json.loads(os.environ.get("TESTS_GPU", "{}"))
+if SETTING.get("share") in ("hostid", "multi"):
+    # Several ranks on one GPU: for NCCL each is a host of its own, or NCCL is told that it is meant.
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if SETTING["share"] == "hostid":
+        os.environ["NCCL_HOSTID"] = f"h{os.environ.get('RANK', '0')}"
+    else:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import meshcomm
+from meshcomm.collectives import ROWS, Call
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.context import gather_sequence, ring_attention, split_sequence
+from meshcomm.testing import emulated_nccl as emulation
+from meshcomm.transport.process_group import ProcessGroupTransport
+from tests.mesh import queued_program
+from tests.testing import test_emulated_nccl as queued
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+BACKEND, DEVICE = SETTING.get("backend", "nccl"), SETTING.get("device", "cuda")
+ON_GPU = DEVICE == "cuda"
+DIMS = {8: {"pp": 2, "dp": 2, "tp": 2}, 4: {"dp": 2, "tp": 2}, 2: {"dp": 2, "tp": 1}}.get(
+    WORLD, {"dp": WORLD, "tp": 1}
+)
+PERMUTED = {8: [6, 3, 1, 4, 0, 7, 5, 2], 4: [2, 1, 3, 0]}
+
+
+@contextmanager
+def case(name: str) -> Iterator[dict[str, Any]]:
+    """Write down how the block ended, and what it puts into the row."""
+    row: dict[str, Any] = {"case": name, "rank": RANK, "right": False}
+    began = time.monotonic()
+    try:
+        yield row
+        row["right"] = True
+    except Exception as error:
+        row["said"] = f"{type(error).__name__}: {error}"[:1500]
+    finally:
+        row["seconds"] = round(time.monotonic() - began, 3)
+        with open(Path(SETTING["folder"]) / f"{RANK}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def opened(source: Any = None, **keys: Any) -> Iterator[Mesh]:
+    """A mesh whose tensors are made on its device."""
+    usual = {"dims": DIMS, "backend": BACKEND, "device": DEVICE, "timeout_s": 30}
+    with meshcomm.init(source, **({**usual, **keys} if source is None else {})) as mesh:
+        torch.set_default_device(mesh.device)
+        try:
+            yield mesh
+            finish()
+        finally:
+            torch.set_default_device(None)
+
+
+def finish() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if ON_GPU else 0
+
+
+def communicators() -> int:
+    """How many communicators NCCL has made in this process, by its own log."""
+    found = Path(SETTING["folder"]).glob(f"nccl.{os.getpid()}")
+    return sum(each.read_text(errors="replace").count("Init COMPLETE") for each in found)
+
+
+def basics(mesh: Mesh) -> None:
+    """Each call along each dim, by what the layout says of the ranks."""
+    for dims in (*mesh.layout.dims, *mesh.layout.merge):
+        ranks, here = mesh.ranks(dims), mesh.coord(dims)
+        n, last = len(ranks), len(ranks) - 1
+        x = torch.full((8, 4), float(mesh.rank))
+        assert mesh.all_gather(dims, x[:1, :1]).view(-1).tolist() == ranks
+        assert mesh.all_reduce(dims, x.clone())[0, 0] == sum(ranks)
+        assert mesh.reduce_scatter(dims, x)[0, 0] == sum(ranks)
+        assert mesh.all_to_all(dims, x)[:: 8 // n, 0].tolist() == ranks
+        assert mesh.broadcast(dims, x.clone(), src=last)[0, 0] == ranks[last]
+        reduced = mesh.reduce(dims, x.clone(), dst=last)
+        assert here != last or (reduced is not None and reduced[0, 0] == sum(ranks))
+        gathered = mesh.gather(dims, x[:1, :1], dst=0)
+        assert here or (gathered is not None and gathered.view(-1).tolist() == ranks)
+        assert (
+            mesh.scatter(dims, x if here == 0 else None, src=0, out=torch.empty(8 // n, 4))[0, 0] == ranks[0]
+        )
+        assert mesh.objects.all_gather(dims, {"rank": mesh.rank}) == [{"rank": rank} for rank in ranks]
+        if SETTING.get("messages", True):
+            for offset in (1, -1, 2):
+                came = mesh.shift(dims, x, offset)
+                assert came is not None and came[0, 0] == ranks[(here - offset) % n]
+        if n > 1 and BACKEND in ("nccl", emulation.NAME):
+            with pytest.raises(meshcomm.MeshcommError, match="band of int64 is not possible on"):
+                mesh.all_reduce(dims, x.long(), "band")
+            with pytest.raises(meshcomm.MeshcommError, match="cannot receive from any source"):
+                mesh.recv_any(dims, x)
+    mesh.barrier()
+
+
+# -- the experiments ----------------------------------------------------------------------------------
+
+
+def probe() -> None:
+    """NCCL by torch alone: may these ranks share the device?"""
+    with case(f"{WORLD} ranks, share: {SETTING['share']}"):
+        dist.init_process_group(BACKEND)
+        x = torch.ones(4, device=DEVICE)
+        dist.all_reduce(x)
+        assert x.tolist() == [WORLD] * 4
+        dist.destroy_process_group()
+
+
+def collectives() -> None:
+    keys = {"dims": DIMS, "merge": {"model": tuple(DIMS)[::-1]}, "backend": BACKEND, "device": DEVICE}
+    orders = [{}, {"rank_order": PERMUTED[WORLD]}] if WORLD in PERMUTED else [{}]
+    for bound, order in product((False, True) if ON_GPU else (False,), orders):
+        with case(f"device_id {'on' if bound else 'off'}, {'permuted' if order else 'usual'} order") as row:
+            torch.zeros(1, device=DEVICE)
+            made, began = communicators(), time.monotonic()
+            config = {"mesh": {**keys, **order, "timeout_s": 30}, "process": {"device_id": bound}}
+            with opened(config) as mesh:
+                row["open_s"] = round(time.monotonic() - began, 2)
+                free, early = free_bytes(), communicators()
+                basics(mesh)
+                mesh.create("side", ("dp", "tp"))
+                basics(mesh)
+                mesh.barrier()
+                row["groups"] = len(dist.distributed_c10d._world.pg_map)
+                if ON_GPU:
+                    torch.cuda.synchronize()
+                    row["communicators"] = communicators() - made
+                    used = (free - free_bytes()) / max(1, communicators() - early) / WORLD
+                    row["MiB for each and rank"] = round(used / 2**20, 1)
+    if WORLD == 4:
+        with case("70 calls of each kind, ours and torch's, then a wait that gives up"), opened() as mesh:
+            queued.every_call(mesh)
+            queued.limited_wait(mesh)
+
+
+def messages() -> None:
+    for nbytes in (8, 64 << 20):
+        with case(f"exchange and shift of {nbytes} B"), opened() as mesh:
+            ranks, here = mesh.ranks("dp"), mesh.coord("dp")
+            x, out = torch.full((nbytes // 4,), float(mesh.rank)), torch.zeros(nbytes // 4)
+            peer = len(ranks) - 1 - here
+            for _ in range(3):
+                got = mesh.exchange("dp", sends=[(x, peer)], recvs=[(out, peer)])
+                assert torch.all(got[0] == ranks[peer])
+                assert torch.all(mesh.shift("dp", x) == ranks[here - 1])
+    if WORLD == 4:
+        with case("irecv and isend in both directions are refused"), opened() as mesh:
+            queued.messages(mesh)
+        with case("groups of DeviceMesh [[0, 1], [3, 2]]"):
+            dist.init_process_group(BACKEND)
+            try:
+                given = DeviceMesh(DEVICE, [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
+                with opened(given) as mesh:
+                    basics(mesh)
+            finally:
+                dist.destroy_process_group()
+    two = {"backend": "gloo", "options": {"tp": {"backend": BACKEND}}}
+    with case(f"gloo by default, dim tp on {BACKEND}"), opened(**two) as mesh:
+        for dim in DIMS:
+            assert mesh.all_reduce(dim, torch.ones(2)).tolist() == [mesh.size(dim)] * 2
+        assert int(mesh.shift("tp", torch.tensor(mesh.rank))) in mesh.ranks("tp")
+
+
+def fault() -> None:
+    queued_program.main(SETTING["fault"], 70, BACKEND, DEVICE, 10.0)
+
+
+def one() -> None:
+    """A process group of one rank, which copies by the backend's own calls; then the order of streams."""
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cuda", 0) if ON_GPU else torch.device(DEVICE)
+    transport = ProcessGroupTransport(dist.group.WORLD, BACKEND, device, False)
+    types = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"]
+    for row, kind in product(ROWS.values(), types):
+        if row.reduces and kind == "bool":
+            continue
+        with case(f"{row.name} of {kind}"):
+            x = torch.ones(64, device=device).to(getattr(torch, kind))
+            out = None if row.in_place or row.name == "barrier" else torch.zeros_like(x)
+            op, root = "sum" if row.reduces else None, 0 if row.root else -1
+            for blocking in (True, False):
+                work = transport.start(Call(row, x, out, op, root, blocking=blocking))
+                if work is not None:
+                    work.wait()
+            assert torch.equal(x if out is None else out, torch.ones_like(x))
+    for blocking, elsewhere in product((True, False), (False, True)) if ON_GPU else ():
+        where = "another" if elsewhere else "this"
+        with case(f"late producer, {'blocking' if blocking else 'async'}, consumer on {where} stream"):
+            for value in range(20):
+                late(transport, float(value), blocking, elsewhere)
+    dist.destroy_process_group()
+
+
+def late(transport: ProcessGroupTransport, value: float, blocking: bool, elsewhere: bool) -> None:
+    """A producer that is not over when the call is queued; its tensor is dropped, its memory written over."""
+    here = torch.cuda.current_stream()
+    consumer = torch.cuda.Stream() if elsewhere else here
+    x, out = torch.zeros(2, 1 << 20, device=transport.device)
+    x = x.clone()
+    torch.cuda._sleep(20_000_000)
+    x.fill_(value)
+    work = transport.start(Call(ROWS["all_gather"], x, out, blocking=blocking))
+    del x
+    if blocking:
+        spoiled = torch.full_like(out, -1.0)
+        consumer.wait_stream(here)
+        del spoiled
+    with torch.cuda.stream(consumer):
+        if work is not None:
+            work.wait()
+        twice = out * 2
+    torch.cuda.synchronize()
+    assert twice.eq(2 * value).all(), f"got {twice[0].item()}, expected {2 * value}"
+
+
+def warm_calls(mesh: Mesh, x: Tensor) -> dict[str, Callable[[], Any]]:
+    """Each call on tensors that are there, after its first ones, which are compared."""
+    out, y = torch.empty_like(x), torch.ones(8, 4, requires_grad=True)
+    peer = mesh.size("dp") - 1 - mesh.coord("dp")
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: mesh.all_reduce("dp", x, "avg"),
+        "all_gather": lambda: mesh.all_gather("dp", x),
+        "exchange": lambda: mesh.exchange("dp", sends=[(x, peer)], recvs=[(out, peer)])[0],
+        "reduce_scatter": lambda: mesh.reduce_scatter("dp", x),
+        "all_to_all": lambda: mesh.all_to_all("dp", x),
+        "broadcast": lambda: mesh.broadcast("dp", x, src=0),
+        "shift": lambda: mesh.shift("dp", x),
+        "all_gather, async": lambda: mesh.all_gather("dp", x, async_op=True).wait(),
+        "rearrange": lambda: mesh.rearrange(x, "a b -> a (dp b)"),
+        "functional, with its backward": lambda: (
+            mesh.functional.all_reduce("dp", y, grad="sum").sum().backward()
+        ),
+    }
+    for call in calls.values():
+        for _ in range(70):
+            call()
+    finish()
+    return calls
+
+
+def syncs() -> None:
+    """Steady state asks the device for nothing."""
+    with opened() as mesh:
+        for name, call in warm_calls(mesh, torch.ones(8, 4)).items():
+            with case(name), nullcontext() if ON_GPU else emulation.no_host_sync():
+                if ON_GPU:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    call()
+                finally:
+                    if ON_GPU:
+                        torch.cuda.set_sync_debug_mode("default")
+
+
+def graphs() -> None:
+    for mode, name in product(
+        ("thread_local", "global") if ON_GPU else ("emulated",), ("all_reduce", "all_gather", "exchange")
+    ):
+        with case(f"{name}, capture {mode}"), opened() as mesh:
+            x = torch.ones(8, 4)
+            call = warm_calls(mesh, x)[name]
+            graph = torch.cuda.CUDAGraph() if ON_GPU else None
+            with (
+                torch.cuda.graph(graph, capture_error_mode=mode) if ON_GPU else emulation.capture()
+            ) as capturing:
+                result = call()
+            for value in (2.0, 3.0):
+                x.fill_(value)
+                (graph or capturing).replay()
+                finish()
+                assert result.eq(value).all(), f"got {result.tolist()}, expected {value}"
+
+
+def gloo() -> None:
+    """Gloo carries tensors of the device; its messages are of host memory and refused by name."""
+    with case("collectives"), opened(backend="gloo") as mesh:
+        basics(mesh)
+    with case("a message of the device is refused"), opened(backend="gloo") as mesh:
+        if mesh.size("dp") > 1:
+            with pytest.raises(meshcomm.MeshcommError):
+                mesh.shift("dp", torch.ones(2))
+
+
+def compiled() -> None:
+    """On a GPU only: the emulated backend is a dispatch mode, which torch.compile does not take."""
+    with opened(backend=BACKEND if ON_GPU else "gloo") as mesh:
+        f = mesh.functional
+        bodies: dict[str, Callable[[Tensor], Tensor]] = {
+            "all_reduce": lambda x: f.all_reduce("dp", x * 2, grad="sum") + 1,
+            "all_gather": lambda x: f.all_gather("dp", x * 2, grad="reduce_scatter") + 1,
+            "reduce_scatter": lambda x: f.reduce_scatter("dp", x * 2) + 1,
+            "all_to_all": lambda x: f.all_to_all("dp", x * 2, 0, 1) + 1,
+            "shift": lambda x: f.shift("dp", x * 2) + 1,
+            "rearrange": lambda x: mesh.rearrange(x * 2, "a b -> a (dp b)", grad="reduce_scatter") + 1,
+        }
+        for name, body in bodies.items():
+            with case(name):
+                x = (torch.arange(32.0).view(8, 4) + mesh.rank).requires_grad_()
+                compiler = "inductor" if ON_GPU else "aot_eager"
+                results = [each(x) for each in (body, torch.compile(body, fullgraph=True, backend=compiler))]
+                slopes = [torch.autograd.grad(each.square().sum(), x)[0] for each in results]
+                torch.testing.assert_close(results[1], results[0])
+                torch.testing.assert_close(slopes[1], slopes[0])
+
+
+def attention() -> None:
+    """Ring attention over the ranks, beside torch's own on the whole sequence, forward and backward."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    for sequence in (4096, 16384) if ON_GPU else (256,):
+        with (
+            case(f"sequence {sequence}, 16 heads of 128, {dtype}") as row,
+            opened(dims={"cp": WORLD}) as mesh,
+        ):
+            torch.manual_seed(0)
+            whole = [torch.randn(1, 16, sequence, 128, dtype=dtype) for _ in range(3)]
+            parts = [split_sequence(x, 2, mesh, "cp", "zigzag").detach() for x in whole]
+            both: list[Tensor] = []
+            for name, inputs, attend in (
+                ("torch", whole, partial(F.scaled_dot_product_attention, is_causal=True)),
+                ("ring", parts, partial(ring_attention, mesh, "cp")),
+            ):
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                times = []
+                for _ in range(5):
+                    mesh.barrier()
+                    finish()
+                    began = time.perf_counter()
+                    out = attend(*leaves)
+                    out.sum().backward()
+                    finish()
+                    times.append(time.perf_counter() - began)
+                row[f"{name}_ms"] = round(sorted(times)[2] * 1000, 2)
+                both.append(out.detach())
+            joined = gather_sequence(both[1], 2, mesh, "cp", "zigzag")
+            row["farthest"] = float((joined - both[0]).abs().max())
+            assert row["farthest"] < 0.05
+
+
+if __name__ == "__main__":
+    emulated = BACKEND == emulation.NAME and sys.argv[1] not in ("fault", "compiled")
+    with emulation.emulated_nccl() if emulated else nullcontext():
+        globals()[sys.argv[1]]()
