@@ -72,7 +72,7 @@ def test_a_planted_bug_gets_its_verdict_and_the_corrected_program_passes(program
     error = verdict_of(program, True)
     text = f"{type(error).__name__}: {error}".replace("schedule seed 0 repeats it", "SEED")
     assert marked(text) == VERDICTS[program.__name__]
-    assert threading.active_count() == before, "threads of ranks are left"
+    assert threading.active_count() <= before, "threads of ranks are left"
     assert len(meshcomm.simulate(program, dims=DIMS, merge=MERGE, args=(False,))) == 4
 
 

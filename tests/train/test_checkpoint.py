@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from typer.testing import CliRunner
 
 import meshcomm
@@ -41,7 +42,7 @@ from meshcomm.train import (
     trainer_for,
 )
 from meshcomm.train.checkpoint import Checkpoints, find_attempt
-from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint_reader import Saved, unpickle
 from meshcomm.train.lock import Lock, compare
 from meshcomm.train.run_files import MetricsFile
 
@@ -655,6 +656,23 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
         Saved(tmp_path)
     assert (caught.value.given or "").startswith(f"{tmp_path}/.metadata: posix.system has no place")
     assert not (tmp_path / "run-by-pickle").exists()
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an Enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.given = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.given
+
+
+def test_members_of_an_enum_are_read_as_each_python_writes_them() -> None:
+    assert unpickle(pickle.dumps(ByName(WriteItemType, "TENSOR"))) is WriteItemType.TENSOR
+    for kind, name in ((WriteItemType, "mro"), (SavePlan, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match=f"{name} has no place"):
+            unpickle(pickle.dumps(ByName(kind, name)))
 
 
 def refused_each(config: Config, files: list[str]) -> list[str]:
