@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import ALL_REDUCE, BARRIER, BROADCAST, HOOKED, REDUCE, Collective
+from meshcomm.collectives import BARRIER, HOOKED, ROWS, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
@@ -29,7 +29,7 @@ KEPT: Final = 256
 # Collectives of which a rank tells the others.
 _RECENT: Final = 16
 # Collectives to which all ranks bring tensors of one size.
-_EQUALLY_LARGE: Final = frozenset((ALL_REDUCE.name, BROADCAST.name, REDUCE.name))
+_EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
 # As many at most where calls run long after they were made.
 _MOST_RECENT: Final = 128
 
@@ -360,8 +360,8 @@ class FlightRecorder:
     def status(self) -> dict[str, Any]:
         """What is known of the group's calls, as plain data.
 
-        recent: sequence number, operation, callsite and, where it is the same on all ranks, bytes of the last collectives, but those that were refused; where
-        calls are ordered, from the first one on that may not be over.
+        recent: sequence number, operation, callsite and, where it is the same on all ranks, bytes of the last
+        collectives, but those that were refused; where calls are ordered, from the first one on that may not be over.
         """
         first = self.started - _RECENT
         if self.ordered:

@@ -290,18 +290,20 @@ def _create(
                 hint="look for the first error of the process that holds the store",
             ) from error
 
-    clients: list[dist.Store] = []
+    clients: dict[bool, dist.Store] = {}
 
     def create(group: Group, split: bool) -> Transport:
         if world is not None:
             return world.open(group, prefix)
-        if not clients:
-            # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
-            # threads that answer for this rank have to get through.
-            ordered = backend_on(group.options.backend, device) in STREAM_ORDERED
-            clients.append(store.clone() if ordered else store)
+        # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
+        # threads that answer for this rank have to get through.
+        own = backend_on(group.options.backend, device) in STREAM_ORDERED
+        if own not in clients:
+            clients[own] = store.clone() if own else store
         with with_variables(gloo_defaults(launch.one_host, len(group.ranks)), keep=True):
-            transport = open_group(group, rank, dist.PrefixStore("groups", clients[0]), prefix, device, split)
+            transport = open_group(
+                group, rank, dist.PrefixStore("groups", clients[own]), prefix, device, split
+            )
         resources.callback(transport.close)
         return transport
 

@@ -301,14 +301,11 @@ class Watchdog:
         """What is known of a call that was queued and does not end."""
         held = TimeoutError("it was queued, and is not over; the process ends")
         message = queued.message
-        call = (
-            recorder.call_data(queued.number)
-            if message is None
-            else {"call": message.call, "dim": message.name}
-        )
-        where = f'{call["call"]} along "{call["dim"]}" on {self._who}' if call else f"a call on {self._who}"
         if message is None:
+            call = recorder.call_data(queued.number) or {"call": "a call", "dim": "?"}
+            where = f'{call["call"]} along "{call["dim"]}" on {self._who}'
             return FailedCall(recorder, where, held, queued.number)
+        where = f'{message.call} along "{message.name}" on {self._who}'
         waiting, recorder.messages.waiting = recorder.messages.waiting, message
         try:
             return FailedCall(recorder, where, held)
@@ -429,17 +426,21 @@ class CallTimer:
                 continue
             self._next[recorder] = now + min(timeout_s / 8, _ASKS_S)
             queued = self._queued.get(recorder)
-            if queued is not None and not queued.work.is_completed():
-                if now - queued.since > timeout_s:
-                    found.append((recorder, queued))
-                continue
+            work, message, number = recorder.work, recorder.message, recorder.started
+            try:
+                if queued is not None and not queued.work.is_completed():
+                    if now - queued.since > timeout_s:
+                        found.append((recorder, queued))
+                    continue
+                waits = work is not None and not work.is_completed()
+            except RuntimeError:
+                continue  # nothing is told while a graph is captured; it is asked again
             if queued is not None:
                 recorder.over = max(recorder.over, queued.number)
-            work, message, number = recorder.work, recorder.message, recorder.started
-            if work is None or work.is_completed():
-                self._queued.pop(recorder, None)
-            else:
+            if waits:
                 self._queued[recorder] = Queued(work, message, number, now)
+            else:
+                self._queued.pop(recorder, None)
         return found
 
 

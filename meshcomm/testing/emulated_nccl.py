@@ -57,6 +57,7 @@ _METHODS: Final = {
     "alltoall_base": ("ALLTOALL_BASE", 1),
     "all_to_all_single": ("ALLTOALL_BASE", 1),
 }
+_KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
 _LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 # Operators that do not touch the memory of what they are given.
@@ -101,9 +102,8 @@ class _Item:
         """Whether what the program does now is ordered behind this."""
         return self.waited or self.number <= self.queue.waited
 
-    def meets(self, x: Tensor, writes: bool) -> bool:
-        """Whether an operator on `x` would have to come after this."""
-        begin, end = _extent(x)
+    def meets(self, begin: int, end: int, writes: bool) -> bool:
+        """Whether what reads or writes this memory would have to come after this."""
         return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
 
 
@@ -175,14 +175,13 @@ _ProcessGroup: Any = dist.ProcessGroup
 class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     """One communicator. It is connected by its first call, which waits for its peers, as without a bound device."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, bound: bool) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._name = self._desc = ""
         self._store, self._rank, self._size = store, rank, size
         self.options = SimpleNamespace(
             _timeout=timeout, global_ranks_in_group=[], is_high_priority_stream=False
         )
-        self.supports_splitting = True
         self.aborted = threading.Event()
         self.waited = self._number = 0
         self._connected: Any = None
@@ -192,8 +191,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._after: dict[int, Callable[[Any], None]] = {}
         self._thread: threading.Thread | None = None
         _emulation().queues.append(self)
-        if bound:
-            self._connect()
 
     # -- what torch asks of a group ---------------------------------------------------------------------
 
@@ -233,9 +230,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self.options._timeout = timeout
 
     set_timeout = _set_default_timeout
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self._connect()
 
     def _get_sequence_number_for_group(self) -> int:
         return self._number
@@ -306,7 +300,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
         """Raise where the ranks run different kernels: on a GPU these wait for each other, or take wrong data."""
-        mine = torch.tensor([HOOK_NUMBERS.get(kind, -1), root, sum(sizes)], dtype=torch.int64)
+        mine = torch.tensor([_KINDS.index(kind), root, sum(sizes)], dtype=torch.int64)
         if kind in ("GATHER", "SCATTER") or "ALLTOALL" in kind:
             mine[2] = 0
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
@@ -328,15 +322,15 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         raise RuntimeError("Backend nccl does not support recvAnysource")
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork:
-        def start() -> _Both:
+        def start() -> SimpleNamespace:
             # NCCL knows no tags: messages of two ranks meet in order. The size goes first.
             size = torch.tensor([sum(x.numel() for x in tensors)])
             come = size.clone()
             first = getattr(self._connected, kind.lower())([come], peer, 0)
             if kind == "SEND":
                 second = self._connected.send(tensors, peer, 1)
-                return _Both(lambda: (first.wait(), second.wait()))
-            return _Both(lambda: self._receive(first, come, size, tensors, peer))
+                return SimpleNamespace(wait=lambda: (first.wait(), second.wait()))
+            return SimpleNamespace(wait=lambda: self._receive(first, come, size, tensors, peer))
 
         pairs = [(x, kind == "RECV") for x in tensors]
         ins, outs = (tensors, []) if kind == "SEND" else ([], tensors)
@@ -454,14 +448,6 @@ for _method in _METHODS:
 
 
 @final
-class _Both:
-    """The two messages of one."""
-
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self.wait = wait
-
-
-@final
 class Graph:
     """The calls of one capture; `replay` queues them again."""
 
@@ -516,8 +502,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
         """An operator is about to read or write `x`: it comes after what it was ordered behind."""
+        begin, end = _extent(x)
         for item in list(self.pending):
-            if item.meets(x, writes):
+            if item.meets(begin, end, writes):
                 if not item.ordered:
                     raise UnorderedAccess(f"{name} touches what {item.name} has not been waited for")
                 _block(item)
@@ -525,9 +512,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def check(self, item: _Item) -> None:
         """A call is about to be queued: what it is ordered behind on other communicators goes first."""
         for other in list(self.pending):
-            if other.queue is not item.queue and any(
-                other.meets(x, writes) for x, writes in ((x, True) for x in item.kept)
-            ):
+            if other.queue is not item.queue and any(other.meets(*own) for own in item.memory):
                 if not other.ordered:
                     raise UnorderedAccess(
                         f"{item.name} uses what {other.name} of another group has not been waited for"
@@ -652,12 +637,7 @@ def host_syncs() -> int:
 
 
 def _create(given: Any, options: Any = None) -> EmulatedNCCL:
-    # Every rank of the parent takes part in a split, as in ncclCommSplit.
-    parent = given.split_from
-    if isinstance(parent, EmulatedNCCL):
-        parent.eager_connect_single_device(torch.device("cpu"))
-        parent._run_barrier(torch.zeros(1))
-    return EmulatedNCCL(given.store, given.group_rank, given.group_size, given.timeout, parent is not None)
+    return EmulatedNCCL(given.store, given.group_rank, given.group_size, given.timeout)
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,13 +17,14 @@ import meshcomm
 from meshcomm.comm import Communicator
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, ShapeError
+from meshcomm.mesh import groups
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
-from meshcomm.transport import ProcessGroupTransport
+from meshcomm.transport import ProcessGroupTransport, SoloTransport
 
 
 def pretend(
@@ -187,3 +188,25 @@ def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
         with pytest.raises(ShapeError, match="cannot carry this tensor") as refused:
             messages.send(on_gpu, 1)
         assert refused.value.expected == "a dense tensor on cpu"
+
+
+@pytest.mark.parametrize(
+    ("default", "bound", "splits"),
+    [("nccl", "cuda:0", True), ("gloo", "cuda:0", False), ("nccl", None, False)],
+)
+def test_only_a_bound_default_group_of_nccl_is_split(
+    default: str, bound: str | None, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "default_group", lambda: None)
+    monkeypatch.setattr(groups, "backend_of", lambda group: default)
+    monkeypatch.setattr(groups, "bound_device", lambda: bound and torch.device(bound))
+    plan = MeshOnly(MeshConfig(dims={"dp": 2, "tp": 2})).plan(4).on("cuda", "nccl")
+    made: list[bool] = []
+    groups.create_transports(
+        plan,
+        0,
+        torch.device("cuda"),
+        True,
+        lambda group, split: made.append(split) or SoloTransport(torch.device("cpu")),
+    )
+    assert made == [splits] * 2
