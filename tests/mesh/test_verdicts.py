@@ -23,6 +23,7 @@ import meshcomm
 from meshcomm.comm.counters import counter_of
 from meshcomm.comm.diagnosis import absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.handle import failure
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.jobs.afterwards import report
 from meshcomm.mesh.status_query import StatusQuery
@@ -874,3 +875,25 @@ def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
     unfinished = recorder.messages.unfinished()
     assert unfinished is not None and unfinished.call == "send"
     assert recorder.work is None
+
+
+class Captured:
+    """A Work that nobody may ask while a graph is captured."""
+
+    captured = True
+
+    def is_completed(self) -> bool:
+        if self.captured:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return False
+
+
+def test_a_queued_call_is_watched_again_after_a_capture() -> None:
+    recorder = FlightRecorder("dp", [0, 1], lambda _, where, error: failure(where, error))
+    recorder.ordered, recorder.work = True, (work := Captured())
+    timer, watched = CallTimer(), [(recorder, 8.0)]
+    assert timer.stuck(watched, 0.0) == []
+    work.captured = False
+    assert timer.stuck(watched, 10.0) == []
+    assert timer.stuck(watched, 18.0) == []
+    assert [each for each, _ in timer.stuck(watched, 19.0)] == [recorder]

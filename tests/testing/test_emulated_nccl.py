@@ -77,6 +77,10 @@ def order_and_host(mesh: Mesh) -> None:
     syncs = host_syncs()
     assert y[0] == 2
     assert host_syncs() == syncs + 1
+    # Two groups may read one tensor at once.
+    z = torch.ones(2)
+    reads = [mesh.all_gather(dim, z, async_op=True) for dim in ("dp", "tp")]
+    assert [handle.wait().tolist() for handle in reads] == [[1, 1, 1, 1]] * 2
     with no_host_sync(), pytest.raises(HostSync, match="the host waits"):
         y.max().item()
     mesh.barrier()
