@@ -29,9 +29,10 @@ with meshcomm.init(dims={"ep": -1}, device="cpu") as mesh:
     order = choice.argsort(stable=True)  # tokens of one expert next to each other
     counts = choice.bincount(minlength=n)
     arriving = mesh.all_to_all("ep", counts)  # how many come from each rank
-    received = mesh.all_to_all("ep", tokens[order], splits=counts.tolist())
+    sent, coming = torch.stack([counts, arriving]).tolist()  # the host waits once for both
+    received = mesh.all_to_all("ep", tokens[order], splits=sent, received=coming)
     made = received @ experts[here]
-    returned = mesh.all_to_all("ep", made, splits=arriving.tolist())
+    returned = mesh.all_to_all("ep", made, splits=coming, received=sent)
     out = torch.empty_like(tokens)
     out[order] = returned
 

@@ -58,6 +58,7 @@ class Joined(Out, total=False):
 
 class Moved(Out, total=False):
     splits: Sequence[int] | None
+    received: Sequence[int] | None
 
 
 @outside_graphs
@@ -360,13 +361,16 @@ class AlongDims:
         *,
         async_op: bool = False,
         splits: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
         out: Tensor | None = None,
     ) -> Any:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
-        splits:     how much of `split_axis` goes to each coord, where that is not equal; how much
-                    comes from each is exchanged first.
+        splits:     how much of `split_axis` goes to each coord, where that is not equal.
+        received:   how much then comes from each, where that is known: on all ranks or on none. Without it
+                    that is exchanged first, and the host waits for it; with it only while calls are compared
+                    (mesh.validate_calls), when another size is a ShapeError.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.all_to_all`.
@@ -374,7 +378,14 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         return comm.collective(
-            ALL_TO_ALL, x, async_op, axis=split_axis, concat=concat_axis, splits=splits, out=out
+            ALL_TO_ALL,
+            x,
+            async_op,
+            axis=split_axis,
+            concat=concat_axis,
+            splits=splits,
+            received=received,
+            out=out,
         )
 
     # -- messages -------------------------------------------------------------------------------

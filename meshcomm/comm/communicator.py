@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from operator import index
 from time import perf_counter as clock
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from meshcomm.collectives import (
     Collective,
 )
 from meshcomm.comm.checks import (
+    OWN_TAGS,
     check_coord,
     check_divisible,
     check_factor,
@@ -59,9 +60,12 @@ from meshcomm.comm.shapes import (
 )
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.layout import Dims
-from meshcomm.transport import Transport, Work
+from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.support import WIDENED, check_reduce, name_of
 from meshcomm.transport.torch_private import capturing, written
+
+# Of the messages of a collective: a user's own do not meet them.
+_TAG: Final = OWN_TAGS
 
 
 class Ready(NamedTuple):
@@ -179,6 +183,7 @@ class Communicator:
         factor: float | None = None,
         uneven: bool = False,
         splits: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
         algorithm: tuple[str, Callable[[Tensor, str], None]] | None = None,
     ) -> Any:
         """Any collective but a scatter and a barrier; see `Mesh` for what each promises. With `async_op` a Handle.
@@ -187,7 +192,7 @@ class Communicator:
         algorithm: its name, and what reduces a flat tensor in place instead of the backend, by messages.
         """
         if (
-            (factor is None and splits is None and not uneven and algorithm is None)
+            (factor is None and splits is received is None and not uneven and algorithm is None)
             # True, 1.0 and NumPy's 1 would find what was prepared for 1; a negative axis is another one of each x.
             and type(root) is int
             and (row.in_place or (type(axis) is type(concat) is int and axis == concat == 0))
@@ -195,7 +200,8 @@ class Communicator:
             and (found := self._go(row, ready, x, root, out, async_op)) is not NotImplemented
         ):
             return found
-        return self._checked(row, x, async_op, op, root, axis, concat, out, factor, uneven, splits, algorithm)
+        sizes = splits, received
+        return self._checked(row, x, async_op, op, root, axis, concat, out, factor, uneven, sizes, algorithm)
 
     def _checked(
         self,
@@ -209,7 +215,7 @@ class Communicator:
         out: Tensor | None,
         factor: float | None,
         uneven: bool,
-        splits: Sequence[int] | None,
+        sizes: tuple[Sequence[int] | None, Sequence[int] | None],
         algorithm: tuple[str, Callable[[Tensor, str], None]] | None,
     ) -> Any:
         """`collective`, for a call that is checked, compared and prepared; apart, as its closures cost every call."""
@@ -227,6 +233,9 @@ class Communicator:
         if not row.in_place:
             concat = normal_axis(source, concat, where)
             axis = normal_axis(source, axis, where)
+        splits, received = sizes
+        if received is not None:
+            received = self._known(received, splits)
         if splits is not None:
             splits = self._sizes(x, axis, splits)
         elif row.splits:
@@ -242,6 +251,7 @@ class Communicator:
             facts: dict[str, object] = {} if row.in_place else {"axis": axis}
             if row is ALL_TO_ALL:
                 facts = {"split_axis": axis, "concat_axis": concat, "splits": splits is not None}
+                facts |= {"received": True} if received is not None else {}
             elif row.joins:
                 facts["uneven"] = bool(uneven)
             # Each rank has a factor of its own, so it is not compared.
@@ -249,10 +259,11 @@ class Communicator:
             facts |= {row.root: root} if row.root is not None else {}
             facts |= {"algorithm": algorithm[0]} if algorithm is not None else {}
             differs = uneven or splits is not None
-            self._compare(row, without(source, axis) if differs else source, facts)
+            compared = self._compare(row, without(source, axis) if differs else source, facts)
             if differs:
                 joined = concat if row.splits else axis
-                return self._uneven(row, source, axis, joined, splits, root, async_op, out)
+                known = received, compared
+                return self._uneven(row, source, axis, joined, splits, known, root, async_op, out)
             dense = split(source, axis, self.size) if row.splits else materialised(source)
             carried, plain_op = dense, op
             if row.reduces:
@@ -371,30 +382,40 @@ class Communicator:
         axis: int,
         concat: int,
         splits: Sequence[int] | None,
+        known: tuple[list[int] | None, bool],
         root: int,
         async_op: bool,
         out: Tensor | None,
     ) -> Any:
-        """A gather of, or an all_to_all with, sizes of `axis` that differ; what comes is joined along `concat`."""
-        told = torch.tensor([x.shape[axis]] if splits is None else splits, dtype=torch.int64, device=x.device)
-        answer = told.new_empty(self.size)
-        self._run(Call(ALL_GATHER if splits is None else ALL_TO_ALL, told, answer))
-        sizes: list[int] = answer.tolist()
+        """A gather of, or an all_to_all with, sizes of `axis` that differ; what comes is joined along `concat`.
+
+        known: how much comes from each coord, if that was given, and whether it is to be compared with what they send.
+        """
+        received, compared = known
+        if received is None or compared:
+            told = torch.tensor(
+                [x.shape[axis]] if splits is None else splits, dtype=torch.int64, device=x.device
+            )
+            answer = told.new_empty(self.size)
+            self._run(Call(ALL_GATHER if splits is None else ALL_TO_ALL, told, answer))
+            sizes: list[int] = answer.tolist()
+        else:
+            sizes = received
         gets = row.root != "dst" or root == self.coord
         rest = [*x.shape[:axis], *x.shape[axis + 1 :]]
         count = prod(rest)
-        sent = materialised(x.movedim(axis, 0)).view(-1)
         if splits is None:
             self.recorder.is_of(sum(sizes) * count * x.element_size())
-            leaving = [sent.numel() if root in (-1, coord) else 0 for coord in range(self.size)]
-            sent = sent.repeat(self.size) if root < 0 else sent
-        else:
-            leaving = [size * count for size in splits]
-        coming = [size * count if gets else 0 for size in sizes]
-        came = x.new_empty(sum(coming))
         # What is wrong for this rank alone is said when the others have their part of the call.
         problem: MeshcommError | None = None
-        if concat != axis and len(set(sizes)) > 1:
+        if received not in (None, sizes):
+            problem = ShapeError(
+                f"{self.where(row.name)}: the other ranks send something else than this one expects",
+                given=f"received={received}",
+                expected=f"received={sizes}, which is in the splits of coords 0 to {self.size - 1}",
+                hint="leave out received, which costs a small exchange before each call",
+            )
+        elif concat != axis and len(set(sizes)) > 1:
             problem = ShapeError(
                 f"{self.where(row.name)}: parts of unequal size cannot be joined along axis {concat}",
                 given=f"sizes {sizes} of axis {axis} from coords 0 to {self.size - 1}",
@@ -406,24 +427,86 @@ class Communicator:
             shape[axis] = sizes[0]
             shape[concat] = sum(sizes) if concat == axis else shape[concat] * self.size
             problem = self._misfit(out, shape, x, partial(self.where, row.name))
+        sent = materialised(x.movedim(axis, 0)).view(-1)
+        coming = [size * count if gets else 0 for size in sizes]
+        works, held, came = self._start_uneven(row, sent, coming, splits, count, root, async_op)
 
         def finish() -> Tensor | None:
             if problem is not None:
                 raise problem
             if not gets:
                 return None
+            # Padded parts are cut to what they are.
+            flat = (
+                came
+                if came.ndim == 1
+                else torch.cat([part[:n] for part, n in zip(came, coming, strict=True)])
+            )
             if concat == axis:
-                whole = came.view(sum(sizes), *rest).movedim(0, axis)
+                whole = flat.view(sum(sizes), *rest).movedim(0, axis)
             else:
-                whole = join(came.view(self.size, sizes[0], *rest).movedim(1, axis + 1), concat)
+                whole = join(flat.view(self.size, sizes[0], *rest).movedim(1, axis + 1), concat)
             return whole.contiguous() if out is None else into(out, whole)
 
-        source = wire(sent)
+        return self._finished(works, row.name, finish, async_op, held)
+
+    def _start_uneven(
+        self,
+        row: Collective,
+        sent: Tensor,
+        coming: list[int],
+        splits: Sequence[int] | None,
+        count: int,
+        root: int,
+        async_op: bool,
+    ) -> tuple[Sequence[Work], object, Tensor]:
+        """Start what moves `sent`, flat: its Works, what to keep until they are over, and where it arrives.
+
+        What arrives is flat, or has a padded row for each coord. An all_gather needs no copy of what it sends for each
+        of the others: where a backend queues its calls all parts are padded to the longest and gathered as one kernel,
+        else each part is a message straight to its place.
+        """
+        transport = self.transport
+        if splits is None and root < 0 and self.size > 1:
+            if transport.ordered or sent.device.type not in transport.message_kinds:
+                longest = max(coming)
+                padded = sent
+                if sent.numel() < longest:
+                    padded = torch.cat([sent, sent.new_zeros(longest - sent.numel())])
+                room = sent.new_empty(self.size, longest)
+                call = Call(ALL_GATHER, wire(padded), wire(room), blocking=not async_op)
+                return self._started(call), call, room if len(set(coming)) > 1 else room.view(-1)
+            came = sent.new_empty(sum(coming))
+            parts = came.split(coming)
+            parts[self.coord].copy_(sent)
+            others = [coord for coord in range(self.size) if coord != self.coord]
+            batch = [P2P("recv", wire(parts[coord]), coord, _TAG) for coord in others if coming[coord]]
+            batch += [P2P("send", wire(sent), coord, _TAG) for coord in others if sent.numel()]
+            return transport.start_p2p(batch), batch, came
+        leaving = [sent.numel() if root in (-1, coord) else 0 for coord in range(self.size)]
+        if splits is not None:
+            leaving = [size * count for size in splits]
+        came, source = sent.new_empty(sum(coming)), wire(sent)
         # Lengths count what is carried: bytes where the dtype travels as bytes.
-        unit = 1 if source.dtype == x.dtype else x.element_size()
+        unit = 1 if source.dtype == sent.dtype else sent.element_size()
         lengths = ([n * unit for n in coming], [n * unit for n in leaving])
         call = Call(ALL_TO_ALL, source, wire(came), lengths=lengths, blocking=not async_op)
-        return self._run(call, finish, async_op)
+        return self._started(call), call, came
+
+    def _known(self, received: Sequence[int], splits: Sequence[int] | None) -> list[int]:
+        """`received` as plain sizes, one for each coord, beside `splits`."""
+        try:
+            sizes = [index(size) for size in received]
+        except TypeError:
+            sizes = []
+        if splits is None or len(sizes) != self.size or min(sizes) < 0:
+            raise ShapeError(
+                f"{self.where('all_to_all')}: received does not say what comes from each coord",
+                given=f"received={received}, splits={splits}",
+                expected=f"{self.size} sizes of 0 or more, beside the splits",
+                hint="leave out received, or give both",
+            )
+        return sizes
 
     def _sizes(self, x: Tensor, axis: int, splits: Sequence[int]) -> list[int]:
         """`splits` as plain sizes, which must cut axis `axis` of `x` into one part for each coord."""
@@ -515,30 +598,39 @@ class Communicator:
         counter = counter_of(self.recorder.counters, self.name, row.name)
         return self.recorder.call(self, counter, nbytes, x)
 
-    def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> None:
-        """Tell the other ranks of the call while calls are still compared; raises where they make another."""
+    def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> bool:
+        """Tell the other ranks of the call while calls are still compared, and say whether; raises where they make
+        another."""
         # What is compared is read by the host, which would end the capture of a graph.
         if self._calls is None or capturing():
-            return
+            return False
         if not self._calls.active:
             self._calls = None
-            return
+            return False
         if x is not None:
             facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
         try:
-            self._calls.compare(self.name, row.name, facts)
+            return self._calls.compare(self.name, row.name, facts)
         except MeshcommError:
             self.recorder.refuse()
             raise
 
     def _run(self, call: Call, finish: Callable[[], Any] = lambda: None, async_op: bool = False) -> Any:
+        return self._finished(self._started(call), call.row.name, finish, async_op, call)
+
+    def _started(self, call: Call) -> Sequence[Work]:
         work = self.transport.start(call)
         if self._queues:
             self.recorder.queued(work)
+        return () if work is None else (work,)
+
+    def _finished(
+        self, works: Sequence[Work], name: str, finish: Callable[[], Any], async_op: bool, held: object
+    ) -> Any:
+        """What `finish` makes when `works` are over, or the handle whose wait does; `held` is kept till then."""
         if async_op:
-            works = () if work is None else (work,)
-            return Handle(works, self, call.row.name, finish, pending=self.recorder.later(), held=call)
-        if work is not None:
+            return Handle(works, self, name, finish, pending=self.recorder.later(), held=held)
+        for work in works:
             work.wait()
         return finish()
 

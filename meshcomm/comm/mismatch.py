@@ -45,13 +45,13 @@ class CallCheck:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and self._transport.size > 1
 
-    def compare(self, name: str, call: str, facts: dict[str, Any]) -> None:
-        """Return when all ranks are about to make the same call on the dim `name`.
+    def compare(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+        """Return when all ranks are about to make the same call on the dim `name`; whether they had to meet for it.
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
         if not self.active or self._transport.compares(name, call, facts):
-            return
+            return False
         if self._left is not None:
             self._left -= 1
         self._number += 1
@@ -67,10 +67,11 @@ class CallCheck:
         own = rows[self._transport.coord]
         texts = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         if all(torch.equal(row, own) for row in rows):
-            return
+            return True
         calls = [json.loads(text) for text in texts]
         if not all(_alike(call, calls[0]) for call in calls):
             raise mismatch(name, self._number, self._ranks, calls)
+        return True
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -480,6 +480,8 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(each.__name__ == "FakeTensor" for each in types):
+            return func(*args, **kwargs)  # has no memory, and takes no mode for its own
         if any(each not in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a subclass: what it holds comes here later
         name = func._schema.name

@@ -15,10 +15,13 @@ import torch
 
 import meshcomm
 from meshcomm.comm.handle import UnwaitedHandle
+from meshcomm.errors import CallMismatchError, ShapeError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
+from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
 from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
+from meshcomm.transport.torch_private import DispatchMode, leaves_of
 
 # All combinations of three dims are simulated; on processes one order of four ranks has a group whose ranks are
 # neighbours, one with a stride and one in another order.
@@ -51,6 +54,20 @@ ORACLE: dict[str, Any] = {
 def names(mesh: Mesh) -> tuple[Dims, ...]:
     """Groups of two, and merged ones of four."""
     return tuple(name for name in ("pp", "dp", "tp", "model", "data") if name in mesh.layout.names)
+
+
+class Allocations(DispatchMode):  # type: ignore[misc]
+    """Adds up the bytes of the tensors in new memory that operators return within the block."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in leaves_of((args, kwargs)) if torch.is_tensor(x)}
+        for x in leaves_of(found):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in given:
+                self.nbytes += x.nbytes
+        return found
 
 
 def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str = "") -> torch.Tensor:
@@ -210,10 +227,82 @@ def uneven(mesh: Mesh) -> None:
             want = array(torch.cat([rows[c].split(table[c])[coord] for c in range(size)]))
             for x, axis in ((rows[coord], 0), (rows[coord].T, 1)):
                 wanted, splits = want if axis == 0 else want.T, table[coord]
-                gives(
-                    lambda out: mesh.all_to_all(dims, x, axis, axis, splits=splits, out=out),
-                    wanted, x, (dims, axis, 1),
-                )  # fmt: skip
+                for received in (None, [row[coord] for row in table]):
+                    gives(
+                        lambda out: mesh.all_to_all(
+                            dims, x, axis, axis, splits=splits, received=received, out=out
+                        ),
+                        wanted, x, (dims, axis, 1),
+                    )  # fmt: skip
+
+
+def copied(call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """Bytes of new memory that a call's operators make, and its result."""
+    with Allocations() as made:
+        found = call()
+    return made.nbytes, found
+
+
+def gathered_once(mesh: Mesh, padded: bool) -> None:
+    """An uneven all_gather makes its result, or a padded part and buffer besides; nothing grows with the others."""
+    size, coord = mesh.size("dp"), mesh.coord("dp")
+    sizes = [1000 * (c + 1) for c in range(size)]
+    x = torch.full((sizes[coord],), float(coord))
+    want = torch.cat([torch.full((n,), float(c)) for c, n in enumerate(sizes)])
+    handles = [mesh.all_gather("dp", x, uneven=True, async_op=True) for _ in range(2)]
+    assert all(torch.equal(handle.wait(), want) for handle in handles)
+    nbytes, found = copied(lambda: mesh.all_gather("dp", x, uneven=True))
+    assert torch.equal(found, want)
+    # Beside the sizes, which are told first.
+    least = 4 * sum(sizes)
+    if padded:
+        # Filled up with zeros where it is shorter than the longest, gathered, and cut.
+        least += 4 * size * sizes[-1] + (4 * (2 * sizes[-1] - sizes[coord]) if coord < size - 1 else 0)
+    assert least <= nbytes <= least + 16 * size, (nbytes, least)
+
+
+def on_gloo() -> None:
+    with meshcomm.init(dims={"dp": 4}, device="cpu", timeout_s=30, validate_calls=2) as mesh:
+        gathered_once(mesh, False)
+
+
+def on_queues() -> None:
+    settings: dict[str, Any] = {"backend": NAME, "device": "cpu", "timeout_s": 30, "validate_calls": 2}
+    with emulated_nccl(), meshcomm.init(dims={"dp": 4}, **settings) as mesh:
+        uneven(mesh)
+        gathered_once(mesh, True)
+        x = torch.ones(4, 1)
+        syncs = host_syncs()
+        splits = [1] * 4
+        found = mesh.all_to_all("dp", x, splits=splits, received=splits)
+        assert host_syncs() == syncs and torch.equal(found, x)
+
+
+def test_sizes_that_differ_on_each_kind_of_backend(pool: Pool) -> None:
+    for check in (on_gloo, on_queues):
+        pool.run(check, ranks=4)
+
+
+def wrongly_known(mesh: Mesh) -> None:
+    """A rank that expects another size is told so while calls are compared; the others have their result."""
+    coord = mesh.coord("dp")
+    x, splits = torch.arange(4.0), [1, 3] if coord else [3, 1]
+    for received in ([2, 2], [1, 3]):
+        if coord == 1 and received == [2, 2]:
+            with pytest.raises(ShapeError, match="send something else than this one expects") as refused:
+                mesh.all_to_all("dp", x, splits=splits, received=received)
+            assert "received=[1, 3], which is in the splits of coords 0 to 1" in refused.value.expected
+        else:
+            own = [3, 1] if coord == 0 else received
+            assert mesh.all_to_all("dp", x, splits=splits, received=own).numel() == 4
+
+
+def test_a_wrong_known_size(pool: Pool) -> None:
+    pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
+    with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
+        meshcomm.simulate(
+            lambda mesh: mesh.all_to_all("dp", torch.ones(4), splits=[2, 2], received=[3, 1]), dims={"dp": 2}
+        )
 
 
 def lists(mesh: Mesh) -> None:

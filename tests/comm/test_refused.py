@@ -105,6 +105,9 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_to_all("dp", ones(), splits=[1.5, 2.5]), ShapeError, "splits do not cut axis 0"),
     (lambda m: m.all_to_all("dp", ones(), splits=[1, 2]), ShapeError, "splits do not cut axis 0"),
     (lambda m: m.all_to_all("dp", ones(), splits=4), ShapeError, "splits do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), received=[2, 2]), ShapeError, "beside the splits"),
+    (lambda m: m.all_to_all("dp", ones(), splits=[2, 2], received=[4]), ShapeError, "received does not say"),
+    (lambda m: m.all_to_all("dp", ones(), splits=[2, 2], received=2), ShapeError, "received does not say"),
     (lambda m: m.gather("dp", ones(), dst=2), LayoutError, "dst=2 is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), [1]), LayoutError, "is not a coord"),
     # A prepared call of src=1 is found for True as well.

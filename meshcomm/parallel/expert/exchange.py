@@ -69,54 +69,57 @@ def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list
 
     Shape:      (sum of sent, width) -> (sum of received, width).
     Called by:  every rank along `dim`, with received[c] what coord c has in `sent` for this rank.
-    Gradient:   the same exchange back; every rank's backward takes part.
+    Gradient:   the same exchange back; every rank's backward takes part, and asks for no sizes.
     """
     arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
     return arrived
 
 
-def pick(x: Tensor, picked: Tensor, slots: int) -> Tensor:
-    """Row picked[i] // slots of x at place i. `picked` has no number twice.
+def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
+    """Row there[i] // slots of x at place i; zeros where that is the number of rows of x.
 
-    Shape:    x (tokens, width), picked (n) int64 in 0 .. tokens * slots - 1 -> (n, width).
-    Gradient: exact, and the same bits in every run: a token's slots are added in order, where
+    Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once
+              -> (m, width). back (n * slots) int64: where number j stands in `there`, m where it does not.
+    blanks:   whether there is a number n * slots in `there`, or an m in `back`.
+    Gradient: exact, and the same bits in every run: a row's slots are added in order, where
               indexing's own backward adds them in any order on a GPU.
     """
-    rows: Tensor = _Pick.apply(x, picked, slots)
-    return rows
-
-
-def place(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """Row i of `rows` at row places[i] of `count` rows, zeros elsewhere. No place stands twice."""
-    return rows.new_zeros(count, rows.shape[1]).index_copy(0, places, rows)
+    moved: Tensor = _Move.apply(x, there, back, slots, blanks)
+    return moved
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Mesh, dim: str, sent: list[int], received: list[int]) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.received = mesh, dim, received
-        arrived: Tensor = mesh.all_to_all(dim, rows.detach(), splits=sent)
+        ctx.mesh, ctx.dim, ctx.sent, ctx.received = mesh, dim, sent, received
+        arrived: Tensor = mesh.all_to_all(dim, rows.detach(), splits=sent, received=received)
         return arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return ctx.mesh.all_to_all(ctx.dim, dy, splits=ctx.received), None, None, None, None
+        dx = ctx.mesh.all_to_all(ctx.dim, dy, splits=ctx.received, received=ctx.sent)
+        return dx, None, None, None, None
 
 
-class _Pick(torch.autograd.Function):
+class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, picked: Tensor, slots: int) -> Tensor:
-        ctx.save_for_backward(picked)
-        ctx.tokens, ctx.slots = x.shape[0], slots
-        return x.index_select(0, picked // slots)
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, slots: int, blanks: bool) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.slots, ctx.blanks = slots, blanks
+        return _rows(x, there if slots == 1 else there // slots, blanks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (picked,) = ctx.saved_tensors
-        spread = place(dy, picked, ctx.tokens * ctx.slots)
-        return spread.unflatten(0, (ctx.tokens, ctx.slots)).sum(1), None, None
+        (back,) = ctx.saved_tensors
+        dx = _rows(dy, back, ctx.blanks)
+        return dx if ctx.slots == 1 else dx.unflatten(0, (-1, ctx.slots)).sum(1), None, None, None, None
+
+
+def _rows(x: Tensor, which: Tensor, blanks: bool) -> Tensor:
+    """x[which], where the number behind the last row stands for zeros."""
+    return (torch.cat([x, x.new_zeros(1, x.shape[1])]) if blanks else x).index_select(0, which)
 
 
 class _Attach(torch.autograd.Function):

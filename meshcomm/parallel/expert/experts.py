@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.exchange import Load, Tally, attach, exchange, pick, place
-from meshcomm.parallel.expert.routing import Router, balance, counts, kept
+from meshcomm.parallel.expert.exchange import Load, Tally, attach, exchange, move
+from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, kept, places
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
@@ -49,18 +49,45 @@ class ExpertWeights(nn.Module):
         self.w3 = parameter(experts, ff, width, inner=1)
         self.w2 = parameter(experts, width, ff, inner=2)
 
-    def forward(self, rows: Tensor, often: list[int]) -> Tensor:
-        """(n, width), the first often[0] rows for this rank's first expert, ... -> (n, width).
+    def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
+        """Each row through its expert; along the tensor's dim a part of the sum.
 
-        Along the tensor's dim a part of the sum. An expert without rows takes part with none, so that
-        its gradient is zeros and not missing.
+        Shape:   (experts here, n, width), or (n, width), the first often[0] rows for this rank's first expert, the
+                 next often[1] for its second, ... -> the same. known: `often` where the host knows it.
+
+        An expert without rows takes part with none, so that its gradient is zeros and not missing. The host waits
+        for `often` only where torch has no grouped product of these matrices, and `known` is None.
         """
-        weights: Any = (local(w).unbind() for w in (self.w1, self.w3, self.w2))
+        w1, w3, w2 = (local(w) for w in (self.w1, self.w3, self.w2))
+        if rows.ndim == 3:
+            return torch.bmm(F.silu(torch.bmm(rows, w1.mT)) * torch.bmm(rows, w3.mT), w2.mT)
+        assert often is not None
+        if _has_grouped_product(rows, w1, w2):
+            offsets = often.cumsum(0, dtype=torch.int32)
+            w1, w3, w2 = (w.to(rows.dtype).mT for w in (w1, w3, w2))
+            inner = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
+            return F.grouped_mm(inner, w2, offs=offsets)
+        parts = rows.split(often.tolist() if known is None else known)
         made = [
-            F.linear(F.silu(F.linear(part, w1)) * F.linear(part, w3), w2)
-            for part, w1, w3, w2 in zip(rows.split(often), *weights, strict=True)
+            F.linear(F.silu(F.linear(part, a)) * F.linear(part, b), c)
+            for part, a, b, c in zip(parts, w1.unbind(), w3.unbind(), w2.unbind(), strict=True)
         ]
         return torch.cat(made)
+
+
+def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
+    """Whether torch multiplies these by a grouped product, without asking the device for its sizes.
+
+    `grouped_mm` of torch 2.11 to 2.15: rows of memory begin at multiples of 16 bytes. On CUDA its kernels are for
+    bfloat16 and compute capability 8.0 and newer; else it loops, and asks the device once for each product.
+    """
+    kind = rows.dtype
+    if rows.device.type == "cuda":
+        able = kind == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    else:
+        able = rows.device.type == "cpu" and kind in (torch.float32, torch.bfloat16, torch.float16)
+    aligned = all(w.is_contiguous() and w.shape[-1] * kind.itemsize % 16 == 0 for w in weights)
+    return able and aligned and rows.numel() > 0
 
 
 @final
@@ -68,9 +95,13 @@ class Experts(nn.Module):
     """y = sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
     Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it
-    brings tokens of its own: they travel to their experts by an uneven all_to_all, and back. Along the
+    brings tokens of its own: they travel to their experts by an all_to_all, and back. Along the
     tensor's dim the ranks bring the same tokens, and each expert's inner axis is split. The result,
     its gradients and what is dropped do not depend on the mesh.
+
+    How often the host waits for the device in a call, after the first two: not at all with a capacity, whose slots
+    travel filled or not; once without where experts are spread, for the sizes of the uneven all_to_all; without and
+    not spread not at all where torch has a grouped product for the dtype and the device, else once.
 
     Args:
         dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the
@@ -168,9 +199,7 @@ class Experts(nn.Module):
         if self.capacity_factor is not None:
             keep = kept(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
         every = counts(choice.chosen, self.count).sum(0)
-        y, often = self._through(
-            samples.flatten(0, 1), choice.weights.flatten(0, 1), choice.chosen.flatten(), keep
-        )
+        y, often = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
         share = (uneven.detach() / (mesh.size(context) if context else 1)).double()
         load = Load(1, share, every, every - often)
@@ -179,10 +208,9 @@ class Experts(nn.Module):
     def _through(
         self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(n, width) tokens, (n, slots) weights, (n * slots) choices, which to keep, None for all ->
-        (n, width), along the tensor's dim a part of the sum; rows that each expert got from here."""
+        """(samples, tokens, width), (samples, tokens, slots) weights, choices, which to keep, None for all ->
+        (samples * tokens, width), along the tensor's dim a part of the sum; choices of each expert that were kept."""
         mesh, tensor = self.mesh, self.tensor
-        tokens = x.shape[0]
         kind = x.device.type
         if tensor.size > 1:
             # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not
@@ -195,33 +223,78 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(kind):
             # Matrices are multiplied in this type anyway; so rows travel in it.
             x_split = x_split.to(torch.get_autocast_dtype(kind))
+        rows = x_split.flatten(0, 1)
         if keep is None:
-            order = chosen.argsort(stable=True)
+            often = counts(chosen.flatten().unsqueeze(0), self.count)[0]
+            spread = self._dropless(rows, chosen.flatten(), often)
         else:
-            stay = keep.flatten().nonzero().squeeze(1)
-            order = stay[chosen[stay].argsort(stable=True)]
-        often = counts(chosen[order].unsqueeze(0), self.count)[0]
-        rows = pick(x_split, order, self.slots)
-        if self.dim is None:
-            rows = self.experts(rows, often.tolist())
-        else:
-            rows = self._exchanged(rows, often)
-        spread = place(rows, order, tokens * self.slots).unflatten(0, (tokens, self.slots))
-        return (spread * weights.unsqueeze(-1)).sum(1).to(x.dtype), often
+            often = chosen.new_zeros(self.count)
+            often = often.scatter_add_(0, chosen.flatten(), keep.flatten().long())
+            spread = self._limited(rows, chosen, keep)
+        spread = spread.unflatten(0, (-1, self.slots))
+        return (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype), often
 
-    def _exchanged(self, rows: Tensor, often: Tensor) -> Tensor:
-        """Rows sorted by expert, `often` of each -> what comes back for them, in the same order."""
-        assert self.dim is not None
-        mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
-        theirs = mesh.all_to_all(dim, often).view(self.ranks, own)
-        sent: list[int] = often.view(self.ranks, own).sum(1).tolist()
-        received: list[int] = theirs.sum(1).tolist()
-        arrived = exchange(mesh, dim, rows, sent, received)
-        # They came by sender and within it by expert; an expert's rows must lie together.
-        expert = torch.arange(own, device=rows.device).repeat(self.ranks)
-        order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived)).argsort(stable=True)
-        done = self.experts(pick(arrived, order, 1), theirs.sum(0).tolist())
-        return exchange(mesh, dim, place(done, order, arrived.shape[0]), received, sent)
+    def _dropless(self, x: Tensor, chosen: Tensor, often: Tensor) -> Tensor:
+        """(n, width) tokens, (n * slots) choices, how often each expert stands there -> what comes of each choice.
+
+        Where experts are spread the host has to know how many rows it sends and gets: it waits for that once, and
+        backward does not.
+        """
+        order = chosen.argsort(stable=True)
+        back = _inverse(order)
+        rows = move(x, order, back, self.slots)
+        if self.dim is None:
+            done = self.experts(rows, often)
+        else:
+            mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
+            theirs = mesh.all_to_all(dim, often)
+            sizes = torch.stack([often, theirs]).view(2, self.ranks, own).tolist()
+            sent, received = ([sum(each) for each in side] for side in sizes)
+            arrived = exchange(mesh, dim, rows, sent, received)
+            # They came by sender and within it by expert; an expert's rows must lie together.
+            expert = torch.arange(own, device=x.device).repeat(self.ranks)
+            sorts = expert.repeat_interleave(theirs, output_size=len(arrived)).argsort(stable=True)
+            unsorts = _inverse(sorts)
+            known = [sum(each) for each in zip(*sizes[1], strict=True)]
+            mine = self.experts(move(arrived, sorts, unsorts), theirs.view(self.ranks, own).sum(0), known)
+            done = exchange(mesh, dim, move(mine, unsorts, sorts), received, sent)
+        return move(done, back, order)
+
+    def _limited(self, x: Tensor, chosen: Tensor, keep: Tensor) -> Tensor:
+        """What comes of each choice, zeros where it was not kept: (n, width) -> (n * slots, width).
+
+        Each expert has as many slots for a sample as it may keep choices of it, filled or not, so that all sizes
+        are known and the host waits for nothing.
+        """
+        assert self.capacity_factor is not None
+        samples, tokens = chosen.shape[:2]
+        whole = tokens * (self.mesh.size(self.context) if self.context else 1)
+        limit = capacity(self.capacity_factor, whole, self.slots, self.count)
+        # No token chooses an expert twice.
+        limit = min(limit, tokens)
+        room = samples * limit
+        line = torch.where(keep, chosen, self.count).flatten(1)
+        sample = torch.arange(samples, device=x.device).unsqueeze(1)
+        slot = line * room + sample * limit + places(line, self.count + 1)
+        # What is dropped has the number behind the last slot, and so has an empty slot that behind the last choice.
+        back = slot.flatten().clamp_(max=self.count * room)
+        there = back.new_full((self.count * room + 1,), back.numel())
+        there = there.scatter_(0, back, torch.arange(back.numel(), device=x.device))[:-1]
+        rows = move(x, there, back, self.slots, True)
+        if self.dim is None:
+            done = self.experts(rows.view(self.count, room, -1)).flatten(0, 1)
+        else:
+            across, shape = self.mesh.functional, (self.ranks, self.count // self.ranks, room, -1)
+            arrived = across.all_to_all(self.dim, rows, 0, 0).view(shape)
+            mine = self.experts(arrived.transpose(0, 1).flatten(1, 2))
+            mine = mine.unflatten(1, (self.ranks, room)).transpose(0, 1).flatten(0, 2)
+            done = across.all_to_all(self.dim, mine, 0, 0)
+        return move(done, back, there, 1, True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def expert_gradient_dims(

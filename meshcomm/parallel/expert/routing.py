@@ -146,10 +146,15 @@ def kept(
 def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
     """Whether a choice is among the first `limit` of its sample and expert; slot by slot."""
     line = chosen.transpose(1, 2).flatten(1)
+    within = places(line, experts) < limit
+    found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
+    return found.transpose(1, 2)
+
+
+def places(line: Tensor, experts: int) -> Tensor:
+    """(samples, n) expert numbers -> (samples, n) int64: how many before it in its sample are the same."""
     order = line.argsort(stable=True, dim=1)
     often = counts(line, experts)
     starts = (often.cumsum(1) - often).gather(1, line.gather(1, order))
     place = torch.arange(line.shape[1], device=line.device) - starts
-    within = torch.empty_like(place).scatter_(1, order, place) < limit
-    found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
-    return found.transpose(1, 2)
+    return torch.empty_like(place).scatter_(1, order, place)
