@@ -88,6 +88,11 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
         """How ranks lie on machines, as the configuration or the launcher says it; for what is shown."""
         return self._topology()
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return when they are queued on the device, as with NCCL: to look at a result waits for it."""
+        return self.device.type != "cpu" or any(each.ordered for each in self._transports.values())
+
     # -- patterns ---------------------------------------------------------------------------------
 
     def rearrange(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -10,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
-from meshcomm.errors import ConfigError, LayoutError, TrainingError
+from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
-from meshcomm.parallel.norm import GradientNorm, nonfinite
+from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
+from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tied import TiedWeight
@@ -35,19 +35,6 @@ class Sections(NamedTuple):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
-
-
-class Done(NamedTuple):
-    """One optimiser step.
-
-    loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients
-    together, before clipping. fault: "" where the step was applied; where one of both is not finite, so that
-    it was left out, which rank's gradient of which parameter is not. All are equal on every rank.
-    """
-
-    loss: float
-    gradient_norm: float
-    fault: str = ""
 
 
 @final
@@ -115,7 +102,7 @@ class Trainer:
         counts = self._tied is None or self._tied.is_owner
         self._copies = [] if counts or held is None else [held]
 
-        self._tokens = 1.0
+        self._tokens = torch.ones((), dtype=dtype, device=mesh.device)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(split, logits, targets, reduction="sum") / self._tokens
@@ -137,7 +124,10 @@ class Trainer:
             )
         settings = (train.lr, train.betas, train.eps, train.weight_decay)
         self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *settings, fused=True)
-        self._norm = GradientNorm(mesh, self.named_parameters(), pipeline=part.pipeline, skip=self._copies)
+        named = self.named_parameters()
+        self._norm = GradientNorm(mesh, named, pipeline=part.pipeline, skip=self._copies)
+        place = {"stage": self.stages[-1].index, "vocabulary": model.vocabulary}
+        self._results = Results(mesh, part, self._norm, named, train=train, **place)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name, each once, stage by stage.
@@ -151,17 +141,19 @@ class Trainer:
             for name, parameter in module.named_parameters()
         ]
 
-    def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> Done:
-        """One optimiser step on this rank's share of the global batch.
+    def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> None:
+        """One optimiser step on this rank's share of the global batch; `look` tells what it gave.
+
+        Where calls are queued, as with NCCL, this queues them and waits for nothing.
 
         Shape:     tokens and targets (microbatches * microbatch, sequence) int64; targets of -100 do
                    not count.
         number:    of the step, which random numbers are drawn for.
         Called by: every rank; tokens and targets are equal along tensor, pipeline and context.
-        Raises:    TrainingError where a parameter got no gradient; on every rank, with train.nonfinite =
-                   "stop", where the loss or the gradient norm is not finite. The step is not applied then.
+        Raises:    TrainingError where a parameter got no gradient. Where the loss or the gradient norm is not
+                   finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
-        part, model, _, train = self.sections
+        _, model, _, train = self.sections
         context = self.splits.context
         self._tokens = self._sum_over_data((targets != -100).sum())
         for gradients in self.gradients:
@@ -180,24 +172,22 @@ class Trainer:
         if self._tied is not None:
             self._tied.sum_gradients()
         norm = self._norm.norm() if train.clip_norm is None else self._norm.clip_(train.clip_norm)
-        mean, size = self._agreed(loss, norm)
-        if not (math.isfinite(mean) and math.isfinite(size)):
-            place = (self.stages[-1].index, self.named_parameters())
-            found = nonfinite(self.mesh, part, *place, loss)
-            if train.nonfinite == "stop":
-                what = "gradient norm" if math.isfinite(mean) else "loss"
-                raise TrainingError(
-                    f"the {what} of step {number} is {size if math.isfinite(mean) else mean}",
-                    given=f"{found}\nloss {mean:.4g}, gradient norm {size:.4g}, lr {lr:.3g}",
-                    expected="finite numbers on every rank; this step is not applied, and nothing is saved after it",
-                    hint=f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
-                    f'{train.lr:g}, or with train.nonfinite = "skip"',
-                )
-            return Done(mean, size, found)
+        counted = targets.where(targets != -100, 0)
+        spoilt = self._results.add(number, lr, loss, norm, self.split.dtype, tokens, counted)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # Fused optimisers leave out a step by it, state and all.
+        self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
         self.optimizer.step()
-        return Done(mean, size)
+
+    def look(self) -> list[Done]:
+        """What the steps since the last look gave, in order. This waits for the device.
+
+        Called by: every rank.
+        Raises:    TrainingError on every rank, with train.nonfinite = "stop", where the loss or the gradient norm
+                   of one of them is not finite. It was not applied then, nor were those after it.
+        """
+        return self._results.look()
 
     def state(self) -> dict[str, Tensor]:
         """All that a step changes: this rank's weights and the optimiser's state, by global names.
@@ -262,32 +252,12 @@ class Trainer:
                 found.append(GradientSync(mesh, over, parameters, op="sum", broadcast=False, **settings))
         return found
 
-    def _sum_over_data(self, count: Tensor) -> float:
-        """The sum of `count` over the ranks that have other samples."""
+    def _sum_over_data(self, count: Tensor) -> Tensor:
+        """The sum of `count` over the ranks that have other samples, () in the dtype of losses."""
         total = count.to(torch.float64)
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)
-        return float(total.item())
-
-    @torch.no_grad()
-    def _agreed(self, loss: Tensor | None, norm: Tensor) -> tuple[float, float]:
-        """This rank's share of the loss, if it has one -> the global batch's loss, everywhere; and the norm.
-
-        What is not finite on one rank is so on every rank: the norm covers the dims of the tensor and the
-        pipeline, and what travels beside the loss those along which gradients are summed. The one wait of a
-        step for its device.
-        """
-        pipeline = self.sections.parallel.pipeline
-        own = torch.zeros_like(norm, dtype=self.split.dtype) if loss is None else loss
-        spoilt = torch.where(norm.isfinite(), 0.0, norm)
-        values = torch.stack([own, spoilt.to(own.dtype)])
-        if loss is not None:
-            for dim in self.sections.parallel.gradient_dims:
-                values = self.mesh.all_reduce(dim, values)
-        if pipeline is not None:
-            values = self.mesh.broadcast(pipeline, values, src=self.mesh.size(pipeline) - 1)
-        mean, elsewhere, size = torch.cat([values.double(), norm.reshape(1)]).tolist()
-        return mean, size + elsewhere
+        return total.to(self.split.dtype)
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:

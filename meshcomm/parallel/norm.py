@@ -1,21 +1,19 @@
-"""The 2-norm of all gradients over a whole mesh, every parameter counted once; and which of them is not finite."""
+"""The 2-norm of all gradients over a whole mesh, every parameter counted once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshcomm.config import ParallelConfig
 from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import did_you_mean
-from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
-from meshcomm.transport.torch_private import scale_all
+from meshcomm.transport.torch_private import norms, scale_all
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20
@@ -93,15 +91,24 @@ class GradientNorm:
             )
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
         self._held = [_Held(name, parameter) for parameter, name in reversed(needed.items())]
-        self._uncounted = [held for held in self._held if id(held.parameter) in skipped]
-        self._classes: dict[tuple[str, ...], list[_Held]] = {}
-        for held in self._held:
-            if id(held.parameter) not in skipped:
-                self._classes.setdefault(_dims_of(mesh, held, pipeline, cut.get(held.name, ())), []).append(
-                    held
-                )
+        classes: dict[tuple[str, ...], list[int]] = {}
+        uncounted: list[int] = []
+        for place, held in enumerate(self._held):
+            if id(held.parameter) in skipped:
+                uncounted.append(place)
+            else:
+                along = _dims_of(mesh, held, pipeline, cut.get(held.name, ()))
+                classes.setdefault(along, []).append(place)
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
-        self._dims = sorted({dim for dims in self._classes for dim in dims})
+        self._dims = sorted({dim for dims in classes for dim in dims})
+        self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
+        self._order = [place for dims in self._classes for place in classes[dims]] + uncounted
+        self.each = torch.zeros(len(self._held), dtype=torch.float64)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that `each` speaks of."""
+        return [self._held[place].name for place in self._order]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -115,13 +122,15 @@ class GradientNorm:
                    each of 8 bytes per class of parameters and 8 more. Nothing waits for the device.
         Raises:    TrainingError, naming the parameters, where gradients are missing, or are DTensors
                    placed otherwise than their parameters; nothing has been sent then.
+        `each` holds afterwards the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
-        device = self._mesh.device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        squares = {dims: _squares(self._classes[dims]).to(device) for dims in sorted(self._classes)}
-        uncounted = [_squares(self._uncounted).to(device)] if self._uncounted else []
-        total = sum([*squares.values(), *uncounted], zero)
+        self.each = _norms([self._held[place].gradient() for place in self._order]).to(self._mesh.device)
+        parts = self.each.square().split(
+            [*self._classes.values(), len(self._order) - sum(self._classes.values())]
+        )
+        squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
+        total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
         # 0, inf or nan: this travels also along dims along which what it comes from is no summand.
         total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
@@ -150,8 +159,8 @@ class GradientNorm:
             )
         norm = self.norm()
         scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-        # On an accelerator, looking would wait for it; multiplying by 1 does not.
-        if scale.device.type == "cpu" and scale.item() == 1.0:
+        # Where calls are queued, looking would wait for them; multiplying by 1 does not.
+        if not self._mesh.asynchronous and scale.item() == 1.0:
             return norm
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in (held.gradient() for held in self._held):
@@ -195,93 +204,30 @@ def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None, cut: Sequence[str]) 
     return dims
 
 
-def _squares(held: Sequence[_Held]) -> Tensor:
-    """The sum of the squares of all elements of their gradients, float64 ().
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of each, float64 (n,).
 
     On CPU all of it is added up in float64: a long float32 sum loses digits there. An accelerator adds
     up in a tree, so its float32 sums are good, and float64 may be slow.
     """
-    gradients, norm = [each.gradient() for each in held], torch.linalg.vector_norm
-    if gradients[0].device.type == "cpu":
-        blocks = [block for gradient in gradients for block in gradient.reshape(-1).split(_BLOCK)]
-        norms = [norm(block, dtype=torch.float64) for block in blocks]
-    else:
-        wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
-        norms = [norm(each, dtype=dtype).double() for each, dtype in zip(gradients, wide, strict=True)]
-    return torch.stack(norms).square().sum()
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for (device, dtype), places in alike.items():
+        held = [gradients[place] for place in places]
+        if device.type == "cpu":
+            made = [_norm_of_blocks(gradient) for gradient in held]
+        else:
+            made = [each.double() for each in norms(held, torch.promote_types(dtype, torch.float32))]
+        found.update(zip(places, made, strict=True))
+    return torch.stack([found[place] for place in range(len(gradients))])
 
 
-@torch.no_grad()
-def nonfinite(
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    stage: int,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    loss: Tensor | None,
-) -> str:
-    """One line or more: the first gradient, as backward computes them, that is not finite, and where it is.
-
-    First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
-    summed along a dim are the same on all its ranks, so there the losses of the ranks' own samples tell more.
-
-    stage:      of the last of `parameters`, which are in the order of the forward pass, gradients summed.
-    loss:       of this rank's own samples; None before the last stage.
-    Called by:  every rank of the mesh. One gather of objects per dim.
-    Returns:    the same text on every rank.
-    """
-    bad = [
-        (index, name, "nan" if bool(local(parameter.grad).isnan().any()) else "inf")
-        for index, (name, parameter) in enumerate(parameters)
-        if parameter.grad is not None and not _finite(parameter.grad)
-    ]
-    mine: dict[str, Any] = {
-        "rank": mesh.rank,
-        "label": mesh.label,
-        "first": [stage, *bad[-1]] if bad else None,
-        "more": len(bad) - 1,
-        "of": len(parameters),
-        "loss": loss is not None and not _finite(loss),
-        "weight": next((name for name, parameter in parameters if not _finite(parameter)), None),
-    }
-    table = [mine]
-    for dim in reversed(list(mesh.layout.dims)):
-        table = [row for rows in mesh.objects.all_gather(dim, table) for row in rows]
-    table.sort(key=lambda row: int(row["rank"]))
-    lines = []
-    found = [row for row in table if row["first"]]
-    if found:
-        _, _, name, kind = max(row["first"] for row in found)
-        there = [row for row in found if row["first"][2] == name]
-        more = (
-            f", and of {there[0]['more']} more of its {there[0]['of']} parameters" if there[0]["more"] else ""
-        )
-        lines.append(f"{there[0]['label']}: {kind} in the gradient of {name}{more}")
-        lines += _dims(mesh, parallel, [row["rank"] for row in there])
-    else:
-        lines.append("every element of every gradient is finite, and their squares are too large to add up")
-    if own := [row["rank"] for row in table if row["loss"]]:
-        lines.append(f"the loss of its own samples is not finite on rank {fold(own)}")
-    if weights := [row for row in table if row["weight"]]:
-        lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
-    return "\n".join(lines)
-
-
-def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """What the ranks have in common, dim by dim, and along which dims a sum has told all of them."""
-    parts: dict[str, str] = {dim: part for part, dim in parallel.parts.items()}
-    only, summed = [], []
-    for dim, size in mesh.layout.dims.items():
-        coords = {mesh.coords_of(rank)[dim] for rank in ranks}
-        part = f" ({parts[dim]})" if dim in parts else ""
-        if size > 1 and len(coords) == 1:
-            only.append(f"{dim}={coords.pop()}{part}")
-        elif size > 1 and len(coords) == size and dim in parallel.gradient_dims:
-            summed.append(f"{dim}{part}")
-    lines = [f"only at {' '.join(only)}, on rank {fold(ranks)}"] if only else []
-    if summed:
-        lines.append(f"alike along {', '.join(summed)}, where gradients are summed")
-    return lines
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(local(tensor).isfinite().all())
+def _norm_of_blocks(gradient: Tensor) -> Tensor:
+    of = torch.linalg.vector_norm
+    blocks = [of(block, dtype=torch.float64) for block in gradient.reshape(-1).split(_BLOCK)]
+    found: Tensor = blocks[0] if len(blocks) == 1 else of(torch.stack(blocks))
+    return found

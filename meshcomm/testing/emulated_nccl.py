@@ -31,7 +31,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.transport.torch_private import HOOK_NUMBERS, DispatchMode, Work, has_backend, leaves_of
+from meshcomm.transport.torch_private import (
+    HOOK_NUMBERS,
+    DispatchMode,
+    FakeTensor,
+    Work,
+    explicit_kernel,
+    has_backend,
+    leaves_of,
+)
 
 NAME: Final = "emulated_nccl"
 
@@ -174,6 +182,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 @final
 class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     """One communicator. It is connected by its first call, which waits for its peers, as without a bound device."""
+
+    # torch's batch_isend_irecv asks: with it, a batch is one group.
+    supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -348,10 +359,12 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> EmulatedWork:
         """Queue what came since `_start_coalescing` as one kernel: its messages wait for each other in no order."""
         items, self._together = self._together or [], None
-        starts = [item.run for item in items]
+        runs = [(item.name == "SEND", item.run) for item in items]
 
         def run() -> None:
-            for work in [start() for start in starts]:
+            begun = [(sends, start()) for sends, start in runs]
+            # What is received first: a sender waits until the other side has asked for the data.
+            for _, work in sorted(begun, key=lambda each: each[0]):
                 work.wait()
 
         whole = _Item(self, "COALESCED", run, [])
@@ -480,10 +493,16 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(each.__name__ == "FakeTensor" for each in types):
-            return func(*args, **kwargs)  # has no memory, and takes no mode for its own
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs)  # without memory, as DTensor asks for shapes
         if any(each not in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a subclass: what it holds comes here later
+        if func.namespace == "meshcomm":
+            with self:  # written in Python: the operators in it come here too
+                return explicit_kernel(func, *args, **kwargs)
+        with self:  # such as reshape, which copies or does not
+            if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
         name = func._schema.name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             self.sync(name)

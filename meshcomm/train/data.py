@@ -132,5 +132,8 @@ class Batches:
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and the bytes that follow them, each (global_batch / size, sequence) int64."""
         samples = self._text[self.offsets(step)[:, None] + self._window].astype(np.int64)
-        both = torch.from_numpy(samples).to(self._device)
+        both = torch.from_numpy(samples)
+        if self._device is not None and self._device.type == "cuda":
+            # From pinned memory it is copied beside the program; from any other the copy waits for the device.
+            both = both.pin_memory().to(self._device, non_blocking=True)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()

@@ -16,6 +16,7 @@ from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Trainer, sections
+from meshcomm.parallel.results import Done
 from meshcomm.parallel.splits import Splits
 from meshcomm.predict.stages import Stage
 from meshcomm.train.agree import agree
@@ -147,6 +148,9 @@ def _steps(
             skipped=skipped,
         )
 
+    def logs(step: int) -> bool:
+        return step % train.log_every == 0 or step in (1, train.steps)
+
     with contextlib.ExitStack() as stack:
         metrics = None
         ended: list[Summary] = []
@@ -169,39 +173,42 @@ def _steps(
                 # A run that was resumed may begin inside.
                 if first_traced <= step <= last_traced and step in (first_traced, first + 1):
                     traced.enter_context(mesh.trace(out / TRACE))
-                loss, norm, fault = trainer.step(*batches(step), lr, step)
+                trainer.step(*batches(step), lr, step)
                 mesh.step(step)
                 if step == last_traced:
                     traced.close()
-                in_a_row = in_a_row + 1 if fault else 0
-                skipped += bool(fault)
-                if in_a_row > _IN_A_ROW:
-                    raise TrainingError(
-                        f"steps {step - _IN_A_ROW} to {step} give nothing finite, so leaving them out does not help",
-                        given=fault,
-                        expected=f'{_IN_A_ROW} such steps in a row at most, with train.nonfinite = "skip"',
-                        hint=f"a smaller train.lr than {train.lr:g}; or meshcomm parity, to look for a mistake",
-                    )
-                losses.append(loss)
+                seconds = time.perf_counter() - began
+                saves = every and (step % every == 0 or step == train.steps)
+                # A look waits for the device where calls are queued on it.
+                if mesh.asynchronous and not saves and not logs(step):
+                    continue
+                results = trainer.look()
                 now = time.perf_counter()
                 seconds = now - began
-                if fault or step % train.log_every == 0 or step in (1, train.steps):
-                    line = Step(
-                        step=step,
-                        loss=loss,
-                        gradient_norm=norm,
-                        lr=lr,
-                        tokens=step * start.tokens_per_step,
-                        tokens_per_s=(step - logged_step) * start.tokens_per_step / (now - logged),
-                        seconds=seconds,
-                        skipped=skipped,
-                        fault=fault,
-                    )
-                    logged, logged_step = now, step
-                    if metrics is not None:
-                        metrics.write(line)
-                    reporter.step(line)
-                if every and (step % every == 0 or step == train.steps):
+                tokens_per_s = (step - logged_step) * start.tokens_per_step / (now - logged)
+                for done in results:
+                    losses.append(done.loss)
+                    in_a_row = in_a_row + 1 if done.fault else 0
+                    skipped += bool(done.fault)
+                    if in_a_row > _IN_A_ROW:
+                        raise _nothing_finite(done, train)
+                    if done.fault or logs(done.number):
+                        logged, logged_step = now, step
+                        line = Step(
+                            step=done.number,
+                            loss=done.loss,
+                            gradient_norm=done.gradient_norm,
+                            lr=learning_rate(train, done.number),
+                            tokens=done.number * start.tokens_per_step,
+                            tokens_per_s=tokens_per_s,
+                            seconds=seconds,
+                            skipped=skipped,
+                            fault=done.fault,
+                        )
+                        if metrics is not None:
+                            metrics.write(line)
+                        reporter.step(line)
+                if saves:
                     if metrics is not None:
                         metrics.sync()
                     now_lock = dataclasses.replace(lock, step=step, seconds=seconds, skipped=skipped)
@@ -213,12 +220,21 @@ def _steps(
             raise
         traffic = mesh.stats().since(before)
         late = dict(mesh.stragglers().latest)
-        done = dataclasses.replace(summary(), late=late)
+        whole = dataclasses.replace(summary(), late=late)
         if len(losses) > first:
-            done = dataclasses.replace(done, traffic=traffic, traffic_steps=len(losses) - first)
-        ended.append(done)
-    reporter.finish(done)
-    return done
+            whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=len(losses) - first)
+        ended.append(whole)
+    reporter.finish(whole)
+    return whole
+
+
+def _nothing_finite(done: Done, train: TrainConfig) -> TrainingError:
+    return TrainingError(
+        f"steps {done.number - _IN_A_ROW} to {done.number} give nothing finite, so leaving them out does not help",
+        given=done.fault,
+        expected=f'{_IN_A_ROW} such steps in a row at most, with train.nonfinite = "skip"',
+        hint=f"a smaller train.lr than {train.lr:g}; or meshcomm parity, to look for a mistake",
+    )
 
 
 def _cores() -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.train import data as text
 from meshcomm.train.data import Corpus
@@ -106,9 +107,10 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     trainer = trainer_for(mesh, load(config, ['train.nonfinite="skip"']))
     _, _, data, train = trainer.sections
     batches = batches_of(trainer, text.load(data) if corpus is None else corpus)
-    done = []
+    done: list[Done] = []
     for step in range(1, steps + 1):
-        done.append(trainer.step(*batches(step), learning_rate(train, step), step))
+        trainer.step(*batches(step), learning_rate(train, step), step)
+        done += trainer.look()
         mesh.step(step)
     weights, gradients = {}, {}
     for name, parameter in trainer.named_parameters():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +126,17 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype in place, in one call; factor: a tensor () of theirs."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The 2-norm () of each of some tensors of one device and dtype, added up in `dtype`, in one call."""
+    found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
+    return found
+
+
+def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an operator does on any device, below modes: a mode that calls it sees the operators inside."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 # How an operator's rule for autograd goes on to what comes after autograd: another transform, a tracer, the call.

@@ -57,6 +57,7 @@ class NoMesh:
     """As much of a mesh as a split over nothing needs."""
 
     device = torch.device("cpu")
+    asynchronous = False
 
 
 def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:

@@ -64,18 +64,21 @@ class Vocab:
     padding_idx: int | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """0 <= ids < vocab, or ShapeError (on CPU); elsewhere such rows are zeros."""
+        """0 <= ids < vocab, or ShapeError; where a look would wait for the device, such rows are nan."""
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
-        if split.size == 1:
+        if split.size == 1 and not split.mesh.asynchronous:
             return F.embedding(ids, table, padding)
-        check_ids(split, ids, table.shape[0] * split.size, "an embedding's ids")
+        outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
         found = F.embedding(row, table)
         if padding is not None:
             # Not F.embedding's padding_idx: row 0 also stands for ids of other ranks.
             found = found.detach().where((ids == padding).unsqueeze(-1), found)
         # Rows of other ranks are zeros, which leaving sums up.
-        return split.leave(found * mine.unsqueeze(-1))
+        found = found * mine.unsqueeze(-1)
+        if outside is not None:
+            found = found.masked_fill(outside.unsqueeze(-1), torch.nan)
+        return split.leave(found)
 
 
 class ColumnParallel(Column, nn.Module):
@@ -109,7 +112,7 @@ class VocabParallelEmbedding(Vocab, nn.Module):
     """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), whole.
 
     With sequence_parallel: ids (batch, sequence), whole -> this rank's slice of the sequence.
-    Raises ShapeError for ids outside of 0 .. vocab - 1 (on CPU; elsewhere their rows are zeros).
+    Raises ShapeError for ids outside of 0 .. vocab - 1; their rows are nan where a look would wait for the device.
     """
 
     def __init__(self, split: TensorSplit, vocab: int, width: int) -> None:
@@ -125,10 +128,15 @@ def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
     return row.where(mine, 0), mine
 
 
-def check_ids(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> None:
-    """Raises ShapeError for ids that no rank holds. Only on CPU: elsewhere a look would stop the device."""
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
-        return
+def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
+    """Which ids no rank holds, bool like ids, where a look would wait for the device; None: all are held.
+
+    Raises ShapeError where a look costs nothing, for ids outside of 0 .. vocab - 1.
+    """
+    if torch.compiler.is_compiling() or split.mesh.asynchronous:
+        return (ids < 0) | (ids >= vocab)
+    if not ids.numel():
+        return None
     lowest, highest = ids.aminmax()
     if lowest < 0 or highest >= vocab:
         raise ShapeError(
@@ -137,6 +145,7 @@ def check_ids(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> None:
             expected=f"0 to {vocab - 1}, the {vocab} rows that the ranks along {split.dim} hold together",
             hint="the tokenizer's size for the table, or ignore_index for targets that do not count",
         )
+    return None
 
 
 def columns(split: TensorSplit, x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:

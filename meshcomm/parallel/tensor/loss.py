@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm.errors import UnsupportedOp
-from meshcomm.parallel.tensor.layers import check_ids, owned
+from meshcomm.parallel.tensor.layers import outside_of, owned
 from meshcomm.parallel.tensor.split import TensorSplit
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -35,7 +35,7 @@ def cross_entropy(
     Gradient:   exact, for this rank's logits. Two small all_reduces in forward (the maximum; the
                 sum and the target's logit together), none in backward; logits are never gathered.
                 Half-precision logits are computed with in float32.
-    Raises:     ShapeError for other targets (on CPU; elsewhere their loss is nan).
+    Raises:     ShapeError for other targets; where a look would wait for the device, their loss is nan.
     """
     if reduction not in ("mean", "sum"):
         raise UnsupportedOp(
@@ -46,12 +46,16 @@ def cross_entropy(
         )
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    if split.size == 1:
-        return F.cross_entropy(
-            logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
     counted = targets != ignore_index
-    check_ids(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
+    outside = None
+    if split.size > 1 or split.mesh.asynchronous:
+        outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
+    if split.size == 1:
+        held = targets if outside is None else targets.where(~outside, ignore_index)
+        found = F.cross_entropy(
+            logits.flatten(0, -2), held.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return found if outside is None else torch.where(outside.any(), torch.nan, found)
     total: Tensor = _CrossEntropy.apply(logits, targets, counted, split)
     return total / counted.sum() if reduction == "mean" else total
 
