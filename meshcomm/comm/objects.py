@@ -157,12 +157,15 @@ class Objects:
             self._own.setdefault((call.comm.name, tag), deque()).append((call.offer, mine[0]))
             return
         with call.comm.named("objects.send", group=False) as (comm, moves):
-            # Only started: where the other rank sends too, each offer is the other one's answer.
-            told = comm.messages.send(call.packed(), dst, tag, async_op=True)
-            answers = []
-            if call.offer.failed is None:
-                answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]
-            told.wait()
+            # Where the other rank sends too, each offer is the other one's answer.
+            if comm.messages.ordered:
+                answers = [call.swapped(comm, dst, tag)]
+            else:
+                told = comm.messages.send(call.packed(), dst, tag, async_op=True)
+                answers = []
+                if call.offer.failed is None:
+                    answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]
+                told.wait()
             call.compare([(coord, call.offer), *answers], pair=True)
             moves(call.offer.size)
             comm.messages.send(mine[0], dst, tag)
@@ -212,14 +215,17 @@ class Objects:
                 hint="send first, or receive from another coord",
             )
         with call.comm.named("objects.recv", group=False) as (comm, moves):
-            told = call.blank(_OFFER_BYTES)
-            if src is None:
-                told, src = comm.messages.recv_any(told, tag)
+            if comm.messages.ordered and src is not None:
+                offer = call.swapped(comm, src, tag)[1]
             else:
-                comm.messages.recv(told, src, tag)
-            offer = call.read(src, told)[1]
-            if offer.failed is None:
-                comm.messages.send(call.packed(), src, tag)
+                told = call.blank(_OFFER_BYTES)
+                if src is None:
+                    told, src = comm.messages.recv_any(told, tag)
+                else:
+                    comm.messages.recv(told, src, tag)
+                offer = call.read(src, told)[1]
+                if offer.failed is None:
+                    comm.messages.send(call.packed(), src, tag)
             call.compare([(src, offer), (coord, call.offer)], pair=True)
             moves(offer.size)
             data = comm.messages.recv(call.blank(offer.size), src, tag)
@@ -315,6 +321,12 @@ class _Call:
             expected="the same call on every rank",
             hint="look at the order of calls on these ranks",
         )
+
+    def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
+        """The offer of a coord that takes this one's: as one call, where messages wait for each other."""
+        told = self.blank(_OFFER_BYTES)
+        comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(told, peer, tag)])
+        return self.read(peer, told)
 
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]

@@ -87,6 +87,11 @@ class Messages:
         self._loopback = _Loopback(transport.coord)
         recorder.quick.append(self._fast)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether a message waits for those before it, in either direction."""
+        return self._transport.ordered
+
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
         """Send `x` to coord `dst`; with `async_op`, a handle. See `Mesh.send`."""
         if not handshake and self._is_fast("send", x, dst, tag):

@@ -109,17 +109,17 @@ class Metrics(TopologyQueries):
         FSDP and pipelining among it, as `all_gather (torch)` without its time. Where [topology] says how fast the links are, with what the model predicts. Prints as a
         table; `after.since(before)` is what came between two of them. Asks no other rank.
 
-        Seconds are those that the program was blocked in calls. On devices other than cpu a call returns when it is
-        enqueued, so they are None there, and "-" in the table.
+        Seconds are those that the program was blocked in calls. On devices other than cpu, and on groups of NCCL, a
+        call returns when it is enqueued, so they are None there, and "-" in the table.
         """
         self._usable()
         from meshcomm.mesh.stats import stats
         from meshcomm.predict.machine import machine
 
-        counters = [recorder.counters for recorder in self._recorders.values()]
+        timed = self.device.type == "cpu"
+        counters = [(each.counters, timed and not each.ordered) for each in self._recorders.values()]
         seconds = time.perf_counter() - self._opened
-        links, timed = machine(self._topology()), self.device.type == "cpu"
-        return stats(self.label, seconds, counters, self.plan, links, timed=timed)
+        return stats(self.label, seconds, counters, self.plan, machine(self._topology()))
 
     def stats_of_all_ranks(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.

@@ -161,22 +161,20 @@ class StatsOfAll:
 def stats(
     label: str,
     seconds: float,
-    counters: Iterable[Counters],
+    counters: Iterable[tuple[Counters, bool]],
     plan: Plan,
     machine: Machine | None,
-    *,
-    timed: bool,
 ) -> Stats:
     """The table of one rank, from the counters of its groups; what was never called is left out.
 
-    machine: what is known of the links; None predicts nothing. timed: whether calls return when they are over; else
-    their seconds are not told.
+    counters: of each group, and whether its calls return when they are over; else their seconds are not told.
+    machine: what is known of the links; None predicts nothing.
     """
     predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
     rows: list[Row] = []
     # A copy, as another thread may make the first call of a kind meanwhile.
-    for total in [total for each in counters for total in list(each.values())]:
+    for total, timed in [(total, timed) for each, timed in counters for total in list(each.values())]:
         call = f"{total.call} (torch)" if total.past else total.call
         known = timed and not total.past
         for async_op, sums in ((False, total), (True, total.async_op)):

@@ -10,6 +10,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import CommunicationError, MeshTestError
 from meshcomm.mesh import Mesh, init
+from meshcomm.testing import emulated_nccl
 from meshcomm.testing.look import Look, explained
 from meshcomm.testing.modules import Modules, Source
 from meshcomm.testing.outcome import outcome_of
@@ -129,7 +131,7 @@ def on_rank(data: bytes) -> Held:
     task: Task = pickle.loads(data)
     _refresh(task)
     label = task.labels[int(os.environ["RANK"])]
-    opened: list[Mesh] = []
+    opened: list[Mesh | ExitStack] = []
     with warnings.catch_warnings(record=True) as log, explained(task.look):
         # A broken connection or a call that did not end: most likely another rank has failed first.
         outcome = outcome_of(
@@ -144,7 +146,7 @@ def on_rank(data: bytes) -> Held:
     )
 
 
-def _run(task: Task, opened: list[Mesh]) -> None:
+def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(task.filters):
         # A warning of a module that the ranks have not imported: none of it can come up here.
@@ -163,16 +165,22 @@ def _run(task: Task, opened: list[Mesh]) -> None:
         name: patch if isinstance(value, _OwnMonkeyPatch) else value
         for name, value in values.arguments.items()
     }
+    # Left as it is, as the mesh is, where the body fails.
+    stack = ExitStack()
+    opened.append(stack)
+    if task.config["mesh"].get("backend") == emulated_nccl.NAME:
+        stack.enter_context(emulated_nccl.emulated_nccl())
     mesh = init(task.config)
     opened.append(mesh)
+    stack.callback(mesh.close)
     try:
         function(**{**arguments, "mesh": mesh})
     except (pytest.skip.Exception, pytest.xfail.Exception):
-        mesh.close()
+        stack.close()
         raise
     finally:
         patch.undo()
-    mesh.close()
+    stack.close()
 
 
 def _refresh(task: Task) -> None:

@@ -36,9 +36,11 @@ from meshcomm.transport.torch_private import (
     DispatchMode,
     FakeTensor,
     Work,
+    compiled_files,
     explicit_kernel,
     has_backend,
     leaves_of,
+    modes_left,
 )
 
 NAME: Final = "emulated_nccl"
@@ -365,7 +367,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             begun = [(sends, start()) for sends, start in runs]
             # What is received first: a sender waits until the other side has asked for the data.
             for _, work in sorted(begun, key=lambda each: each[0]):
-                work.wait()
+                if work is not None:  # a message
+                    work.wait()
 
         whole = _Item(self, "COALESCED", run, [])
         whole.memory = [each for item in items for each in item.memory]
@@ -409,6 +412,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             self._queue(item)
         if blocking:
             self.order(item)
+            if _emulation().at_once:
+                _block(item)
         for hook in list(self._after.values()):
             hook(SimpleNamespace(name=number, async_op=not blocking, work=work, op_id=told.op_id))
         return work
@@ -448,7 +453,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             for other in item.after:
                 other.over.wait()
             try:
-                with torch.no_grad():
+                # A kernel asks nobody whether a tensor was made in inference mode.
+                with torch.inference_mode():
                     item.run()
             except RuntimeError:
                 # Within a host, NCCL does not notice that a peer has died or made another call.
@@ -457,6 +463,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
 
 for _method in _METHODS:
+    if not hasattr(dist.ProcessGroupGloo, _method):
+        continue  # of another version of torch
     setattr(EmulatedNCCL, _method, lambda self, *given, _name=_method: self._collective(_name, *given))
 
 
@@ -484,7 +492,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
         self.graph: Graph | None = None
-        self.strict = False
+        self.strict = self.at_once = False
         self.syncs = 0
         self._dump_s = dump_s
         self._ended = threading.Event()
@@ -497,12 +505,11 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)  # without memory, as DTensor asks for shapes
         if any(each not in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a subclass: what it holds comes here later
-        if func.namespace == "meshcomm":
-            with self:  # written in Python: the operators in it come here too
-                return explicit_kernel(func, *args, **kwargs)
-        with self:  # such as reshape, which copies or does not
-            if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return found
+        traced = modes_left() > 0
+        if not traced:
+            with self:  # such as reshape, which copies or does not
+                if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return found
         name = func._schema.name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             self.sync(name)
@@ -514,7 +521,32 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             }
             for key, argument in kwargs.items():
                 self._touch(argument, key in written, name)
+        if func.namespace not in ("meshcomm", "_c10d_functional"):
+            return func(*args, **kwargs)
+        if traced or _in_a_graph():
+            # A tracer takes the operator whole; what a compiler has made touches memory without operators.
+            return self._at_once(func, args, kwargs)
+        if func.namespace == "meshcomm":
+            with self:  # written in Python: the operators in it come here too
+                return explicit_kernel(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that communicates, with the host waiting for what it waits for."""
+        before, self.at_once = self.at_once, True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.at_once = before
+        for item in list(self.pending):
+            if item.ordered:
+                _block(item)
+        return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A function is compiled as it is without this mode, and what it was compiled to runs in it."""
+        return True
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
         for x in leaves_of(argument):
@@ -679,6 +711,16 @@ def _block(item: _Item) -> None:
         raise HostSync(f"the host waits for {item.name} while a graph is captured")
     while not item.over.wait(0.2):
         pass
+
+
+def _in_a_graph() -> bool:
+    """Whether what runs was made by torch.compile."""
+    made, frame = compiled_files(), sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(made):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

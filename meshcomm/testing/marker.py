@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from meshcomm.errors import MeshcommError, MeshTestError
 from meshcomm.layout import Layout
 
-VIAS: Final = ("simulator", "gloo")
+VIAS: Final = ("simulator", "gloo", "emulated_nccl")
 TIMEOUT_S: Final = 60.0
 
 _EXAMPLE = "@pytest.mark.mesh(dp=2, tp=2)"
@@ -21,7 +21,8 @@ _EXAMPLE = "@pytest.mark.mesh(dp=2, tp=2)"
 class MeshRequest:
     """What the marker says. Fixtures see it in place of the mesh, which exists only on the ranks.
 
-    config: for `meshcomm.init`. world_size: ranks that run the test's body.
+    config: for `meshcomm.init`. world_size: ranks that run the test's body. skip: why they do not, where the marker
+    says that the test is nothing for `via`.
     """
 
     via: str
@@ -29,6 +30,7 @@ class MeshRequest:
     layout: Layout
     world_size: int
     timeout_s: float
+    skip: str = ""
 
     def label(self, rank: int) -> str:
         """As `mesh.label` on that rank."""
@@ -66,7 +68,7 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
         raise MeshTestError(
             f"the marker mesh has via={marker_via!r}",
             given=f"via={marker_via!r}",
-            expected=f"{' or '.join(map(repr, VIAS))}, or a tuple of both",
+            expected=f"{', '.join(map(repr, VIAS[:-1]))} or {VIAS[-1]!r}, or a tuple of them",
             hint=f'via={VIAS!r} runs the test through each; default: "{VIAS[0]}"',
         )
     return tuple(wanted)
@@ -80,7 +82,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
     from meshcomm.config import MeshConfig
 
     keys = {name for name in MeshConfig.model_fields if name != "dims"}
-    own = {"via", "timeout_s", "world_size"}
+    own = {"via", "not_via", "timeout_s", "world_size"}
     dims = _dims(args, keywords, keys | own)
     timeout_s = keywords.get("timeout_s", TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
@@ -99,6 +101,9 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
         # The groups give up a little before the test, so that they can still say who has not come.
         "timeout_s": max(timeout_s - 5.0, timeout_s * 0.7),
     }
+    skip = _not_via(keywords, via)
+    if via == "emulated_nccl" and mesh.get("backend", "auto") in ("auto", "nccl"):
+        mesh["backend"] = via
     world = keywords.get("world_size")
     try:
         settings = MeshConfig(**mesh)
@@ -111,7 +116,24 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
         raise MeshTestError(
             "the marker mesh cannot be read", given=str(error), expected=_EXAMPLE, hint="see meshcomm.init"
         ) from None
-    return MeshRequest(via, {"mesh": mesh}, layout, world or layout.world_size, float(timeout_s))
+    return MeshRequest(via, {"mesh": mesh}, layout, world or layout.world_size, float(timeout_s), skip)
+
+
+def _not_via(keywords: Mapping[str, Any], via: str) -> str:
+    """Why the test is not run through `via`; "" where it is."""
+    refused = keywords.get("not_via", {})
+    named = keywords.get("via")
+    wanted = (named,) if isinstance(named, str) else named or (VIAS[0],)
+    if not isinstance(refused, Mapping) or not all(
+        each in VIAS and each not in wanted and isinstance(why, str) and why for each, why in refused.items()
+    ):
+        raise MeshTestError(
+            f"the marker mesh has not_via={refused!r}",
+            given=f"not_via={refused!r}, via={named!r}",
+            expected=f"a mapping from {', '.join(map(repr, VIAS[:-1]))} or {VIAS[-1]!r}, not those of via, to the reason",
+            hint='not_via={"emulated_nccl": "needs tags"}: skipped, with the reason, under --mesh-via emulated_nccl',
+        )
+    return str(refused.get(via, ""))
 
 
 def _dims(args: Sequence[Any], keywords: Mapping[str, Any], known: set[str]) -> dict[str, int]:

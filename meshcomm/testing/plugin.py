@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshcomm.testing.pool import Pool
 
 _MARKER = (
-    'mesh(via="simulator" | "gloo", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
+    'mesh(via="simulator" | "gloo" | "emulated_nccl", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
     "the fixture mesh, on every rank of a mesh with these dims; docs/guide/simulator.md of meshcomm"
 )
 
@@ -26,13 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--mesh-via, and the setting mesh_preload."""
     parser.getgroup("meshcomm").addoption(
         "--mesh-via",
-        choices=("simulator", "gloo"),
+        choices=("simulator", "gloo", "emulated_nccl"),
         default=None,
         help="run every mesh test through this, whatever its marker says",
     )
     parser.addini(
         "mesh_preload",
-        "modules that are imported once, before the Gloo ranks are forked, instead of by each of them",
+        "modules that are imported once, before the ranks are forked, instead of by each of them",
         type="args",
         default=[],
     )
@@ -68,10 +68,12 @@ def mesh(request: pytest.FixtureRequest) -> MeshRequest:
     args, keywords = ((), {}) if marker is None else (marker.args, marker.kwargs)
     try:
         through = vias(keywords.get("via"), request.config.getoption("mesh_via"))
-        return read(args, keywords, getattr(request, "param", through[0]))
+        wanted = read(args, keywords, getattr(request, "param", through[0]))
     except MeshcommError as error:
-        problem = f"{type(error).__name__}: {error}"
-    pytest.fail(problem, pytrace=False)
+        pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+    if wanted.skip:
+        pytest.skip(f"not through {wanted.via}: {wanted.skip}")
+    return wanted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

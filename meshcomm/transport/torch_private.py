@@ -34,6 +34,8 @@ from torch.utils._pytree import tree_leaves
 Work: Any = dist._Work
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
+# How many modes see an operator after the one that is asking.
+modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # The type of a group's name, where torch has one of its own.
 _NAME: Any = getattr(c10d, "GroupName", str)
@@ -121,6 +123,8 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     """Copy each value into its tensor, in one call."""
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
+        # Told to autograd only where torch copies them one by one, which it does not on CUDA.
+        written([x for x in tensors if not x.is_inference()])
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -229,7 +229,12 @@ def eagerly(mesh: Mesh, name: str, dims: str = "tp") -> None:
 
 
 @pytest.mark.mesh(
-    dp=2, one=1, tp=2, merge={"both": ("tp", "dp")}, rank_order=[2, 1, 0, 3], via=("simulator", "gloo")
+    dp=2,
+    one=1,
+    tp=2,
+    merge={"both": ("tp", "dp")},
+    rank_order=[2, 1, 0, 3],
+    via=("simulator", "gloo", "emulated_nccl"),
 )
 def test_values_and_gradients_along_every_dim(mesh: Mesh) -> None:
     for dims in ("dp", "tp", "both", "one"):

@@ -13,7 +13,7 @@ from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 
 
-@pytest.mark.mesh(dp=3, via=("simulator", "gloo"))
+@pytest.mark.mesh(dp=3, via=("simulator", "gloo", "emulated_nccl"))
 def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
     """Calls that are made in one mode of torch and waited for in another."""
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))

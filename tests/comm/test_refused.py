@@ -243,7 +243,13 @@ def check(found: list[tuple[str, str]], table: list[Refused]) -> None:
 KINDS = [MeshcommError, *MeshcommError.__subclasses__()]
 
 
-@pytest.mark.mesh(**DIMS["dims"], merge=DIMS["merge"], validate_calls=0, via="gloo")
+@pytest.mark.mesh(
+    **DIMS["dims"],
+    merge=DIMS["merge"],
+    validate_calls=0,
+    via="gloo",
+    not_via={"emulated_nccl": "NCCL lacks some of the operations"},
+)
 def test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on(mesh: Mesh) -> None:
     every = REFUSED + ON_GLOO_ALONE
     cold, odd = refusals(mesh, every), odd_ones(mesh)
@@ -343,11 +349,14 @@ WRITES: list[Callable[[Mesh, Any], object]] = [
     lambda m, x: m.exchange("dp", [(torch.ones(4), peer(m))], [(x, peer(m))], async_op=True).wait(),
 ]
 ONE_RANK = 10  # gives only one rank its result
+BOTH_WAYS = (12, 13)  # a receive behind a send that is under way, which NCCL cannot
 
 
-@pytest.mark.mesh(dp=2, via=("gloo", "simulator"), validate_calls=2)
+@pytest.mark.mesh(dp=2, via=("gloo", "simulator", "emulated_nccl"), validate_calls=2)
 def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
     for number, call in enumerate(WRITES):
+        if number in BOTH_WAYS and mesh.plan.defaults.backend == "emulated_nccl":
+            continue
         for _ in range(6):  # as a first and as a prepared one
             x = torch.full((4,), 2.0)
             loss = (watched(4) * x).sum()

@@ -263,7 +263,7 @@ def test_size_one_dtypes_empty_and_no_grad(mesh: Mesh) -> None:
     assert torch.equal(x.grad, torch.ones(3, 4))  # type: ignore[arg-type]
     with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on solo"):
         rearrange(torch.arange(3), "(dp a) -> a", partial="avg")
-    with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on gloo"):
+    with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on"):
         rearrange(torch.ones(2, dtype=torch.bool), "(tp a) -> a", partial="sum")
     for dtype in (torch.bfloat16, torch.int32, torch.complex64, torch.bool):
         y = (torch.arange(6) % 2 + c).to(dtype).reshape(2, 3)

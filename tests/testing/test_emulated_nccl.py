@@ -81,6 +81,8 @@ def order_and_host(mesh: Mesh) -> None:
     z = torch.ones(2)
     reads = [mesh.all_gather(dim, z, async_op=True) for dim in ("dp", "tp")]
     assert [handle.wait().tolist() for handle in reads] == [[1, 1, 1, 1]] * 2
+    # How long a call takes is not known from when it was queued.
+    assert {row.seconds for row in mesh.stats().rows} == {None}
     with no_host_sync(), pytest.raises(HostSync, match="the host waits"):
         y.max().item()
     mesh.barrier()
@@ -135,8 +137,26 @@ def limited_wait(mesh: Mesh) -> None:
     assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
 
 
+def compiled(mesh: Mesh) -> None:
+    """The emulation is left out of what torch.compile reads, and not of what it has made."""
+    whole = [torch.full((3,), float(rank)) for rank in mesh.ranks("dp")]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return mesh.functional.all_gather("dp", x * 2, 0, grad="slice") + 1
+
+    for turn in range(2):
+        if turn and mesh.coord("dp"):
+            time.sleep(0.2)
+        x = whole[mesh.coord("dp")].clone().requires_grad_()
+        result = torch.compile(body, fullgraph=True, backend="aot_eager")(x)
+        assert torch.equal(result, torch.cat(whole) * 2 + 1)
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize(
-    "check", [every_call, order_and_host, messages, captured, limited_wait], ids=lambda check: check.__name__
+    "check",
+    [every_call, order_and_host, messages, captured, limited_wait, compiled],
+    ids=lambda check: check.__name__,
 )
 def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
     pool.run(on_a_mesh, check, ranks=4)

@@ -270,6 +270,41 @@ def test_packages_and_import_modes(pytester: pytest.Pytester, mode: str) -> None
     )
 
 
+QUEUED = """
+    import pytest, torch
+
+    @pytest.mark.mesh(dp=2, via="gloo")
+    def test_backend(mesh):
+        assert mesh.plan.defaults.backend == "emulated_nccl"
+        x = mesh.all_reduce("dp", torch.ones(1), async_op=True)
+        assert x.wait().tolist() == [2]
+
+    @pytest.mark.mesh(dp=2, not_via={"emulated_nccl": "it needs tags"})
+    def test_tags(mesh): pass
+
+    @pytest.mark.mesh(dp=2)
+    def test_race(mesh):
+        x = torch.ones(1)
+        handle = mesh.all_reduce("dp", x, async_op=True)
+        try:
+            x + 1
+        finally:
+            handle.wait()
+
+    @pytest.mark.mesh(dp=2)
+    def test_after_it(mesh): assert mesh.all_reduce("dp", torch.ones(1)) == 2
+"""
+
+
+def test_a_suite_on_the_emulated_backend(pytester: pytest.Pytester) -> None:
+    lay_out(pytester, test_queued=QUEUED)
+    result = pytester.runpytest_inprocess("-rs", "--mesh-via=emulated_nccl", *QUIET)
+    text = result.stdout.str()
+    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    assert "not through emulated_nccl: it needs tags" in text
+    assert "aten::add touches what ALLREDUCE has not been waited for" in text
+
+
 BYSTANDER = """
     import sys
     import pytest
@@ -327,6 +362,9 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
         (({"dp": 2},), {"dp": 2}, "names dim 'dp' twice"),
         ((), {"dp": 2, "timeout_s": 0}, "timeout_s=0"),
         ((), {"dp": 2, "timeout_s": "long"}, "timeout_s='long'"),
+        ((), {"dp": 2, "not_via": "gloo"}, "not_via='gloo'"),
+        ((), {"dp": 2, "not_via": {"nccl": "why"}}, "not_via="),
+        ((), {"dp": 2, "via": "gloo", "not_via": {"gloo": "why"}}, "not_via="),
         ((), {}, "no marker says which"),
     ],
 )
@@ -336,6 +374,9 @@ def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], wh
     good = read(({"timeout": 2},), {"dp": 2, "timeout_s": 20, "merge": {"all": ("timeout", "dp")}}, "gloo")
     assert (good.world_size, good.timeout_s, good.label(3)) == (4, 20.0, "rank 3 (timeout=1 dp=1)")
     assert read((), {"dp": -1, "tp": 2, "world_size": 6}, "gloo").layout.dims == {"dp": 3, "tp": 2}
+    assert read((), {"dp": 2, "not_via": {"gloo": "why"}}, "gloo").skip == "why"
+    queued = read((), {"dp": 2, "not_via": {"gloo": "why"}}, "emulated_nccl")
+    assert (queued.skip, queued.config["mesh"]["backend"]) == ("", "emulated_nccl")
     assert read((), {"tp": 2, "ranks": (1, 3)}, "gloo").label(2) == "rank 2 (not in the mesh)"
 
 
