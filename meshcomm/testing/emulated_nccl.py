@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -462,6 +462,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             _emulation().is_over(item)
 
 
+if not HOOK_NUMBERS:  # torch 2.13 and older: groups have no hooks
+    del EmulatedNCCL.register_pre_hook, EmulatedNCCL.register_post_hook
 for _method in _METHODS:
     if not hasattr(dist.ProcessGroupGloo, _method):
         continue  # of another version of torch
@@ -715,7 +717,8 @@ def _block(item: _Item) -> None:
 
 def _in_a_graph() -> bool:
     """Whether what runs was made by torch.compile."""
-    made, frame = compiled_files(), sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
+    made = compiled_files()
     while frame is not None:
         if frame.f_code.co_filename.startswith(made):
             return True
