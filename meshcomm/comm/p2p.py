@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 from meshcomm.comm.callsite import line_of
 from meshcomm.comm.checks import (
     OWN_TAGS,
+    all_usable,
     check_apart,
     check_coord,
     check_envelopes,
@@ -148,6 +149,11 @@ class Messages:
         call: str = "exchange",
     ) -> Any:
         """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
+        if (ends := self._ready(sends, recvs)) is not None:
+            outs = [end.x for end in ends[: len(recvs)]]
+            written(outs)
+            handle = self._start(call, ends, async_op, result=outs)
+            return handle if async_op else outs
         check_envelopes(sends, "sends", lambda: self.where(call))
         check_envelopes(recvs, "recvs", lambda: self.where(call))
         coming = [self._checked("recv", call, *each) for each in recvs]
@@ -164,6 +170,12 @@ class Messages:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
         check_offset(offset, lambda: self.where("shift"))
         target, source = self.coord + offset, self.coord - offset
+        if wrap and not handshake and type(offset) is int:
+            target, source = target % self._size, source % self._size
+            if self._is_fast("send", x, target, 0) and ("recv", source, int, 0, int, x.dtype) in self._fast:
+                out = torch.empty_like(x)
+                self._start("shift", [P2P("recv", out, source, 0), P2P("send", x, target, 0)])
+                return out
         if wrap:
             target, source = target % self._size, source % self._size
         goes, comes = 0 <= target < self._size, 0 <= source < self._size
@@ -198,6 +210,37 @@ class Messages:
         self._transport.wait_within(work, timeout_s)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _ready(self, sends: Any, recvs: Any) -> list[P2P] | None:
+        """The messages of an exchange, receives first; None where one was not checked before, or more is to be asked."""
+        known, ends, tensors, spans = self._fast, [], [], []
+        device: Any = None
+        try:
+            direction: Direction
+            for direction, envelopes in (("recv", recvs), ("send", sends)):
+                if type(envelopes) is not list and type(envelopes) is not tuple:
+                    return None
+                for each in envelopes:
+                    x, peer, tag = each if len(each) == 3 else (*each, 0)
+                    device = known[direction, peer, type(peer), tag, type(tag), x.dtype]
+                    ends.append(P2P(direction, x, peer, tag))
+                    tensors.append(x)
+            if not ends or not all_usable(tensors, device):
+                return None
+            for end in ends:
+                begin, comes = end.x.data_ptr(), end.direction == "recv"
+                spans.append((begin, begin + end.x.nbytes, comes))
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+            return None
+        # What one message receives lies apart from all others; see check_apart.
+        spans.sort()
+        reach = received = 0
+        for begin, end_, comes in spans:
+            if begin < received or (comes and begin < reach):
+                return None
+            reach = max(reach, end_)
+            received = max(received, end_) if comes else received
+        return ends
 
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
         """Whether a message like this was checked before, and `x` travels as it is."""

@@ -160,6 +160,7 @@ class MessageLog:
                 if check is not None and check.compares(direction, peer):
                     number = self.begun.get((direction, peer, tag), 0) + 1
                     unanswered += check.meet(direction, peer, tag, number, x, frame)
+                    check.pairs[direction, peer] += 1
                 number = self._count(direction, peer, tag)
             elif check is not None:
                 check.takes_any()
@@ -183,6 +184,8 @@ class MessageLog:
         if self._check is not None:
             self._check.takes_any()
         number = 0 if peer is None else self._count(direction, peer, 0)
+        if peer is not None and self._check is not None:
+            self._check.pairs[direction, peer] += 1
         nbytes = sum(x.nbytes for x in tensors)
         total = counter_of(self._counters, name, direction, True)
         total.calls += 1
@@ -235,6 +238,8 @@ class MessageLog:
         """A receive from whoever comes first was served by coord `src`."""
         tag = message.parts[0][2]
         number = self._count("recv", src, tag)
+        if self._check is not None:
+            self._check.pairs["recv", src] += 1
         if message.told is not None:
             message.told.parts = (("recv", src, tag, number),)
 
@@ -244,8 +249,6 @@ class MessageLog:
         begun[channel] = number = begun.get(channel, 0) + 1
         if len(begun) > _CHANNELS:
             del begun[next(iter(begun))]
-        if self._check is not None:
-            self._check.pairs[direction, peer] += 1
         return number
 
     def history(self) -> list[dict[str, Any]]:
@@ -307,7 +310,7 @@ class MessageCheck:
     about to do, and whoever comes second compares, answers, and raises where the two differ. Who came first
     reads the answer before it waits for the data, so that both ends raise at once.
 
-    pairs: how many messages there were in each direction with each peer.
+    pairs: how many messages there were in each direction with each peer, while they are compared.
 
     Args:
         store: a torch store of this mesh, used for nothing else.

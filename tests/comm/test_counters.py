@@ -165,16 +165,24 @@ def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
 def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None:
     def body(mesh: Mesh) -> list[tuple[str, bool, int]]:
         comm = mesh._at["dp"]
-        start, seen = comm.transport.start, []
+        start, start_p2p, seen = comm.transport.start, comm.transport.start_p2p, []
 
-        def watched(call: Call) -> Any:
+        def note() -> None:
             last = comm.recorder.last()
             assert last is not None
+            seen.append((last["call"], last["inside"], last["number"]))
+
+        def watched(call: Call) -> Any:
             if call.lengths:
-                seen.append((last["call"], last["inside"], last["number"]))
+                note()
             return start(call)
 
+        def watched_p2p(batch: Any) -> Any:
+            note()
+            return start_p2p(batch)
+
         comm.transport.start = watched  # type: ignore[method-assign]
+        comm.transport.start_p2p = watched_p2p  # type: ignore[method-assign]
         mesh.all_gather("dp", torch.ones(1 + mesh.rank), uneven=True)
         mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
         assert not comm.recorder.inside
