@@ -48,6 +48,10 @@ timeout_s = 60
 backend = "nccl"
 lane = "p2p"
 high_priority = true
+min_ctas = 1
+max_ctas = 8
+cga_cluster_size = 2
+split_share = true
 """,
     ),
     "process": (

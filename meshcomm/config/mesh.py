@@ -19,6 +19,10 @@ Size = Annotated[int, Field(examples=[1])]
 MOST_RANKS: Final = 2**24
 
 
+# Options of a group that NCCL alone has.
+NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_size", "split_share")
+
+
 class DimOptions(Section):
     """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
 
@@ -32,8 +36,37 @@ class DimOptions(Section):
         'Default "": the common lane.',
     )
     high_priority: bool = setting(
-        False, "NCCL only: whether the group's kernels run on high-priority streams."
+        False,
+        "NCCL only: whether the group's kernels run on a high-priority stream of their own. Blocking calls run on the "
+        "program's current stream, whatever its priority, so that only asynchronous ones are affected.",
     )
+    min_ctas: int | None = setting(
+        None,
+        "NCCL only: how many thread blocks a kernel of the group has at least. None: NCCL's choice.",
+        ge=1,
+    )
+    max_ctas: int | None = setting(
+        None,
+        "NCCL only: how many thread blocks, each on a multiprocessor of its own, a kernel of the group has at most: what "
+        "communication takes from compute that it overlaps. None: NCCL's choice.",
+        ge=1,
+    )
+    cga_cluster_size: int | None = setting(
+        None,
+        "NCCL only: size of the clusters that thread blocks form on Hopper and newer. None: NCCL's choice.",
+        ge=0,
+        le=8,
+    )
+    split_share: bool = setting(
+        False,
+        "NCCL only, where the world's communicator is split for the group (process.device_id = true): whether the group "
+        "uses the world's buffers and threads instead of its own. Calls on groups that share must not overlap.",
+    )
+
+    def backend_options(self) -> tuple[tuple[str, int], ...]:
+        """What is set of the backend's own options, by name."""
+        values = ((name, getattr(self, name)) for name in NCCL_OPTIONS)
+        return tuple((name, value) for name, value in values if value not in (None, False))
 
 
 class MeshConfig(Section):
@@ -169,7 +202,7 @@ class MeshConfig(Section):
             backend=self.backend if options.backend is None else options.backend,
             timeout_s=self.timeout_s if options.timeout_s is None else options.timeout_s,
             lane=options.lane,
-            extra=(("high_priority", True),) if options.high_priority else (),
+            extra=options.backend_options(),
         )
 
     def _check(self, world: int | None) -> None:

@@ -372,15 +372,41 @@ def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
 
 
 @rule(MeshConfig, "options", "backend", "device", after=("device",))
-def _high_priority(mesh: MeshConfig) -> Iterator[Problem]:
+def _nccl_options(mesh: MeshConfig) -> Iterator[Problem]:
     for name, options in mesh.options.items():
         path, backend = f"mesh.{key_path(['options', name])}", options.backend or mesh.backend
         used = chosen(mesh, backend)
-        if options.high_priority and backends(backend) is not None and used not in (None, "nccl"):
+        if backends(backend) is None or used in (None, "nccl"):
+            continue
+        for option, value in options.backend_options():
             yield Problem(
-                f"no effect: {used} has no high-priority streams",
-                "high_priority only where the backend is nccl",
-                [f"remove {path}.high_priority", f'{path}.backend = "nccl" and mesh.device = "cuda"'],
-                f'high_priority = true, backend = {toml(backend)}, mesh.device = "{mesh.device}"',
-                f"{path.removeprefix('mesh.')}.high_priority",
+                f"no effect: {used} has no {_NCCL_WORDS[option]}",
+                f"{option} only where the backend is nccl",
+                [f"remove {path}.{option}", f'{path}.backend = "nccl" and mesh.device = "cuda"'],
+                f'{option} = {toml(value)}, backend = {toml(backend)}, mesh.device = "{mesh.device}"',
+                f"{path.removeprefix('mesh.')}.{option}",
+            )
+
+
+_NCCL_WORDS: Final = {
+    "high_priority": "high-priority streams",
+    "min_ctas": "thread blocks",
+    "max_ctas": "thread blocks",
+    "cga_cluster_size": "clusters of thread blocks",
+    "split_share": "communicator that is split",
+}
+
+
+@rule(MeshConfig, "options")
+def _ctas(mesh: MeshConfig) -> Iterator[Problem]:
+    for name, options in mesh.options.items():
+        least, most = options.min_ctas, options.max_ctas
+        if least is not None and most is not None and least > most:
+            path = key_path(["options", name])
+            yield Problem(
+                f"at least {least} thread blocks, and at most {most}",
+                "min_ctas no larger than max_ctas",
+                [f"mesh.{path}.min_ctas = {most}", f"mesh.{path}.max_ctas = {least}"],
+                f"min_ctas = {least}, max_ctas = {most}",
+                f"{path}.min_ctas",
             )

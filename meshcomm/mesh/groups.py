@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.diagnosis import INTERFACES, Reason, reason_of
+from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
@@ -92,7 +93,7 @@ def open_group(
             # A backend that ends the process where a call does not end comes after our own diagnosis.
             timeout=timedelta(seconds=options.timeout_s + (_MARGIN_S if ordered else 0.0)),
             store=store,
-            options=_backend_options(options),
+            options=_backend_options(options, split),
             label=group.label,
             split=split,
         )
@@ -131,15 +132,36 @@ def _can_split(plan: Plan, group: Group) -> bool:
     return len({split_color(ranks) for ranks in groups.tolist()}) == len(groups)
 
 
-def _backend_options(options: GroupOptions) -> Any:
-    extra = dict(options.extra)
-    if not extra:
+def _backend_options(options: GroupOptions, split: bool) -> Any:
+    """torch's options object of the group's backend; None where nothing is set. split: the world's group is split for it.
+
+    Source: `ncclConfig_t` in NCCL's nccl.h, which torch hands on as `ProcessGroupNCCL.Options.config`.
+    """
+    if not options.extra:
         return None
+    extra = dict(options.extra)
     if "nccl" not in options.backend or not hasattr(dist, "ProcessGroupNCCL"):
         raise UnsupportedOp(
-            f"high_priority has no effect on {options.backend}",
-            given=f"high_priority = true, backend {options.backend}",
-            expected="an NCCL group",
-            hint='take high_priority out, or backend = "nccl"',
+            f"{' and '.join(extra)} has no effect on {options.backend}",
+            given=f"{', '.join(f'{name} = {toml(value)}' for name, value in extra.items())}, backend {options.backend}",
+            expected="an NCCL group, and a torch that has NCCL",
+            hint=f'take {", ".join(extra)} out, or backend = "nccl"',
         )
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.get("high_priority", False)))
+    if extra.get("split_share") and not split:
+        raise UnsupportedOp(
+            "split_share has no effect: the group has a communicator of its own",
+            given="split_share = true, and a default group that NCCL does not split for this group",
+            expected="a default group of NCCL with a bound device",
+            hint="process.device_id = true, or take split_share out",
+        )
+    made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.pop("high_priority", False)))
+    for name, value in extra.items():
+        if not hasattr(made.config, name):
+            raise UnsupportedOp(
+                f"torch {torch.__version__} was built with an NCCL that has no {name}",
+                given=f"{name} = {toml(value)}",
+                expected="NCCL 2.17 or newer",
+                hint=f"take {name} out",
+            )
+        setattr(made.config, name, int(value))
+    return made

@@ -351,12 +351,12 @@ def test_options_of_a_group() -> None:
         backend="nccl",
         timeout_s=5,
         options={
-            "pp": DimOptions(high_priority=True),
+            "pp": DimOptions(high_priority=True, max_ctas=4),
             "tp": DimOptions(backend="gloo", timeout_s=7, lane="l"),
         },
     )
     pp, tp = mesh.plan(None).families
-    assert pp.options == GroupOptions("nccl", 5.0, "", (("high_priority", True),))
+    assert pp.options == GroupOptions("nccl", 5.0, "", (("high_priority", True), ("max_ctas", 4)))
     assert tp.options == GroupOptions("gloo", 7.0, "l")
 
 

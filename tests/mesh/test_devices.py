@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import meshcomm
 from meshcomm.comm import Communicator
-from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import LaunchError, MeshcommError, ShapeError
+from meshcomm.config.mesh import DimOptions, MeshConfig
+from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.mesh import groups
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
@@ -210,3 +210,31 @@ def test_only_a_bound_default_group_of_nccl_is_split(
         lambda group, split: made.append(split) or SoloTransport(torch.device("cpu")),
     )
     assert made == [splits] * 2
+
+
+def test_options_of_a_dim_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch is given to create an NCCL group with; where it has no NCCL, the options are refused."""
+    own = {"high_priority": True, "min_ctas": 2, "max_ctas": 4, "cga_cluster_size": 1, "split_share": True}
+    config = MeshConfig(
+        dims={"dp": 2, "tp": 2}, device="cuda", backend="nccl", options={"tp": DimOptions(**own)}
+    )
+    plan, given = config.plan(4), list[Any]()
+    monkeypatch.setattr(groups, "create_group", lambda *, options, **_: given.append(options))
+    monkeypatch.setattr(groups, "ProcessGroupTransport", lambda *_, **__: None)
+
+    def opened(name: str, split: bool) -> None:
+        group = next(each for each in plan.for_rank(0).groups if each.name == name)
+        groups.open_group(group, 0, dist.HashStore(), "m", torch.device("cuda", 0), split)
+
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        with pytest.raises(UnsupportedOp, match=r"high_priority and min_ctas .* has no effect on nccl"):
+            opened("tp", True)
+        return
+    opened("dp", True)
+    opened("tp", True)
+    assert given[0] is None and given[1].is_high_priority_stream
+    assert [getattr(given[1].config, name) for name in list(own)[1:]] == [2, 4, 1, 1]
+    with pytest.raises(
+        UnsupportedOp, match="split_share has no effect: the group has a communicator of its own"
+    ):
+        opened("tp", False)
