@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.order import Order, check_order
-from meshcomm.transport.torch_private import flash_attention, flash_attention_backward, has_flash_attention
+from meshcomm.transport.torch_private import (
+    attention_kernel,
+    kernel_alignment,
+    kernel_attention,
+    kernel_attention_backward,
+)
+
+# Elements of the scores that the formula holds at once.
+_SCORES = 1 << 24
 
 
 def prepared(
@@ -84,11 +95,16 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 
     Shape:   q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
              (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory:  torch's kernel where it has one for the device; elsewhere the s x t scores.
+    Memory:  torch's kernel where it has one, see `attention_kernel`; elsewhere the scores of some queries at a time.
     """
-    if has_flash_attention(q):
-        return flash_attention(_dense(q), _dense(k), _dense(v), causal, scale)
-    return plain_attention(q, k, v, causal, scale)
+    fq, fk, fv = (_fitted(x) for x in (q, k, v))
+    kernel = attention_kernel(fq, fk, fv, causal)
+    if kernel is None:
+        return plain_attention(q, k, v, causal, scale)
+    if kernel == "efficient":
+        fk, fv = (_repeated(x, q) for x in (fk, fv))
+    out, lse = kernel_attention(kernel, fq, fk, fv, causal, scale)
+    return out[..., : q.shape[-1]], lse
 
 
 def block_gradients(
@@ -99,15 +115,36 @@ def block_gradients(
     out and lse are those of the softmax over all keys, dout the gradient of that out: the weights
     of this block within the whole are exp(scores - lse) (Dao et al. 2022).
     """
-    if has_flash_attention(q):
-        dout, q, k, v, out = (_dense(x) for x in (dout, q, k, v, out))
-        return flash_attention_backward(dout, q, k, v, out, lse, causal, scale)
-    return plain_gradients(dout, q, k, v, out, lse, causal, scale)
+    fq, fk, fv = (_fitted(x) for x in (q, k, v))
+    kernel = attention_kernel(fq, fk, fv, causal)
+    if kernel is None:
+        return plain_gradients(dout, q, k, v, out, lse, causal, scale)
+    if kernel == "efficient":
+        fk, fv = (_repeated(x, q) for x in (fk, fv))
+    given = (_fitted(dout), fq, fk, fv, _fitted(out), lse)
+    dq, dk, dv = kernel_attention_backward(kernel, *given, causal, scale)
+    if kernel == "efficient":
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    head = q.shape[-1]
+    return dq[..., :head], dk[..., :head], dv[..., :head]
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x, copied where the elements of a head do not lie side by side: torch's kernel takes it for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _fitted(x: Tensor) -> Tensor:
+    """x as torch's kernels take it for granted: the elements of a head side by side, and aligned.
+
+    Heads of another size get zeros behind: they change neither the scores nor the columns before them.
+    """
+    multiple = kernel_alignment(x.device)
+    if x.shape[-1] % multiple:
+        return F.pad(x, (0, -x.shape[-1] % multiple))
+    *strides, last = x.stride()
+    aligned = last == 1 and not any(place % multiple for place in (*strides, x.storage_offset()))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """k or v with a head for each of q's."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -126,31 +163,49 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend_block` by the formula."""
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ _each(v)
-    return out.flatten(1, 2), lse.flatten(1, 2)
+    """`attend_block` by the formula, some queries at a time."""
+    keys, values = _each(k), _each(v)
+    outs, lses = [], []
+    for rows, seen in _runs(q, k, causal):
+        scores = _scores(_grouped(q[:, :, rows], k), keys[..., seen, :], rows, causal, scale)
+        lse = scores.logsumexp(-1)
+        lses.append(lse.flatten(1, 2))
+        outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ values[..., seen, :]).flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def plain_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_gradients` by the formula."""
-    queries, keys, values = _grouped(q, k), _each(k), _each(v)
-    dout, out = _grouped(dout, k), _grouped(out, k)
-    weights = (_scores(q, k, causal, scale) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
-    dvalues = weights.transpose(-1, -2) @ dout
-    dscores = weights * (dout @ values.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
-    dqueries = dscores @ keys
-    dkeys = dscores.transpose(-1, -2) @ queries
-    return dqueries.flatten(1, 2), dkeys.sum(2), dvalues.sum(2)
+    """`block_gradients` by the formula, some queries at a time."""
+    keys, values = _each(k), _each(v)
+    dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+    dqueries = []
+    for rows, seen in _runs(q, k, causal):
+        queries, dout_, out_ = (_grouped(x[:, :, rows], k) for x in (q, dout, out))
+        scores = _scores(queries, keys[..., seen, :], rows, causal, scale)
+        weights = scores.sub_(lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
+        dvalues[..., seen, :] += (weights.transpose(-1, -2) @ dout_).sum(2, keepdim=True)
+        dscores = dout_ @ values[..., seen, :].transpose(-1, -2)
+        dscores = dscores.sub_((dout_ * out_).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+        dkeys[..., seen, :] += (dscores.transpose(-1, -2) @ queries).sum(2, keepdim=True)
+        dqueries.append((dscores @ keys[..., seen, :]).flatten(1, 2))
+    return torch.cat(dqueries, 2), dkeys.squeeze(2), dvalues.squeeze(2)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores: Tensor = _grouped(q, k) @ _each(k).transpose(-1, -2) * scale
+def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Queries whose scores fit into `_SCORES` elements, and the keys that some of them meet."""
+    batch, heads, count = q.shape[:3]
+    most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
+    for first in range(0, max(1, count), most):
+        end = min(first + most, count)
+        yield slice(first, end), slice(0, end if causal else k.shape[2])
+
+
+def _scores(queries: Tensor, keys: Tensor, rows: slice, causal: bool, scale: float) -> Tensor:
+    scores: Tensor = (queries @ keys.transpose(-1, -2)).mul_(scale)
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + rows.start)
         scores.masked_fill_(later, -torch.inf)
     return scores
 
