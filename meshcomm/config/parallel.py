@@ -29,6 +29,10 @@ class ParallelConfig(Section):
         "The dim along which samples are split, and weights too: each is gathered where it is "
         "used (FSDP). With data: hybrid, copies of the shards. None: not sharded.",
     )
+    reduce_dtype: Literal["bfloat16"] | None = setting(
+        None,
+        "With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype.",
+    )
     tensor: Text | None = setting(None, "The dim along which each layer is split. None: not split.")
     sequence_parallel: bool = setting(
         False, "With tensor: activations between blocks are split along the sequence."
@@ -145,6 +149,7 @@ _of_part("schedule", "pipeline")
 _of_part("stages_per_rank", "pipeline", off=1)
 _of_part("attention", "context")
 _of_part("bucket_mb", "data", "context", told="shard")
+_of_part("reduce_dtype", "shard")
 no_effect(
     ParallelConfig,
     "bucket_mb",

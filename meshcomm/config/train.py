@@ -65,7 +65,14 @@ class TrainConfig(Section):
     seed: int = setting(0, "Seed of the weights and of the samples' order.", ge=0)
     dtype: Literal["float32", "float64"] = setting("float32", "Type of the weights.")
     compute_dtype: Literal["bfloat16"] | None = setting(
-        None, "Type that matrices are multiplied in (autocast); weights keep dtype. None: dtype."
+        None,
+        "Type that matrices are multiplied in, and of activations and of what ranks send each other of them, and of "
+        "gathered weights. Weights, optimizer state and sums of gradients keep dtype. None: dtype.",
+    )
+    float32_matmul_precision: Literal["highest", "high", "medium"] = setting(
+        "highest",
+        "How exactly float32 matrices are multiplied, as torch.set_float32_matmul_precision has it: high and medium "
+        "let GPUs use TF32. A CPU without units for it computes as before.",
     )
     recompute: bool = setting(
         False, "Each block's activations are computed again in the backward pass instead of kept."
@@ -114,6 +121,15 @@ no_effect(
     'dtype = "float32" beside it',
     'train.dtype = "float32"',
     why=' with dtype = "float64", which autocast leaves as it is',
+)
+no_effect(
+    TrainConfig,
+    "float32_matmul_precision",
+    "dtype",
+    lambda train: train.dtype != "float64" or train.float32_matmul_precision == "highest",
+    'dtype = "float32" beside it',
+    'train.dtype = "float32"',
+    why=' with dtype = "float64", where no matrix is float32',
 )
 
 

@@ -50,7 +50,8 @@ class Trainer:
         mesh: an open mesh that this rank is a member of.
         config: what the mesh was opened with, with the four training sections.
         build: makes a stage's module, weights initialised: (int64 tokens or hidden states of one
-            microbatch) -> hidden states, or on the last stage this rank's slice of the logits. Its
+            microbatch) -> hidden states, or on the last stage this rank's slice of the logits, both in
+            train.compute_dtype, or else in train.dtype. Its
             `layers`, a ModuleDict or ModuleList, are what shard gathers one at a time. Where the
             config has dropout it is also given `samples`, int64 (microbatch,), the samples' numbers
             in the global batch. With tied_embeddings, `tied_weight` is the shared parameter or None.
@@ -62,6 +63,7 @@ class Trainer:
         self.sections = sections(mesh, config)
         part, model, data, train = self.sections
         dtype: torch.dtype = getattr(torch, train.dtype)
+        between: torch.dtype = getattr(torch, train.compute_dtype or train.dtype)
 
         self.mesh = mesh
         sizes = dict(mesh.dims)
@@ -90,7 +92,14 @@ class Trainer:
         if part.shard is not None:
             halves = schedule.splits_backward and ranks > 1
             sharded = Sharded(
-                mesh, list(self.modules), part.shard, part.data, part.context, keep_gathered=halves
+                mesh,
+                list(self.modules),
+                part.shard,
+                part.data,
+                part.context,
+                keep_gathered=halves,
+                gather_dtype=between,
+                reduce_dtype=getattr(torch, part.reduce_dtype or train.dtype),
             )
             self.gradients: list[GradientSync | Sharded] = [sharded]
         else:
@@ -111,7 +120,7 @@ class Trainer:
         self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh)
         if part.pipeline and ranks > 1:
             here = (train.microbatch, data.sequence // context.size)
-            between = here[1] // split.size if split.sequence_parallel else here[1]
+            tokens = here[1] // split.size if split.sequence_parallel else here[1]
             self._run = Pipelined(
                 mesh,
                 part.pipeline,
@@ -119,8 +128,8 @@ class Trainer:
                 loss,
                 microbatches=self.microbatches,
                 schedule=part.schedule,
-                shapes=(here, (here[0], between, model.width), (*here, model.vocabulary // split.size)),
-                dtype=dtype,
+                shapes=(here, (here[0], tokens, model.width), (*here, model.vocabulary // split.size)),
+                dtype=between,
             )
         settings = (train.lr, train.betas, train.eps, train.weight_decay)
         self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *settings, fused=True)

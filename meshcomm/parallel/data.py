@@ -9,12 +9,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 
 OPS: Final = ("avg", "sum")
@@ -270,6 +271,10 @@ class Sharded:
         keep_gathered: layers stay gathered from a step's first forward pass to its last backward
             pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks
             for the very parameters that the forward pass used.
+        gather_dtype: of gathered weights, which forward and backward compute with; None: the weights' own.
+            Routers keep theirs. Inputs of a module stay as they are given: a table of angles must not be rounded.
+        reduce_dtype: of gradients while they are added up, over microbatches too, and sent; None: the weights' own.
+            Shards, their gradients and the optimiser's state keep the weights' own.
     """
 
     def __init__(
@@ -281,16 +286,26 @@ class Sharded:
         context: str | None,
         *,
         keep_gathered: bool = False,
+        gather_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._mesh = mesh
         self._context = context if context is not None and mesh.size(context) > 1 else None
         over = mesh[shard] if replicate is None else mesh[replicate, shard]
+        own = next(parameter.dtype for module in modules for parameter in module.parameters())
+        gathered, summed = gather_dtype or own, reduce_dtype or own
+        narrow = MixedPrecisionPolicy(gathered, summed, cast_forward_inputs=False)
+        routers = MixedPrecisionPolicy(own, summed, cast_forward_inputs=False)
+        again = not keep_gathered
         self._roots: list[FSDPModule] = []
         for module in modules:
             layers = getattr(module, "layers", None)
             for layer in layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ():
-                _sum(fully_shard(layer, mesh=over, reshard_after_forward=not keep_gathered))
-            self._roots.append(_sum(fully_shard(module, mesh=over)))
+                for part in layer.modules() if gathered != own else ():
+                    if isinstance(part, Router):
+                        _sum(fully_shard(part, mesh=over, reshard_after_forward=again, mp_policy=routers))
+                _sum(fully_shard(layer, mesh=over, reshard_after_forward=again, mp_policy=narrow))
+            self._roots.append(_sum(fully_shard(module, mesh=over, mp_policy=narrow)))
         self._parameters = {
             name: parameter for module in modules for name, parameter in module.named_parameters()
         }

@@ -98,7 +98,8 @@ class Pipelined:
             for gradients and their hooks: `schedule_properties`.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
             They are told, so no trial step is run to find them out.
-        dtype: of what travels between stages.
+        dtype: of what travels between stages, gradients too, and of the last output. A module that returns
+            another one is refused by torch, or read wrongly: cast at its end.
         on_stage_done: called with the position in `modules` of a stage when its gradients of this
             step are complete, which is while other stages of the rank still run. As an order of
             calls it is the same on every rank with this coord along `dim`.

@@ -21,11 +21,15 @@ class Memory(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Weights that one rank holds, before sharding: plain ones and experts'; and those of one layer."""
+    """Weights that one rank holds, before sharding: plain ones and experts'; those of one layer, and those outside of
+    layers; and those of routers.
+    """
 
     plain: float
     experts: float
     layer: float
+    ends: float
+    routers: float
 
     @property
     def all(self) -> float:
@@ -41,10 +45,10 @@ def held(work: Workload, sizes: Sizes) -> Held:
     experts_here = experts / sizes.expert / sizes.tensor
     # One rank of the pipeline has both tables only where there is one rank.
     tables = work.width * work.vocabulary * (1 if sizes.pipeline > 1 or work.tied else 2) / sizes.tensor
-    plain = layers * (attention + norms) + (layers - with_experts) * dense + tables + work.width
-    plain += with_experts * work.width * work.experts
+    ends, routers = tables + work.width, float(with_experts * work.width * work.experts)
+    plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts_here if work.expert_layers else dense)
-    return Held(plain, with_experts * experts_here, layer)
+    return Held(plain, with_experts * experts_here, layer, ends, routers)
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
@@ -52,12 +56,13 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
     Weights, gradients and two moments are of the weights' dtype: 16 bytes for each float32 weight.
     Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020) each is divided by the shards, and one layer whole
-    is there besides; with zero_bubble all layers of the rank are, from the first to the last pass.
+    is there besides, of the activations' dtype; with zero_bubble all layers of the rank are, from the first
+    to the last pass.
     """
     here = held(work, sizes)
     share = here.all / sizes.shard * work.weight_bytes
     kept = sizes.pipeline > 1 and work.schedule == "zero_bubble"
-    gathered = (here.all if kept else here.layer) * work.weight_bytes if sizes.shard > 1 else 0
+    gathered = (here.all if kept else here.layer) * work.activation_bytes if sizes.shard > 1 else 0
     return Memory(share + gathered, share, 2 * share, _activations(work, sizes))
 
 

@@ -147,11 +147,29 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer is gathered forward and backward, and its gradients scattered once a step."""
-    layers = work.layers_of_rank(sizes)
-    size = held(work, sizes).all / layers * work.weight_bytes
-    yield Flow("shard", ("shard",), "all_gather", 2 * layers, size, True, "weights gathered")
-    yield Flow("shard", ("shard",), "reduce_scatter", layers, size, False, "gradients scattered")
+    """Each layer is gathered forward and backward, what is outside of layers once; gradients are scattered once a step.
+
+    Routers keep the weights' type, so beside narrower weights they are gathered by themselves.
+    """
+    here, layers, narrow = held(work, sizes), work.layers_of_rank(sizes), work.activation_bytes
+    stages = work.stages_per_rank if sizes.pipeline > 1 else 1
+    apart = here.routers if narrow != work.weight_bytes else 0
+    inner = here.all - here.ends - apart
+    for count, number, element in (
+        (inner, layers, narrow),
+        (apart, work.expert_layers_of_rank(sizes), work.weight_bytes),
+    ):
+        if count:
+            size = count / number
+            yield Flow(
+                "shard", ("shard",), "all_gather", 2 * number, size * element, True, "weights gathered"
+            )
+            scattered = size * work.reduced_bytes
+            yield Flow("shard", ("shard",), "reduce_scatter", number, scattered, False, "gradients scattered")
+    outer = here.ends / stages
+    yield Flow("shard", ("shard",), "all_gather", stages, outer * narrow, True, "tables gathered")
+    scattered = outer * work.reduced_bytes
+    yield Flow("shard", ("shard",), "reduce_scatter", stages, scattered, False, "tables' gradients scattered")
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -167,7 +185,9 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     if "shard" in work.parts:
         rest = plain / sizes.shard
         if "data" in work.parts:
-            yield summed("data", ("data",), rest, "shards' gradients", work.layers_of_rank(sizes))
+            calls = sum(flow.calls for flow in _shard(work, sizes) if flow.operation == "reduce_scatter")
+            sent = rest / work.weight_bytes * work.reduced_bytes
+            yield summed("data", ("data",), sent, "shards' gradients", calls)
         if "context" in work.parts:
             yield summed("context", ("context",), rest, "gradients")
         return

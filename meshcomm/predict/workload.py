@@ -31,7 +31,8 @@ class Workload(NamedTuple):
 
     parts: those that the configuration plays. layer_macs, head_macs: multiply-adds of a forward pass for
     each token, as the mean over the layers, and of the head. expert_layers: those with experts.
-    activation_bytes, weight_bytes: of one element in a message and in memory; of a weight.
+    activation_bytes: of one element in a message and in memory, and of a weight that FSDP has gathered;
+    weight_bytes: of a weight; reduced_bytes: of a gradient that FSDP adds up.
     """
 
     parts: tuple[Part, ...]
@@ -52,6 +53,7 @@ class Workload(NamedTuple):
     head_macs: float
     activation_bytes: int
     weight_bytes: int
+    reduced_bytes: int
     sequence_parallel: bool
     schedule: PipelineSchedule
     stages_per_rank: int
@@ -127,6 +129,7 @@ def workload(settings: Config) -> Workload:
         head_macs=costs.head,
         activation_bytes=_BYTES[train.compute_dtype or train.dtype],
         weight_bytes=_BYTES[train.dtype],
+        reduced_bytes=_BYTES[parallel.reduce_dtype or train.dtype],
         sequence_parallel=parallel.sequence_parallel,
         schedule=parallel.schedule,
         stages_per_rank=parallel.stages_per_rank,

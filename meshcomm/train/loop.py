@@ -47,6 +47,7 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
                CallMismatchError where ranks called differently in a step.
     """
     before = torch.get_num_threads()
+    exactness = torch.get_float32_matmul_precision()
     try:
         facts = agree(mesh, config)
         if mesh.device.type == "cpu":
@@ -61,8 +62,10 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
             state = _state(trainer, losses)
             checkpoints.load(resumed.folder, state)
             losses = state[_LOSSES].tolist()
+        torch.set_float32_matmul_precision(facts.sections.train.float32_matmul_precision)
         return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses)
     finally:
+        torch.set_float32_matmul_precision(exactness)
         torch.set_num_threads(before)
 
 

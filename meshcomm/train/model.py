@@ -39,7 +39,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        return F.rms_norm(x, (x.shape[-1],), local(self.weight), self.eps)
+        # In x's type: FSDP hands the weight out in it, and a mesh must not decide what is rounded.
+        return F.rms_norm(x, (x.shape[-1],), local(self.weight).to(x.dtype), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -128,7 +129,8 @@ class Transformer(nn.Module):
         config, stage: what it is, and which part of it.
         sequence: tokens of a whole sample.
         seed: what dropout follows from, with `step` and the samples' numbers.
-        compute: the type of matrix products; None: that of the parameters.
+        compute: the type of matrix products, and of activations from the embedding to the logits, so also of
+            what ranks send each other of them; None: that of the parameters.
         recompute: blocks keep their inputs only, and run again in backward.
     """
 
@@ -155,7 +157,7 @@ class Transformer(nn.Module):
         self.compute = compute
         self.recompute = recompute
         vocab, width = config.vocabulary, config.width
-        self.embed = VocabParallelEmbedding(split, vocab, width) if stage.is_first else None
+        self.embed = VocabParallelEmbedding(split, vocab, width, dtype=compute) if stage.is_first else None
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
         self.norm = RMSNorm(split, width, config.norm_eps) if stage.is_last else None
         self.head = ColumnParallel(split, width, vocab) if stage.is_last else None
@@ -193,7 +195,7 @@ class Transformer(nn.Module):
             for block in self.layers.values():
                 x = self._through(block, x, drops)
             if self.norm is not None and self.head is not None:
-                x = self.head(self.split.enter(self.norm(x))).to(self.split.dtype)
+                x = self.head(self.split.enter(self.norm(x)))
         return x
 
     def _through(self, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:

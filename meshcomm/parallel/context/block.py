@@ -11,6 +11,7 @@ from torch import Tensor
 from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.context.order import Order, check_order
 from meshcomm.transport.torch_private import (
     attention_kernel,
@@ -34,7 +35,7 @@ def prepared(
     where = f'{call} along "{dim}" on {mesh.label}'
     for x in (q, k, v):
         check_tensor(x, (mesh.device.type,), lambda: where)
-    q, k, v = (_as_autocast(x) for x in (q, k, v))
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if (
         q.ndim != 4
@@ -80,14 +81,6 @@ def prepared(
             hint=f'a sequence of a multiple of {2 * mesh.size(dim)}, or order="contiguous"',
         )
     return where, q, k, v
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """What autocast does to the arguments of scaled_dot_product_attention."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

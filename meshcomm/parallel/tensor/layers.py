@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError
+from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.tensor.parameters import FUSED, joined, local
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -61,16 +62,18 @@ class Vocab:
     """An embedding with rows split: ids (...) int64 -> (..., width), whole or split along the sequence."""
 
     meshcomm_split: TensorSplit
+    meshcomm_dtype: torch.dtype | None = None
     padding_idx: int | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         """0 <= ids < vocab, or ShapeError; where a look would wait for the device, such rows are nan."""
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
+        dtype = self.meshcomm_dtype or table.dtype
         if split.size == 1 and not split.mesh.asynchronous:
-            return F.embedding(ids, table, padding)
+            return F.embedding(ids, table, padding).to(dtype)
         outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
-        found = F.embedding(row, table)
+        found = F.embedding(row, table).to(dtype)
         if padding is not None:
             # Not F.embedding's padding_idx: row 0 also stands for ids of other ranks.
             found = found.detach().where((ids == padding).unsqueeze(-1), found)
@@ -112,12 +115,15 @@ class VocabParallelEmbedding(Vocab, nn.Module):
     """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), whole.
 
     With sequence_parallel: ids (batch, sequence), whole -> this rank's slice of the sequence.
+    dtype: of what travels and is returned; None: the weight's. Rows are not rounded by being summed.
     Raises ShapeError for ids outside of 0 .. vocab - 1; their rows are nan where a look would wait for the device.
     """
 
-    def __init__(self, split: TensorSplit, vocab: int, width: int) -> None:
+    def __init__(
+        self, split: TensorSplit, vocab: int, width: int, *, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.meshcomm_split = split
+        self.meshcomm_split, self.meshcomm_dtype = split, dtype
         self.weight = split.parameter(vocab, width, axis=0)
 
 
@@ -160,11 +166,8 @@ def columns(split: TensorSplit, x: Tensor, *layers: ColumnParallel) -> tuple[Ten
         x = split.enter(x)
         return tuple(layer(x) for layer in layers)
     weights = [local(layer.weight) for layer in layers]
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        # Here, where autograd sees it: inside of a Function autocast does not reach the backward.
-        dtype = torch.get_autocast_dtype(kind)
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+    # Here, where autograd sees it: inside of a Function autocast does not reach the backward.
+    x, weights = as_autocast(x), [as_autocast(weight) for weight in weights]
     ys: tuple[Tensor, ...] = _GatherLinears.apply(split, x, *weights)
     biases = [layer.bias for layer in layers]
     return tuple(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.tensor.parameters import local, parameter_of
 
 _PARTIAL = "meshcomm_partial_gradients"
@@ -107,10 +108,12 @@ class TensorSplit:
         """`x` before it meets split outputs; its gradient is summed over the ranks.
 
         `x` is equal on all ranks. With sequence_parallel it is this rank's slice of the sequence,
-        the whole of it is returned, and the gradient is this rank's slice of the sum.
+        the whole of it is returned, and the gradient is this rank's slice of the sum. Under autocast
+        it travels, and is returned, in the dtype that matrices are multiplied in; so does its gradient.
         """
         if self.size == 1:
             return x
+        x = as_autocast(x)
         if self.sequence_parallel:
             return self.mesh.functional.all_gather(self.dim, x, self.axis, grad="reduce_scatter")
         return self.mesh.functional.identity(self.dim, x, grad="sum")
