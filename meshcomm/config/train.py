@@ -69,10 +69,11 @@ class TrainConfig(Section):
         "Type that matrices are multiplied in, and of activations and of what ranks send each other of them, and of "
         "gathered weights. Weights, optimizer state and sums of gradients keep dtype. None: dtype.",
     )
-    float32_matmul_precision: Literal["highest", "high", "medium"] = setting(
-        "highest",
-        "How exactly float32 matrices are multiplied, as torch.set_float32_matmul_precision has it: high and medium "
-        "let GPUs use TF32. A CPU without units for it computes as before.",
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = setting(
+        None,
+        "How exactly float32 matrices are multiplied during the run, as torch.set_float32_matmul_precision has it: "
+        "high and medium let GPUs use TF32. A CPU without units for it computes as before. None: as the process has "
+        "it, highest where nothing was set.",
     )
     recompute: bool = setting(
         False, "Each block's activations are computed again in the backward pass instead of kept."
@@ -126,7 +127,7 @@ no_effect(
     TrainConfig,
     "float32_matmul_precision",
     "dtype",
-    lambda train: train.dtype != "float64" or train.float32_matmul_precision == "highest",
+    lambda train: train.dtype != "float64" or train.float32_matmul_precision is None,
     'dtype = "float32" beside it',
     'train.dtype = "float32"',
     why=' with dtype = "float64", where no matrix is float32',

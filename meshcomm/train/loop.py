@@ -47,7 +47,7 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
                CallMismatchError where ranks called differently in a step.
     """
     before = torch.get_num_threads()
-    exactness = torch.get_float32_matmul_precision()
+    precise: str | None = None
     try:
         facts = agree(mesh, config)
         if mesh.device.type == "cpu":
@@ -62,10 +62,13 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
             state = _state(trainer, losses)
             checkpoints.load(resumed.folder, state)
             losses = state[_LOSSES].tolist()
-        torch.set_float32_matmul_precision(facts.sections.train.float32_matmul_precision)
+        if (wanted := facts.sections.train.float32_matmul_precision) is not None:
+            precise = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(wanted)
         return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses)
     finally:
-        torch.set_float32_matmul_precision(exactness)
+        if precise is not None:
+            torch.set_float32_matmul_precision(precise)
         torch.set_num_threads(before)
 
 

@@ -71,6 +71,12 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
     if config.train.compute_dtype is not None:
         changes.append("train.compute_dtype=")
         said.append(f'train.compute_dtype left out, was "{config.train.compute_dtype}"')
+    if config.parallel is not None and config.parallel.reduce_dtype is not None:
+        changes.append("parallel.reduce_dtype=")
+        said.append(f'parallel.reduce_dtype left out, was "{config.parallel.reduce_dtype}"')
+    if config.train.float32_matmul_precision is not None:
+        changes.append("train.float32_matmul_precision=")
+        said.append(f'train.float32_matmul_precision left out, was "{config.train.float32_matmul_precision}"')
     if config.train.dtype != "float64":
         changes.append('train.dtype="float64"')
         said.append(f'train.dtype = "float64", was "{config.train.dtype}"')

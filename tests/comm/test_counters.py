@@ -20,10 +20,11 @@ from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
 from meshcomm.predict.traffic import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
+from meshcomm.testing import Pool
 from meshcomm.train import trainer_for
 from meshcomm.train.agree import agree
 from meshcomm.train.loop import batches_of
-from tests.group_hooks import HAS_HOOKS
+from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
 
@@ -265,6 +266,7 @@ TRAIN: dict[str, Any] = {
 RING = 'parallel.context="cp"'
 ULYSSES = 'parallel.attention="ulysses"'
 AGAIN = "train.recompute=true"
+BF16 = 'train.compute_dtype="bfloat16"'
 EXPERTS = (
     "mesh.dims={ dp = 4, tp = 1 }",
     "mesh.views.expert={ edp = 2, ep = 2, tp = 1 }",
@@ -317,8 +319,16 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
         (2, ["mesh.dims={ dp = 1, cp = 2, tp = 1 }", RING, AGAIN, 'train.compute_dtype="bfloat16"']),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
         (4, [*EXPERTS, AGAIN]),
+        (4, ["mesh.dims={ dp = 2, tp = 2 }", BF16]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", AGAIN, BF16]),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, BF16]),
+        (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, "parallel.sequence_parallel=true", BF16]),
+        (4, [*EXPERTS, AGAIN, BF16]),
     ],
-    ids=["dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"],
+    ids=[
+        *("dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"),
+        *("dp tp bf16", "tp sp again bf16", "ulysses bf16", "ring tp sp bf16", "ep again bf16"),
+    ],
 )
 def test_training_sends_what_place_predicts(world: int, overrides: list[str]) -> None:
     settings = load(TRAIN, overrides)
@@ -350,6 +360,64 @@ def test_training_sends_what_place_predicts(world: int, overrides: list[str]) ->
         if each.what not in ("gradients", "experts' gradients") and each.operation == "sendrecv":
             same = [e.calls for e in expected(settings, world) if (e.dims, e.operation) == each[:2]]
             assert calls["_".join(each.dims), "sendrecv"] == sum(same) * world
+
+
+SHARDED = ("parallel.data=", 'parallel.shard="fs"', "parallel.tensor=")
+HYBRID = ('parallel.data="dp"', 'parallel.shard="fs"', "parallel.tensor=")
+PIPELINED = ('parallel.pipeline="pp"', "parallel.tensor=")
+
+
+def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes of a second step that FSDP2 and pipelining made past the mesh, by dim and operation."""
+    torch.set_num_threads(1)
+    with meshcomm.init(settings) as mesh:
+        facts = agree(mesh, settings)
+        trainer = trainer_for(mesh, settings)
+        batches = batches_of(trainer, facts.corpus)
+        trainer.step(*batches(1), 1e-3, 1)
+        before = mesh.stats()
+        trainer.step(*batches(2), 1e-3, 2)
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for row in mesh.stats().since(before).rows:
+            call, past, _ = row.call.partition(" (torch)")
+            if past:
+                key = row.dim, "sendrecv" if call in ("send", "recv") else call
+                calls, nbytes = found.get(key, (0, 0))
+                found[key] = calls + row.calls, nbytes + row.nbytes
+    for parameter in trainer.modules.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is None or parameter.grad.dtype == torch.float32
+    for state in trainer.optimizer.state.values():
+        assert {value.dtype for value in state.values()} == {torch.float32}
+    return found
+
+
+@needs_group_hooks
+@pytest.mark.parametrize("narrow", [(), (BF16,)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh.dims={ fs = 4 }", *SHARDED),
+        ("mesh.dims={ fs = 4 }", *SHARDED, 'parallel.reduce_dtype="bfloat16"'),
+        ("mesh.dims={ fs = 4 }", *SHARDED, "model.experts=4", AGAIN),
+        ("mesh.dims={ dp = 2, fs = 2 }", *HYBRID),
+        ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED),
+    ],
+    ids=["fsdp", "reduced in bf16", "experts", "hybrid", "pipeline"],
+)
+def test_torch_s_own_calls_are_those_that_place_predicts(
+    pool: Pool, overrides: tuple[str, ...], narrow: tuple[str, ...]
+) -> None:
+    settings = load(TRAIN, [*overrides, *narrow])
+    everyone = pool.run(counted_by_torch, settings, ranks=4)
+    wanted: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in expected(settings, 4):
+        if each.operation == "all_reduce" and "fs" not in settings.mesh.dims:
+            continue  # meshcomm's own
+        key = "_".join(each.dims), each.operation
+        calls, nbytes = wanted.get(key, (0, 0))
+        wanted[key] = calls + each.calls, nbytes + round(each.step_bytes)
+    assert everyone == [wanted] * 4
 
 
 # -- shown ----------------------------------------------------------------------------------------

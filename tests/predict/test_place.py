@@ -277,11 +277,23 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("context", "all_to_all", 2 * layers, rows_of_heads * 6, True) in ulysses
 
     sharded = sent("all five", shard=4, data=2, context=2)
-    weights = held(workload(config("all five")), Sizes()).all * 4
-    assert ("shard", "all_gather", 12, weights / layers, True) in sharded
-    assert ("shard", "reduce_scatter", 6, weights / layers, False) in sharded
-    assert ("data", "all_reduce", 6, weights / 4 / layers, False) in sharded
+    has = held(workload(config("all five")), Sizes())
+    weights, ends = has.all * 4, has.ends * 4
+    # Layers are gathered forward and backward, the tables once.
+    assert ("shard", "all_gather", 12, (weights - ends) / layers, True) in sharded
+    assert ("shard", "all_gather", 1, ends, True) in sharded
+    assert ("shard", "reduce_scatter", 6, (weights - ends) / layers, False) in sharded
+    assert ("shard", "reduce_scatter", 1, ends, False) in sharded
+    assert ("data", "all_reduce", 7, weights / 4 / 7, False) in sharded
     assert ("context", "all_reduce", 1, weights / 4, False) in sharded
+    # In bfloat16 weights travel by halves, gradients only where they are added up in it.
+    mixed = sent("all five", {"activation_bytes": 2}, shard=4, data=2, context=2)
+    assert ("shard", "all_gather", 12, (weights - ends) / layers / 2, True) in mixed
+    assert ("shard", "reduce_scatter", 6, (weights - ends) / layers, False) in mixed
+    less = sent("all five", {"activation_bytes": 2, "reduced_bytes": 2}, shard=4, data=2, context=2)
+    assert ("shard", "reduce_scatter", 6, (weights - ends) / layers / 2, False) in less
+    assert ("data", "all_reduce", 7, weights / 4 / 7 / 2, False) in less
+    assert ("context", "all_reduce", 1, weights / 4, False) in less
 
     experts = sent("experts", expert=4, data=8)
     moe = workload(config("experts"))
@@ -348,11 +360,11 @@ def test_memory_by_hand() -> None:
     sharded = memory(work, Sizes(shard=128))
     one = work.attention_weights + work.expert_weights + 2 * work.width
     assert sharded.gradients == 4 * held(work, Sizes()).all / 128
-    assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 4 * one
+    assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 2 * one
     # Where backward passes run in halves, all that a rank has stays gathered for the whole step.
     halves = work._replace(schedule="zero_bubble", stages_per_rank=2)
     whole = held(halves, Sizes(pipeline=2, microbatches=8)).all
-    assert memory(halves, Sizes(pipeline=2, shard=4, microbatches=8)).weights == 4 * whole * (1 + 1 / 4)
+    assert memory(halves, Sizes(pipeline=2, shard=4, microbatches=8)).weights == whole * (2 + 4 / 4)
 
 
 def test_what_memory_does_not_hold_is_left_out() -> None:

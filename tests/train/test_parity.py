@@ -206,12 +206,17 @@ def test_the_worst_rank_counts_and_what_no_rank_has_is_missing() -> None:
 
 
 def test_float32_and_bf16_are_put_aside_and_said() -> None:
-    train = {**CASES["dp8"]["train"], "dtype": "float32", "compute_dtype": "bfloat16"}
-    config, said = in_float64(load({**CASES["dp8"], "train": train}))
-    assert config.train is not None
+    narrow = {"dtype": "float32", "compute_dtype": "bfloat16", "float32_matmul_precision": "high"}
+    train = {**CASES["shard8"]["train"], **narrow}
+    parallel = {**CASES["shard8"]["parallel"], "reduce_dtype": "bfloat16"}
+    config, said = in_float64(load({**CASES["shard8"], "train": train, "parallel": parallel}))
+    assert config.train is not None and config.parallel is not None
     assert (config.train.dtype, config.train.compute_dtype) == ("float64", None)
+    assert (config.parallel.reduce_dtype, config.train.float32_matmul_precision) == (None, None)
     assert said == (
         'train.compute_dtype left out, was "bfloat16"',
+        'parallel.reduce_dtype left out, was "bfloat16"',
+        'train.float32_matmul_precision left out, was "high"',
         'train.dtype = "float64", was "float32"',
     )
     assert in_float64(config) == (config, ())

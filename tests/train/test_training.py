@@ -212,6 +212,7 @@ class Notes(Reporter):
 
     def step(self, step: Step) -> None:
         self.calls.append(("step", step))
+        self.precision = torch.get_float32_matmul_precision()
 
     def finish(self, summary: Summary) -> None:
         self.calls.append(("finish", summary))
@@ -222,10 +223,12 @@ class Notes(Reporter):
 
 def run_once(config: Config) -> tuple[Summary, list[tuple[str, Any]]]:
     notes = Notes()
-    threads = torch.get_num_threads()
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     with meshcomm.init(config) as mesh:
         summary = run(mesh, config, notes)
-    assert torch.get_num_threads() == threads
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, precision)
+    assert config.train is not None
+    assert notes.precision == (config.train.float32_matmul_precision or precision)
     return summary, notes.calls
 
 
@@ -235,6 +238,7 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
         f'train.out="{tmp_path}"',
         "train.steps=4",
         "train.log_every=3",
+        'train.float32_matmul_precision="high"',
     )
     for _ in range(2):
         results = pool.run(run_once, config, ranks=2)
