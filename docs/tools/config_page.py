@@ -138,6 +138,7 @@ dims = { dp = 2, fsdp = 2, cp = 2 }
 [parallel]
 data = "dp"
 shard = "fsdp"
+reduce_dtype = "bfloat16"
 context = "cp"
 attention = "ulysses"
 """,
@@ -199,6 +200,7 @@ nonfinite = "stop"
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
+float32_matmul_precision = "high"
 recompute = true
 compile = false
 out = "runs/books"

@@ -149,27 +149,41 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each layer is gathered forward and backward, what is outside of layers once; gradients are scattered once a step.
 
+    In a pipeline a layer stays gathered from one backward pass to the pass that follows: it is gathered at the first
+    pass of a step, and behind each forward pass; with zero_bubble at the first alone, as are tables with any schedule.
     Routers keep the weights' type, so beside narrower weights they are gathered by themselves.
     """
     here, layers, narrow = held(work, sizes), work.layers_of_rank(sizes), work.activation_bytes
-    stages = work.stages_per_rank if sizes.pipeline > 1 else 1
+    piped = sizes.pipeline > 1
+    stages = work.stages_per_rank if piped else 1
+    often = 2 if not piped else 1 if work.schedule == "zero_bubble" else sizes.microbatches + 1
     apart = here.routers if narrow != work.weight_bytes else 0
-    inner = here.all - here.ends - apart
-    for count, number, element in (
-        (inner, layers, narrow),
-        (apart, work.expert_layers_of_rank(sizes), work.weight_bytes),
+    for count, number, gathers, element, what in (
+        (here.all - here.ends - apart, layers, often, narrow, "weights"),
+        (apart, work.expert_layers_of_rank(sizes), often, work.weight_bytes, "routers"),
+        (here.ends, stages, 1, narrow, "tables"),
     ):
         if count:
             size = count / number
             yield Flow(
-                "shard", ("shard",), "all_gather", 2 * number, size * element, True, "weights gathered"
+                "shard",
+                ("shard",),
+                "all_gather",
+                gathers * number,
+                size * element,
+                not piped,
+                f"{what} gathered",
             )
             scattered = size * work.reduced_bytes
-            yield Flow("shard", ("shard",), "reduce_scatter", number, scattered, False, "gradients scattered")
-    outer = here.ends / stages
-    yield Flow("shard", ("shard",), "all_gather", stages, outer * narrow, True, "tables gathered")
-    scattered = outer * work.reduced_bytes
-    yield Flow("shard", ("shard",), "reduce_scatter", stages, scattered, False, "tables' gradients scattered")
+            yield Flow(
+                "shard",
+                ("shard",),
+                "reduce_scatter",
+                number,
+                scattered,
+                False,
+                f"gradients of {what} scattered",
+            )
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:

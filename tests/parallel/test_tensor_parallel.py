@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,7 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.stats import Stats
 from meshcomm.parallel import GradientSync
 from meshcomm.parallel.tensor import (
     ColumnParallel,
@@ -501,6 +503,52 @@ def own_layers(mesh: Mesh, sequence: bool, overlap: bool) -> None:
 )
 def test_own_layers_with_the_sequence_split(size: int, sequence: bool, overlap: bool) -> None:
     meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence, overlap))
+
+
+def sent(mesh: Mesh, before: Stats) -> Counter[str]:
+    """Bytes by call, blocking or not."""
+    found: Counter[str] = Counter()
+    for row in mesh.stats().since(before).rows:
+        found[row.call] += row.nbytes
+    return found
+
+
+def narrow(mesh: Mesh, sequence: bool, overlap: bool) -> None:
+    """Under autocast (2, 8, 16) bfloat16 travels, 512 bytes, forward and backward; embeddings where it is said."""
+    split = TensorSplit(mesh, "tp", sequence_parallel=sequence, overlap=overlap)
+    up, down = ColumnParallel(split, 16, 32), RowParallel(split, 32, 16)
+    table = VocabParallelEmbedding(split, 12, 16, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    for each in (up, down, table):
+        nn.init.normal_(each.weight)
+    x = randn(2, 8, 16).float()
+    mine = (part(mesh, "tp", x, 1) if sequence else x).clone().requires_grad_()
+    before = mesh.stats()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = down(*columns(split, mine, up))
+        found = table(torch.arange(8).expand(2, 8))
+    assert (y.dtype, found.dtype) == (torch.bfloat16, torch.bfloat16)
+    counted = sent(mesh, before)
+    (y.float().square().sum() + found.float().sum()).backward()
+    assert mine.grad is not None
+    assert {each.grad.dtype for each in (mine, up.weight, down.weight, table.weight)} == {torch.float32}
+    both = sent(mesh, before)
+    if overlap:
+        # The gather is one exchange, in which each of two ranks sends its half.
+        assert counted["exchange"] == 256 and both["reduce_scatter"] == 3 * 512
+    elif sequence:
+        assert counted == {"all_gather": 512, "reduce_scatter": 2 * 512}
+        assert both == {"all_gather": 3 * 512, "reduce_scatter": 3 * 512}
+    else:
+        assert (counted, both) == ({"all_reduce": 2 * 512}, {"all_reduce": 3 * 512})
+    assert torch.equal(split.gather(found.detach()), whole(table.weight)[:8].bfloat16().expand(2, 8, 16))
+
+
+@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
+def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(
+    sequence: bool, overlap: bool
+) -> None:
+    meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence, overlap))
 
 
 def refusals(mesh: Mesh) -> None:

@@ -295,6 +295,15 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("data", "all_reduce", 7, weights / 4 / 7 / 2, False) in less
     assert ("context", "all_reduce", 1, weights / 4, False) in less
 
+    # In a pipeline what a backward pass has gathered serves the next pass; halves of passes need it all the time.
+    piped = sent("all five", shard=4, pipeline=2, microbatches=8)
+    assert [(o, n, m) for part, o, n, _, m in piped if part == "shard" and o == "all_gather"] == [
+        ("all_gather", 3 * 9, False),
+        ("all_gather", 1, False),
+    ]
+    halves = sent("all five", {"schedule": "zero_bubble"}, shard=4, pipeline=2, microbatches=8)
+    assert [n for part, o, n, *_ in halves if part == "shard" and o == "all_gather"] == [3, 1]
+
     experts = sent("experts", expert=4, data=8)
     moe = workload(config("experts"))
     spread = 6 * 8 * moe.expert_weights
