@@ -31,6 +31,7 @@ ORDER = [
     "launch",
     "doctor",
     "parallel",
+    "models",
     "train",
     "bench",
     "simulator",

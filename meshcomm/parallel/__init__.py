@@ -1,6 +1,6 @@
 """Data, tensor and pipeline parallelism along dims of a mesh, and what composes them."""
 
-from meshcomm.parallel.compose import Build, Trainer
+from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, split_layers
 from meshcomm.parallel.tensor import (
@@ -21,7 +21,6 @@ from meshcomm.parallel.tied import TiedWeight
 
 __all__ = [
     "Accumulate",
-    "Build",
     "ColumnParallel",
     "GradientSync",
     "Pipelined",

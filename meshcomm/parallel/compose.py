@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias, final
+from collections.abc import Iterable
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.meta import materialise
+from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
 from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.splits import Splits
-from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.tied import TiedWeight
 from meshcomm.predict.passes import schedule_properties
-from meshcomm.predict.stages import Stage, model_stages, stages_of_rank
-
-Build: TypeAlias = Callable[[Splits, Stage], nn.Module]
+from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 
 class Sections(NamedTuple):
@@ -49,19 +49,15 @@ class Trainer:
     Args:
         mesh: an open mesh that this rank is a member of.
         config: what the mesh was opened with, with the four training sections.
-        build: makes a stage's module, weights initialised: (int64 tokens or hidden states of one
-            microbatch) -> hidden states, or on the last stage this rank's slice of the logits, both in
-            train.compute_dtype, or else in train.dtype. Its
-            `layers`, a ModuleDict or ModuleList, are what shard gathers one at a time. Where the
-            config has dropout it is also given `samples`, int64 (microbatch,), the samples' numbers
-            in the global batch. With tied_embeddings, `tied_weight` is the shared parameter or None.
+        model: how a stage is built and filled. No rank holds more of it than its own part.
 
     Raises as `sections`.
     """
 
-    def __init__(self, mesh: Mesh, config: Config, build: Build) -> None:
+    def __init__(self, mesh: Mesh, config: Config, model: Model) -> None:
         self.sections = sections(mesh, config)
-        part, model, data, train = self.sections
+        self.model = model
+        part, settings, data, train = self.sections
         dtype: torch.dtype = getattr(torch, train.dtype)
         between: torch.dtype = getattr(torch, train.compute_dtype or train.dtype)
 
@@ -77,17 +73,16 @@ class Trainer:
 
         split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel)
         context = ContextSplit(mesh, part.context, part.attention)
-        balance = model.balance_loss / (self.microbatches * self.data_size) if model.experts else 0.0
+        weight = settings.balance_loss if settings.experts else 0.0
         self.split = split
-        self.splits = Splits(split, context, part.expert, balance)
-        layers = model_stages(model, data.sequence, ranks * each)
+        self.splits = Splits(split, context, part.expert, weight / (self.microbatches * self.data_size))
+        costs = model.costs(data.sequence)
+        layers = split_layers(
+            model.layers, ranks * each, costs.layers, first=costs.embedding, last=costs.head
+        )
         indices = stages_of_rank(coord, ranks, each)
         self.stages = [Stage(index, ranks * each, layers[index]) for index in indices]
-        self.modules = nn.ModuleList([build(self.splits, stage) for stage in self.stages])
-
-        across = model.tied_embeddings and ranks > 1
-        if across:
-            self._tied_across().copy()
+        self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         schedule = schedule_properties(part.schedule)
         if part.shard is not None:
             halves = schedule.splits_backward and ranks > 1
@@ -102,10 +97,15 @@ class Trainer:
                 reduce_dtype=getattr(torch, part.reduce_dtype or train.dtype),
             )
             self.gradients: list[GradientSync | Sharded] = [sharded]
-        else:
+        for module, stage in zip(self.modules, self.stages, strict=True):
+            materialise(module, mesh.device)
+            model.fill(module, stage)
+        if part.shard is None:
             self.gradients = self._synced(schedule.hooks_fire or ranks == 1)
         # Only now: sharding puts other parameters into the modules.
-        self._tied = self._tied_across() if across else None
+        self._tied = self._tied_across() if model.tied and ranks > 1 else None
+        if self._tied is not None:
+            self._tied.copy()
         # The first stage counts the weight that the last one has too.
         held = self._tied_weight()
         counts = self._tied is None or self._tied.is_owner
@@ -114,7 +114,7 @@ class Trainer:
         self._tokens = torch.ones((), dtype=dtype, device=mesh.device)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            return cross_entropy(split, logits, targets, reduction="sum") / self._tokens
+            return model.loss(self.splits, logits, targets) / self._tokens
 
         before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
         self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh)
@@ -131,8 +131,8 @@ class Trainer:
                 shapes=(here, (here[0], tokens, model.width), (*here, model.vocabulary // split.size)),
                 dtype=between,
             )
-        settings = (train.lr, train.betas, train.eps, train.weight_decay)
-        self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *settings, fused=True)
+        rates = (train.lr, train.betas, train.eps, train.weight_decay)
+        self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *rates, fused=True)
         named = self.named_parameters()
         self._norm = GradientNorm(mesh, named, pipeline=part.pipeline, skip=self._copies)
         place = {"stage": self.stages[-1].index, "vocabulary": model.vocabulary}
@@ -162,13 +162,13 @@ class Trainer:
         Raises:    TrainingError where a parameter got no gradient. Where the loss or the gradient norm is not
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
-        _, model, _, train = self.sections
+        _, settings, _, train = self.sections
         context = self.splits.context
         self._tokens = self._sum_over_data((targets != -100).sum())
         for gradients in self.gradients:
             gradients.start()
         more: dict[str, Any] = {}
-        if model.dropout:
+        if settings.dropout:
             for module in self.modules:
                 module.step = number  # type: ignore[assignment]
             first = self.data_coord * len(tokens)

@@ -10,20 +10,18 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.models.transformer import BuiltIn
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.results import Done
-from meshcomm.parallel.splits import Splits
-from meshcomm.predict.stages import Stage
 from meshcomm.train.agree import agree
 from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.lock import Lock, lock_of
-from meshcomm.train.model import Transformer, initialise
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, TRACE, MetricsFile, recorded
 from meshcomm.train.together import is_first
@@ -73,27 +71,9 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
 
 
 def trainer_for(mesh: Mesh, config: Config) -> Trainer:
-    """The trainer of the transformer that `config` describes, its weights drawn from the seed."""
-
-    def build(splits: Splits, stage: Stage) -> nn.Module:
-        _, model, data, train = sections(mesh, config)
-        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
-        module = Transformer(
-            splits,
-            model,
-            stage,
-            data.sequence,
-            seed=train.seed,
-            compute=compute,
-            recompute=train.recompute,
-        )
-        initialise(module, model.layers, train.seed)
-        if train.compile:
-            for block in module.layers.values():
-                block.compile()
-        return module
-
-    return Trainer(mesh, config, build)
+    """The trainer of the model that `config` describes, its weights drawn from the seed."""
+    _, model, data, train = sections(mesh, config)
+    return Trainer(mesh, config, BuiltIn(model, data, train))
 
 
 def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:

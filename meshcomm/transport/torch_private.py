@@ -128,6 +128,12 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
         written([x for x in tensors if not x.is_inference()])
 
 
+def offsets(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part of a DTensor begins in the whole one; zeros where it has none of it."""
+    chunks = tensor.__create_chunk_list__()
+    return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
+
+
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype in place, in one call; factor: a tensor () of theirs."""
     torch._foreach_mul_(list(tensors), factor)

@@ -71,15 +71,15 @@ def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
 
 @bug("pp2 dp2 tp2", "loss of step 1", "pp")
 def last_stage_begins_one_layer_late(config: Config) -> Patch:
-    right = compose.model_stages
+    right = compose.split_layers
 
-    def wrong(*args: Any) -> list[range]:
-        found = right(*args)
+    def wrong(*args: Any, **costs: Any) -> list[range]:
+        found = right(*args, **costs)
         if len(found) > 1:
             found[-1] = range(found[-1].start + 1, found[-1].stop)
         return found
 
-    return patch.object(compose, "model_stages", wrong)
+    return patch.object(compose, "split_layers", wrong)
 
 
 @bug("dp2 tp4", "loss of step 1", "dp")

@@ -23,13 +23,13 @@ import meshcomm
 from meshcomm.config import Config, DataConfig, ModelConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Reporter, Silent, Start, Step, Summary, run
 from meshcomm.train import data as text
 from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.model import Transformer, initialise
 from meshcomm.train.run_files import MetricsFile, put_aside
 from meshcomm.train.screen import TrainingReporter, curve, summary_panel
 
@@ -104,7 +104,7 @@ def test_the_model_is_the_transformer_it_says_it_is() -> None:
     config = ModelConfig(layers=2, width=24, heads=6, kv_heads=2, ff=40)
     split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
     model = Transformer(split, config, Stage(0, 1, range(2)), 9)
-    initialise(model, config.layers, seed=1)
+    initialise(model, config, seed=1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(tokens), plain_logits(weights, config, tokens), rtol=1e-12, atol=1e-13)
@@ -116,7 +116,7 @@ def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
 
     def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
         model = Transformer(split, config, stage, 4)
-        initialise(model, config.layers, seed)
+        initialise(model, config, seed)
         return dict(model.named_parameters())
 
     all_of_it = drawn(3, Stage(0, 1, range(4)))

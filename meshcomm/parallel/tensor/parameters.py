@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
+from meshcomm.transport.torch_private import offsets
 
 # On a module: the sizes of the parts of each of its weights that has some.
 FUSED = "meshcomm_fused"
@@ -109,15 +110,13 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated."""
+    held = local(parameter)
     if isinstance(parameter, DTensor):
-        value = value.to(parameter.device)
-        spread: Any = distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        value = spread.to_local()
+        first = offsets(parameter)
+        value = value[tuple(slice(at, at + n) for at, n in zip(first, held.shape, strict=True))]
     for part in parts_of(parameter):
         value = value.chunk(part.mesh.size(part.dim), part.axis)[part.mesh.coord(part.dim)]
-    local(parameter).copy_(value)
+    held.copy_(value)
 
 
 def units(sizes: Sequence[int]) -> int:

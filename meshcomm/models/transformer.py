@@ -1,10 +1,10 @@
-"""What the model is: a decoder-only transformer over bytes, written for one stage of a pipeline."""
+"""The built-in model: a decoder-only transformer over bytes, written for one stage of a pipeline."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshcomm.config import ModelConfig
+from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
+from meshcomm.parallel.meta import on_meta
+from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import (
@@ -26,6 +28,44 @@ from meshcomm.parallel.tensor import (
     local,
     whole_shape,
 )
+from meshcomm.predict.stages import PartCosts, part_costs
+
+
+@final
+class BuiltIn(Model):
+    """The transformer of `[model]`, its weights drawn from the seed by their names: the same on every mesh."""
+
+    def __init__(self, config: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
+        self.layers, self.width, self.vocabulary = config.layers, config.width, config.vocabulary
+        self.tied = config.tied_embeddings
+        self._config, self._sequence, self._train = config, data.sequence, train
+
+    def costs(self, sequence: int) -> PartCosts:
+        """See Model."""
+        return part_costs(self._config, sequence)
+
+    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
+        """See Model."""
+        train = self._train
+        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        with on_meta():
+            module = Transformer(
+                splits,
+                self._config,
+                stage,
+                self._sequence,
+                seed=train.seed,
+                compute=compute,
+                recompute=train.recompute,
+            )
+        if train.compile:
+            for block in module.layers.values():
+                block.compile()
+        return module
+
+    def fill(self, module: nn.Module, stage: Stage) -> None:
+        """See Model."""
+        initialise(module, self._config, self._train.seed)
 
 
 class RMSNorm(nn.Module):
@@ -223,7 +263,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def initialise(model: Transformer, layers: int, seed: int) -> None:
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Draw every whole parameter from (seed, its name) and keep this rank's part of it.
 
     So weights are the same on every mesh. One whole parameter is in memory at a time. Norms are 1.
@@ -235,13 +275,13 @@ def initialise(model: Transformer, layers: int, seed: int) -> None:
     for name, parameter in model.named_parameters():
         shape = whole_shape(parameter)
         if len(shape) == 1:
-            assign(parameter, torch.ones(shape, dtype=model.split.dtype))
+            assign(parameter, torch.ones(shape, dtype=parameter.dtype))
             continue
-        if name == "embed.weight" and model.tied:
+        if name == "embed.weight" and config.tied_embeddings:
             name = "head.weight"
         std = 1.0 if name.startswith("embed") else shape[-1] ** -0.5
         if name.endswith(("attn.wo.weight", "ff.w2.weight", "ff.experts.w2")):
-            std /= (2 * layers) ** 0.5
+            std /= (2 * config.layers) ** 0.5
         elif name.startswith("head"):
             std /= 5
         # NumPy's generators give the same numbers on every kind of processor; torch's need not.

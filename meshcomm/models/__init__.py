@@ -1,0 +1,1 @@
+"""Models that a configuration can name, and what any other must say about itself."""

@@ -1,0 +1,49 @@
+"""What a trainer must know of a model, whoever wrote it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits
+from meshcomm.parallel.tensor import cross_entropy
+from meshcomm.predict.stages import PartCosts
+
+
+class Model(ABC):
+    """A model that can be built stage by stage, without memory, and filled when it has some.
+
+    layers:     blocks that a pipeline divides; 1 where it cannot be cut.
+    width:      elements of a token's vector between stages.
+    vocabulary: token ids are below it, and the last stage gives as many logits.
+    tied:       whether embedding and head share one weight, which a stage's `tied_weight` is.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    tied: bool = False
+
+    @abstractmethod
+    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
+        """A stage's module, split, its parameters on the meta device: see `meta.on_meta`.
+
+        It takes int64 tokens or hidden states of one microbatch and gives hidden states, or on the last stage this
+        rank's slice of the logits, both in train.compute_dtype, or else in train.dtype. Its `layers`, a ModuleDict or ModuleList, are what shard gathers one at a time.
+        Where something is dropped it is also given `samples`, int64 (microbatch,), the samples' numbers in
+        the global batch. Parameters have one name in all stages of all meshes.
+        """
+
+    @abstractmethod
+    def fill(self, module: nn.Module, stage: Stage) -> None:
+        """Write the values of this rank's parts of all parameters of a stage. Nothing is communicated."""
+
+    def costs(self, sequence: int) -> PartCosts:
+        """What the parts cost beside each other, by which layers are divided among stages."""
+        return PartCosts(0, (1,) * self.layers, 0)
+
+    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the targets of a microbatch that count, not -100: of each token's cross-entropy."""
+        return cross_entropy(splits.tensor, logits, targets, reduction="sum")
