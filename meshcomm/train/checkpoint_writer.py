@@ -102,8 +102,12 @@ def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:
 
 def value_of(state: dict[str, Tensor], copy: bool, item: WriteItem) -> Tensor:
     """The part of a tensor of `state` that `item` stands for, in host memory; in memory of its own with `copy`."""
-    part: Tensor = find_state_dict_object(state, item.index)
-    return part.detach().to("cpu", copy=copy)
+    part: Tensor = find_state_dict_object(state, item.index).detach()
+    if part.device.type != "cuda":
+        return part.to("cpu", copy=copy)
+    # Into pinned memory the device writes by itself; torch keeps such memory for the next copy.
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part)
 
 
 def write_part(

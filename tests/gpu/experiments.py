@@ -50,14 +50,18 @@ EXPERIMENTS = (
     Experiment("syncs", "5: calls in steady state that make the host wait", "syncs", 4, 60),
     Experiment("graphs", "6: CUDA graphs of calls", "graphs", 4, 60),
     Experiment("gloo", "7: Gloo with tensors of the device", "gloo", 4, 60),
-    Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 4, 100),
-    Experiment("train", "9: meshcomm train, one process", "train", 1, 120),
+    Experiment("steps", "5: training steps that log nothing make the host wait for nothing", "steps", 4, 120),
+    Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 2, 100),
+    Experiment("steps_compiled", "8: training steps of compiled blocks", "steps_compiled", 2, 100),
+    Experiment("train", "9: meshcomm train, one process", "train", 1, 60),
+    Experiment("speed", "9: a 1B-parameter step beside plain PyTorch", "speed", 1, 90),
+    Experiment("checkpoint", "9: a checkpoint from pinned memory", "checkpoint", 1, 60),
     Experiment("attention_1", "9: attention of one process", "attention", 1, 60),
     Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
-# What the emulated backend stands for on CPU; the rest is of the device.
-ON_CPU = ("collectives", "messages", "fault", "one", "syncs", "graphs", "attention", "train")
+# The emulated backend stands for the rest on CPU.
+ON_DEVICE_ALONE = ("gloo",)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Outcome:
 def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 600.0) -> Outcome:
     """One experiment, in its own folder, for as long as its limit and what is left of the whole allow."""
     outcome = Outcome(experiment.name, experiment.question, "skipped")
-    if setting.device == "cpu" and experiment.program not in (*ON_CPU, "probe"):
+    if setting.device == "cpu" and experiment.program in ON_DEVICE_ALONE:
         outcome.said = "needs a GPU"
         return outcome
     outcome.ranks = 1 if setting.share == "none" else experiment.ranks

@@ -30,19 +30,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshcomm
 from meshcomm.collectives import ROWS, Call
+from meshcomm.config import Config, load
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.context import gather_sequence, ring_attention, split_sequence
 from meshcomm.testing import emulated_nccl as emulation
+from meshcomm.train.checkpoint_writer import parts_of, value_of
+from meshcomm.train.data import load as text
+from meshcomm.train.loop import batches_of, trainer_for
 from meshcomm.transport.process_group import ProcessGroupTransport
 from tests.mesh import queued_program
 from tests.testing import test_emulated_nccl as queued
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+HERE = Path(__file__).parent
 BACKEND, DEVICE = SETTING.get("backend", "nccl"), SETTING.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
 DIMS = {8: {"pp": 2, "dp": 2, "tp": 2}, 4: {"dp": 2, "tp": 2}, 2: {"dp": 2, "tp": 1}}.get(
@@ -275,14 +282,224 @@ def syncs() -> None:
     """Steady state asks the device for nothing."""
     with opened() as mesh:
         for name, call in warm_calls(mesh, torch.ones(8, 4)).items():
-            with case(name), nullcontext() if ON_GPU else emulation.no_host_sync():
-                if ON_GPU:
-                    torch.cuda.set_sync_debug_mode("error")
-                try:
-                    call()
-                finally:
-                    if ON_GPU:
-                        torch.cuda.set_sync_debug_mode("default")
+            with case(name), no_sync():
+                call()
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    if not ON_GPU:
+        with emulation.no_host_sync():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def training(**changed: Any) -> Config:
+    """tests/gpu/train.toml on all ranks of this experiment, small where it has no GPU."""
+    size = {"layers": 4, "width": 512, "ff": 1408, "heads": 8, "kv_heads": 8}
+    if not ON_GPU:
+        size |= {"layers": 2, "width": 64, "ff": 128, "heads": 4, "kv_heads": 4}
+    given = {f"model.{key}": value for key, value in size.items()}
+    given |= {"data.sequence": 256 if ON_GPU else 32, "train.global_batch": 8, "train.microbatch": 2}
+    given |= {"mesh.backend": f'"{BACKEND}"', "mesh.device": f'"{DEVICE}"', "mesh.validate_calls": 8}
+    return load(HERE / "train.toml", [f"{key}={value}" for key, value in {**given, **changed}.items()])
+
+
+def several_steps(config: Config, warm: int, more: int) -> list[float]:
+    """The losses of `warm` steps, and of `more` in which the host may not wait; then it looks."""
+    with meshcomm.init(config) as mesh:
+        trainer = trainer_for(mesh, config)
+        batches = batches_of(trainer, text(trainer.sections.data))
+        given = [batches(step) for step in range(1, warm + more + 1)]
+
+        def run(steps: range) -> None:
+            for step in steps:
+                trainer.step(*given[step - 1], 1e-3, step)
+                mesh.step(step)
+
+        run(range(1, warm + 1))
+        found = trainer.look()
+        with no_sync() if more else nullcontext():
+            run(range(warm + 1, warm + more + 1))
+        return [each.loss for each in (*found, *trainer.look())]
+
+
+def steps() -> None:
+    """By every kind of parallelism that four ranks have."""
+    ways = {
+        "dp": {"mesh.dims": f"{{ dp = {WORLD} }}"},
+        "fsdp": {
+            "mesh.dims": f"{{ fsdp = {WORLD} }}",
+            "parallel.shard": "fsdp",
+            "parallel.data": "",
+        },
+    }
+    if WORLD == 4:
+        ways |= {
+            "dp tp": {"mesh.dims": "{ dp = 2, tp = 2 }", "parallel.tensor": "tp"},
+            "pp dp": {"mesh.dims": "{ pp = 2, dp = 2 }", "parallel.pipeline": "pp"},
+            "dp cp": {"mesh.dims": "{ dp = 2, cp = 2 }", "parallel.context": "cp"},
+        }
+    for name, changed in ways.items():
+        with case(name) as row:
+            losses = several_steps(training(**changed), 8, 4)
+            row["losses"] = f"{losses[0]:.3f}, {losses[-1]:.3f}"
+            assert losses[-1] < losses[0]
+
+
+def steps_compiled() -> None:
+    dims = {"mesh.dims": f"{{ dp = 1, tp = {WORLD} }}", "parallel.tensor": "tp"} if WORLD > 1 else {}
+    with case("the losses of compiled blocks are those of others") as row:
+        eager, compiled = (
+            several_steps(training(**dims, **{"train.compile": word}), 4, 0) for word in ("false", "true")
+        )
+        row["farthest"] = max(abs(a - b) for a, b in zip(eager, compiled, strict=True))
+        assert row["farthest"] < 0.02
+
+
+class Block(nn.Module):
+    """The transformer's block as one would write it without meshcomm."""
+
+    def __init__(self, width: int, heads: int, ff: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, ff, bias=False), nn.Linear(width, ff, bias=False)
+        self.down = nn.Linear(ff, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (w(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+
+        def turned(a: Tensor) -> Tensor:
+            one, other = a.float().chunk(2, -1)
+            return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(a.dtype)
+
+        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Plain(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, ff: int, sequence: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(256, width), nn.RMSNorm(width)
+        self.layers = nn.ModuleList([Block(width, heads, ff) for _ in range(layers)])
+        self.head = nn.Linear(width, 256, bias=False)
+        half = width // heads // 2
+        angle = torch.outer(torch.arange(sequence), 10000.0 ** (-torch.arange(half) / half))
+        self.cos, self.sin = nn.Buffer(angle.cos()), nn.Buffer(angle.sin())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def peak_flops() -> float | None:
+    """Dense bfloat16, by NVIDIA's data sheets."""
+    name = torch.cuda.get_device_name(0) if ON_GPU else ""
+    known = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+    return next((flops for word, flops in known.items() if word in name), None)
+
+
+def one_step(trainer: Trainer, given: list[tuple[Tensor, Tensor]], number: int) -> None:
+    trainer.step(*given[number - 1], 1e-4, number)
+
+
+def speed() -> None:
+    """Tokens a second and MFU of a step of 1B parameters, sequence 4,096, bfloat16; beside plain PyTorch."""
+    layers, width, heads, ff, sequence = (20, 2048, 16, 5632, 4096) if ON_GPU else (2, 64, 4, 128, 64)
+    size = {"layers": layers, "width": width, "heads": heads, "kv_heads": heads, "ff": ff}
+    changed = {f"model.{key}": value for key, value in size.items()}
+    changed |= {"data.sequence": sequence, "train.global_batch": 4, "train.microbatch": 2}
+    tokens_of_step, rounds = 4 * sequence, 5
+
+    def timed(name: str, row: dict[str, Any], parameters: int, step: Callable[[int], object]) -> None:
+        for number in range(3):
+            step(number + 1)
+        finish()
+        began = time.perf_counter()
+        for number in range(rounds):
+            step(number + 4)
+        finish()
+        rate = tokens_of_step * rounds / (time.perf_counter() - began)
+        row[f"{name} tokens/s"] = round(rate)
+        # 6 operations a parameter and token, and those of causal attention (PaLM, appendix B, halved).
+        flops = 6 * parameters + 6 * layers * width * sequence
+        if (peak := peak_flops()) is not None:
+            row[f"{name} MFU"] = round(rate * flops / peak, 3)
+        row[f"{name} GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1) if ON_GPU else None
+
+    for compiled in (False, True) if ON_GPU else (False,):
+        with case("compiled" if compiled else "eager") as row:
+            config = training(**changed, **{"train.compile": str(compiled).lower()})
+            with meshcomm.init(config) as mesh:
+                trainer = trainer_for(mesh, config)
+                parameters = sum(each.numel() for _, each in trainer.named_parameters())
+                row["parameters"] = parameters
+                batches = batches_of(trainer, text(trainer.sections.data))
+                given = [batches(number) for number in range(8)]
+                timed("ours", row, parameters, partial(one_step, trainer, given))
+                assert all(each.loss < 7 for each in trainer.look())
+                del trainer
+            if ON_GPU:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            with torch.device(DEVICE):
+                plain = Plain(layers, width, heads, ff, sequence)
+            optimizer = torch.optim.AdamW(plain.parameters(), 1e-4, fused=True)
+            if compiled:
+                for layer in plain.layers:
+                    layer.compile()
+
+            def step(number: int, plain: Plain = plain, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                for tokens, targets in zip(*(x.split(2) for x in given[number - 1]), strict=True):
+                    with torch.autocast(DEVICE, torch.bfloat16):
+                        logits = plain(tokens)
+                    (F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / 2).backward()
+                nn.utils.clip_grad_norm_(plain.parameters(), 1.0, foreach=True)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            timed("plain", row, sum(each.numel() for each in plain.parameters()), step)
+            row["ratio"] = round(row["ours tokens/s"] / row["plain tokens/s"], 3)
+            del plain, optimizer, step
+
+
+def checkpoint() -> None:
+    """What a checkpoint copies to the host: as it does it, beside a copy into pageable memory."""
+    device = torch.device(DEVICE)
+    elements = (1 << 28) if ON_GPU else (1 << 20)
+    state = {"weight": torch.randn(elements, device=device)}
+    (item,) = parts_of(state)
+    with case(f"{elements * 4 >> 20} MiB") as row:
+        ways = {
+            "ours": lambda: value_of(state, True, item),
+            "pageable": lambda: state["weight"].to("cpu", copy=True),
+        }
+        for name, copy in ways.items():
+            times = []
+            for _ in range(4):  # the first takes pinned memory from the system
+                finish()
+                began = time.perf_counter()
+                copied = copy()
+                times.append(time.perf_counter() - began)
+                assert torch.equal(copied[:9], state["weight"][:9].cpu())
+                assert torch.equal(copied[-9:], state["weight"][-9:].cpu())
+            row[f"{name} first GB/s"] = round(elements * 4e-9 / times[0], 1)
+            row[f"{name} GB/s"] = round(elements * 4e-9 / sorted(times[1:])[1], 1)
+        assert copied.is_pinned() is False
+        assert not ON_GPU or value_of(state, True, item).is_pinned()
 
 
 def graphs() -> None:
@@ -315,8 +532,7 @@ def gloo() -> None:
 
 
 def compiled() -> None:
-    """On a GPU only: the emulated backend is a dispatch mode, which torch.compile does not take."""
-    with opened(backend=BACKEND if ON_GPU else "gloo") as mesh:
+    with opened() as mesh:
         f = mesh.functional
         bodies: dict[str, Callable[[Tensor], Tensor]] = {
             "all_reduce": lambda x: f.all_reduce("dp", x * 2, grad="sum") + 1,
@@ -339,6 +555,11 @@ def compiled() -> None:
 def attention() -> None:
     """Ring attention over the ranks, beside torch's own on the whole sequence, forward and backward."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
+
+    def flash(*given: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if ON_GPU else nullcontext():
+            return F.scaled_dot_product_attention(*given, is_causal=True)
+
     for sequence in (4096, 16384) if ON_GPU else (256,):
         with (
             case(f"sequence {sequence}, 16 heads of 128, {dtype}") as row,
@@ -349,7 +570,7 @@ def attention() -> None:
             parts = [split_sequence(x, 2, mesh, "cp", "zigzag").detach() for x in whole]
             both: list[Tensor] = []
             for name, inputs, attend in (
-                ("torch", whole, partial(F.scaled_dot_product_attention, is_causal=True)),
+                ("torch", whole, flash),
                 ("ring", parts, partial(ring_attention, mesh, "cp")),
             ):
                 leaves = [x.clone().requires_grad_() for x in inputs]
@@ -370,6 +591,6 @@ def attention() -> None:
 
 
 if __name__ == "__main__":
-    emulated = BACKEND == emulation.NAME and sys.argv[1] not in ("fault", "compiled")
+    emulated = BACKEND == emulation.NAME and sys.argv[1] != "fault"
     with emulation.emulated_nccl() if emulated else nullcontext():
         globals()[sys.argv[1]]()
