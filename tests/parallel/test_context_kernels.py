@@ -25,6 +25,10 @@ EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
 EFFICIENT_BACK = "aten._scaled_dot_product_efficient_attention_backward.default"
 Kernel = Literal["flash", "efficient"]
 HALVES = (torch.float16, torch.bfloat16)
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(),
+    reason=f"torch {torch.__version__} has no fake CUDA tensors: built without CUDA",
+)
 
 
 # -- stand-ins: sizes, strides and padding as in torch's flash_api.cpp and mem_eff_attention/kernel_*.h ----------
@@ -160,7 +164,9 @@ def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: i
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(dtype)
 
-    q, dout, out = (random(2, s + 3, 6, head).transpose(1, 2)[:, :, 3:] for _ in range(3))
+    # Aligned but for where they begin.
+    flat = (random(3 + 2 * s * 6 * head)[3:] for _ in range(3))
+    q, dout, out = (x.view(2, s, 6, head).transpose(1, 2) for x in flat)
     k, v = random(2, 2, 2, t, head + 1)[..., 1:].unbind()
     lse = torch.randn(2, 6, s + 5)[..., 5:] + math.log(t)
     for causal in (True, False) if s == t else (False,):
@@ -218,6 +224,7 @@ def allowed(kinds: tuple[torch.dtype, ...], each: bool) -> Any:
     return answer
 
 
+@needs_cuda_build
 @pytest.mark.parametrize(
     ("dtype", "names"),
     [
@@ -275,11 +282,15 @@ def test_the_formula_holds_few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch)
         assert mode.largest == max(5 * 2 * 12 * SEQUENCE, q.numel())
 
 
-def test_a_device_that_has_no_kernel_for_it_gets_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_cuda_build
+def test_a_device_that_has_no_kernel_for_it_gets_the_formula() -> None:
     with FakeTensorMode():
         for device, dtype in (("cuda", torch.bfloat16), ("xpu", torch.float32), ("meta", torch.float32)):
             q = torch.empty(1, 2, 8, 16, dtype=dtype, device=device)
             assert torch_private.attention_kernel(q, q, q, True) is None
+
+
+def test_what_the_kernel_for_cpus_takes() -> None:
     q = torch.empty(1, 2, 8, 16)
     assert torch_private.attention_kernel(q, q, q, True) == "cpu"
     assert torch_private.attention_kernel(q.long(), q.long(), q.long(), True) is None
