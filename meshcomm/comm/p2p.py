@@ -149,10 +149,10 @@ class Messages:
         call: str = "exchange",
     ) -> Any:
         """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
-        if (ends := self._ready(sends, recvs)) is not None:
+        if (ends := self._fast_batch(sends, recvs)) is not None:
             outs = [end.x for end in ends[: len(recvs)]]
             written(outs)
-            handle = self._start(call, ends, async_op, result=outs)
+            handle = self._start(call, ends, async_op, result=outs, carried=True)
             return handle if async_op else outs
         check_envelopes(sends, "sends", lambda: self.where(call))
         check_envelopes(recvs, "recvs", lambda: self.where(call))
@@ -170,14 +170,14 @@ class Messages:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
         check_offset(offset, lambda: self.where("shift"))
         target, source = self.coord + offset, self.coord - offset
-        if wrap and not handshake and type(offset) is int:
-            target, source = target % self._size, source % self._size
-            if self._is_fast("send", x, target, 0) and ("recv", source, int, 0, int, x.dtype) in self._fast:
-                out = torch.empty_like(x)
-                self._start("shift", [P2P("recv", out, source, 0), P2P("send", x, target, 0)])
-                return out
         if wrap:
             target, source = target % self._size, source % self._size
+            known = not handshake and self._is_fast("send", x, target, 0)
+            if known and ("recv", source, int, 0, int, x.dtype) in self._fast:
+                out = torch.empty_like(x)
+                ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
+                self._start("shift", ends, carried=True)
+                return out
         goes, comes = 0 <= target < self._size, 0 <= source < self._size
         if not goes or handshake or not self._is_fast("send", x, target, 0):
             check_tensor(x, self._kinds, lambda: self.where("shift"))
@@ -211,7 +211,7 @@ class Messages:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _ready(self, sends: Any, recvs: Any) -> list[P2P] | None:
+    def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
         """The messages of an exchange, receives first; None where one was not checked before, or more is to be asked."""
         known, ends, tensors, spans = self._fast, [], [], []
         device: Any = None
@@ -335,9 +335,11 @@ class Messages:
         calls: int = 1,
         nbytes: int | None = None,
         own: Sequence[Work] = (),
+        carried: bool = False,
     ) -> Any:
         """Start messages to other ranks and wait for them, or return the handle that does, and for `own`.
 
+        carried: every dtype is known to be one that backends carry.
         calls, nbytes: see MessageLog.begin.
         """
         recorder, log = self._recorder, self._recorder.messages
@@ -355,7 +357,9 @@ class Messages:
                 else _UNLABELLED
             ):
                 works = self._transport.start_p2p(
-                    [
+                    ends
+                    if carried
+                    else [
                         end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1)))
                         for end in ends
                     ]

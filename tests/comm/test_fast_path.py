@@ -13,7 +13,8 @@ from torch import nn
 
 import meshcomm
 from meshcomm.collectives import ALL_REDUCE
-from meshcomm.errors import CommunicationError, MeshcommError
+from meshcomm.comm.p2p import Messages
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -277,3 +278,34 @@ def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the
         assert prepared_kinds(comm) == (0, 0)
         mesh.shift("dp", torch.ones(4))
     assert prepared_kinds(comm) == (0, 0)
+
+
+def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of exchange and shift, one message in each direction is; what overlaps is refused all the same."""
+    checked, seen = Messages._checked, list[str]()
+
+    def counted(self: Messages, direction: Any, call: str, *given: Any) -> Any:
+        seen.append(call)
+        return checked(self, direction, call, *given)
+
+    monkeypatch.setattr(Messages, "_checked", counted)
+
+    def body(mesh: Any) -> None:
+        peer, x, out = 1 - mesh.coord("dp"), torch.full((4,), float(mesh.rank)), torch.empty(4)
+        for _ in range(5):
+            assert mesh.exchange("dp", [(x, peer)], [(out, peer)])[0] is out
+            handle = mesh.exchange("dp", [(x, peer)], [(out, peer)], async_op=True)
+            assert handle.wait()[0][0] == peer
+            assert mesh.shift("dp", x)[0] == peer
+        assert len(seen) <= 4
+        mesh.barrier()
+        for sends, recvs in (([(x, peer)], [(x, peer)]), ([], [(out, peer), (out[2:], peer)])):
+            with pytest.raises(ShapeError, match="receive into memory that another of its messages uses"):
+                mesh.exchange("dp", sends, recvs)
+        assert (
+            mesh.exchange("dp", [(x[:2], peer), (x[2:], peer)], [(out[:2], peer), (out[2:], peer)])[1][1]
+            == peer
+        )
+
+    meshcomm.simulate(body, dims={"dp": 2})
+    assert seen.count("exchange") == 4 + 8
