@@ -300,7 +300,14 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
-            getattr(self._connected, method)(*given).wait()
+            # Gloo may have a call under its older name only (torch 2.13).
+            names = (each for each, (other, _) in _METHODS.items() if other == kind)
+            name = (
+                method
+                if hasattr(self._connected, method)
+                else next(each for each in names if hasattr(self._connected, each))
+            )
+            getattr(self._connected, name)(*given).wait()
 
         blocking = options is not None and not getattr(options, "asyncOp", True)
         return self._call(kind, run, tensors, ins, outs if inputs else [], root, blocking)
@@ -465,7 +472,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 if not HOOK_NUMBERS:  # torch 2.13 and older: groups have no hooks
     del EmulatedNCCL.register_pre_hook, EmulatedNCCL.register_post_hook
 for _method in _METHODS:
-    if not hasattr(dist.ProcessGroupGloo, _method):
+    if not hasattr(dist.ProcessGroup, _method):
         continue  # of another version of torch
     setattr(EmulatedNCCL, _method, lambda self, *given, _name=_method: self._collective(_name, *given))
 
