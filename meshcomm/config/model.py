@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from meshcomm.config.pretrained import sizes_of
 from meshcomm.config.problems import Near, Problem, nearest, remainder, shared
-from meshcomm.config.section import Fraction, Section, no_effect, rule, setting
+from meshcomm.config.section import Fraction, FrozenTable, Section, Table, Text, no_effect, rule, setting
 from meshcomm.config.training import Training, demand
+from meshcomm.errors import ConfigError
+
+
+def _fact(description: str, example: int) -> Any:
+    """What follows from `pretrained`, is not asked of what is built by code, and must be said of the built-in model."""
+    return Field(default=None, ge=1, description=description, examples=[example])
 
 
 class ModelConfig(Section):
-    """`[model]`: a decoder-only transformer over bytes."""
+    """`[model]`: what is trained. A decoder-only transformer by its sizes, a folder as transformers writes it, or code."""
 
     place = "model"
-    layers: int = Field(ge=1, description="Number of transformer blocks.", examples=[4])
-    width: int = Field(ge=1, description="Elements of a token's vector.", examples=[128])
-    heads: int = Field(ge=1, description="Attention heads of the queries; width divides by it.", examples=[8])
-    kv_heads: int = Field(
-        ge=1, description="Attention heads of keys and values; heads divides by it.", examples=[4]
+    pretrained: Text | None = setting(
+        None,
+        "A folder with the config.json and the safetensors of a model of transformers, relative to the config file: the "
+        "sizes below follow from it. None: the built-in transformer, or build.",
+        examples=["Llama-3.2-1B"],
     )
-    ff: int = Field(ge=1, description="Elements inside the feed-forward block.", examples=[384])
+    random_weights: bool = setting(False, "With pretrained: weights are drawn from train.seed, not read.")
+    build: Text | None = setting(
+        None,
+        "module:function, which returns an nn.Module or a meshcomm.models.ModelSpec. None: pretrained, or built in.",
+        examples=["my_package.models:gpt"],
+    )
+    args: FrozenTable[str | int | float | bool] = Field(
+        default_factory=Table,
+        description="With build: what the function is called with, by name.",
+        examples=[{"layers": 4}],
+    )
+    layers: int = _fact("Number of transformer blocks.", 4)
+    width: int = _fact("Elements of a token's vector.", 128)
+    heads: int = _fact("Attention heads of the queries; width divides by it.", 8)
+    kv_heads: int = _fact("Attention heads of keys and values; heads divides by it.", 4)
+    ff: int = _fact("Elements inside the feed-forward block.", 384)
+    vocabulary: int = setting(256, "Number of different tokens. Default 256: bytes.", ge=1)
+    head: int | None = setting(None, "Elements of one head. None: width / heads.", ge=1)
     rope_theta: float = setting(10000.0, "Base of the rotary angles.", gt=0)
     norm_eps: float = setting(1e-5, "Added to the mean square in RMSNorm.", gt=0)
     tied_embeddings: bool = setting(False, "The head uses the embedding's weights.")
@@ -42,19 +70,125 @@ class ModelConfig(Section):
     )
     balance_loss: float = setting(0.01, "With experts: weight of the loss that asks for an even load.", ge=0)
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of different tokens: the 256 bytes."""
-        return 256
+    @model_validator(mode="before")
+    @classmethod
+    def _of_pretrained(cls, data: Any) -> Any:
+        """The sizes that the folder's config.json says, where it can be read; `_folder` tells why not."""
+        if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
+            with contextlib.suppress(ValueError, OSError):
+                return {**sizes_of(Path(data["pretrained"])), **data}
+        return data
 
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head is None else self.head
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is the transformer that meshcomm has."""
+        return self.pretrained is None and self.build is None
+
+    def sized(self, what: str) -> ModelConfig:
+        """Itself, for `what` follows from its sizes. Raises ConfigError where code builds it and none are said."""
+        unknown = [name for name in FACTS if getattr(self, name) is None]
+        if unknown:
+            raise ConfigError(
+                f"{what} cannot be predicted for a model that code builds",
+                given=f'model.build = "{self.build}" without {", ".join(unknown)}',
+                expected="its sizes, from which it follows",
+                hint=", ".join(f"model.{name} = ..." for name in unknown),
+            )
+        return self
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of one feed-forward block."""
         return self.experts > 0 and (layer + 1) % self.experts_every == 0
+
+
+FACTS = ("layers", "width", "heads", "kv_heads", "ff")
+
+
+def _said(name: str) -> None:
+    @rule(ModelConfig, name)
+    def check(model: ModelConfig) -> Iterator[Problem]:
+        if getattr(model, name) is None and model.is_built_in:
+            example = ModelConfig.model_fields[name].examples or [1]
+            yield Problem(
+                "missing",
+                "a whole number of 1 or more",
+                [f"model.{name} = {example[0]}", 'model.pretrained = "FOLDER"'],
+                f"no {name}",
+                name,
+            )
+
+
+for _name in FACTS:
+    _said(_name)
+
+
+@rule(ModelConfig, "pretrained", "build")
+def _one_source(model: ModelConfig) -> Iterator[Problem]:
+    if model.pretrained is not None and model.build is not None:
+        yield Problem("two models", "one of both", ["remove model.build", "remove model.pretrained"])
+
+
+@rule(ModelConfig, "build")
+def _function(model: ModelConfig) -> Iterator[Problem]:
+    if model.build is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", model.build):
+        yield Problem("no function is named", "module:function", ['model.build = "my_package.models:gpt"'])
+
+
+@rule(ModelConfig, "pretrained")
+def _folder(model: ModelConfig) -> Iterator[Problem]:
+    if model.pretrained is None:
+        return
+    try:
+        known = sizes_of(Path(model.pretrained))
+    except (ValueError, OSError) as error:
+        yield Problem(
+            f"no model of transformers: {error}",
+            "a folder with a config.json that save_pretrained wrote",
+            ["model.save_pretrained(folder)"],
+        )
+        return
+    for name, value in known.items():
+        if getattr(model, name) != value:
+            yield Problem(
+                f"the folder's config.json has {name} {value}",
+                f"{value}, or nothing: it follows from the folder",
+                [f"remove model.{name}"],
+                f"{name} = {getattr(model, name)}",
+                name,
+            )
+
+
+no_effect(
+    ModelConfig,
+    "random_weights",
+    "pretrained",
+    lambda model: model.pretrained,
+    "pretrained beside it",
+    'model.pretrained = "FOLDER"',
+    why=" without model.pretrained: weights are drawn",
+)
+no_effect(
+    ModelConfig,
+    "args",
+    "build",
+    lambda model: model.build or not model.args,
+    "build beside it",
+    'model.build = "my_package.models:gpt"',
+    why=" without model.build",
+)
+no_effect(
+    ModelConfig,
+    "rope_theta norm_eps dropout",
+    "pretrained build",
+    lambda model: model.is_built_in,
+    "a setting of the built-in model",
+    why=": the model's own configuration says it",
+)
 
 
 # -- by itself --------------------------------------------------------------------------------------
@@ -78,6 +212,8 @@ def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
 @rule(ModelConfig, "width", "heads")
 def _head_size(model: ModelConfig) -> Iterator[Problem]:
     width, heads = model.width, model.heads
+    if not model.is_built_in or model.head is not None:
+        return
     fitting = (f"model.width = {n}" for n in nearest(width, lambda n: n % (2 * heads) == 0))
     if width % heads:
         what = f"width is not divisible by heads: {remainder(width, heads)}"

@@ -139,7 +139,10 @@ def near_file(path: Path) -> str:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make the entries of data.files start at `folder`, where they are texts at all."""
+    """Make model.pretrained and the entries of data.files start at `folder`, where they are texts at all."""
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(named := model.get("pretrained"), str) and named:
+        model["pretrained"] = str(folder / named)
     section = data.get("data")
     files = section.get("files") if isinstance(section, dict) else None
     if isinstance(files, list):

@@ -210,6 +210,14 @@ def no_effect(
         rule(section, field, *needs.split())(check)
 
 
+def _is_unknown(found: Any, need: str) -> bool:
+    """Whether a rule needs a number that a section may leave open, and it does."""
+    section, _, key = need.rpartition(".")
+    holder = getattr(found, section, None) if section else found
+    field = type(holder).model_fields.get(key) if isinstance(holder, Section) else None
+    return field is not None and field.annotation is int and getattr(holder, key) is None
+
+
 def run(
     rules: Iterable[Rule], found: Any, broken: Broken, written: Callable[[str], str]
 ) -> Iterator[Problem]:
@@ -217,6 +225,8 @@ def run(
     refused: set[str] = set()
     for needs, after, check in rules:
         if refused.intersection(after) or broken.touches(*needs):
+            continue
+        if len(needs) > 1 and any(_is_unknown(found, need) for need in needs):
             continue
         for problem in check(found):
             given = problem.given

@@ -141,11 +141,11 @@ class Trainer:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name, each once, stage by stage.
 
-        A weight that embedding and head share is `embed.weight`, whichever of them a stage has.
+        A weight that embedding and head share has one name, whichever of them a stage has.
         """
         tied = self._tied_weight()
         return [
-            ("embed.weight" if parameter is tied else name, parameter)
+            (self.model.tied if parameter is tied else name, parameter)
             for module in self.modules
             for name, parameter in module.named_parameters()
         ]
@@ -164,7 +164,7 @@ class Trainer:
         """
         _, settings, _, train = self.sections
         context = self.splits.context
-        self._tokens = self._sum_over_data((targets != -100).sum())
+        self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
         for gradients in self.gradients:
             gradients.start()
         more: dict[str, Any] = {}

@@ -299,8 +299,7 @@ class Sharded:
         again = not keep_gathered
         self._roots: list[FSDPModule] = []
         for module in modules:
-            layers = getattr(module, "layers", None)
-            for layer in layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ():
+            for layer in _blocks(module):
                 for part in layer.modules() if gathered != own else ():
                     if isinstance(part, Router):
                         _sum(fully_shard(part, mesh=over, reshard_after_forward=again, mp_policy=routers))
@@ -330,6 +329,14 @@ class Sharded:
         if self._context is not None:
             grads = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             self._mesh.all_reduce(self._context, grads)
+
+
+def _blocks(module: nn.Module) -> Iterable[nn.Module]:
+    held = getattr(module, "meshcomm_blocks", None)
+    if held is None:
+        layers = getattr(module, "layers", None)
+        held = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
+    return tuple(held)
 
 
 def _sum(module: Any) -> FSDPModule:

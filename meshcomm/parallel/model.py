@@ -18,13 +18,13 @@ class Model(ABC):
     layers:     blocks that a pipeline divides; 1 where it cannot be cut.
     width:      elements of a token's vector between stages.
     vocabulary: token ids are below it, and the last stage gives as many logits.
-    tied:       whether embedding and head share one weight, which a stage's `tied_weight` is.
+    tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
     """
 
     layers: int
     width: int
     vocabulary: int
-    tied: bool = False
+    tied: str = ""
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
@@ -47,3 +47,7 @@ class Model(ABC):
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum over the targets of a microbatch that count, not -100: of each token's cross-entropy."""
         return cross_entropy(splits.tensor, logits, targets, reduction="sum")
+
+    def count(self, targets: Tensor, microbatches: int) -> Tensor:
+        """What the sum of this rank's losses is divided by, beside those of other ranks: (), of any dtype."""
+        return (targets != -100).sum()

@@ -107,6 +107,7 @@ def workload(settings: Config) -> Workload:
             expected="all four sections: bytes and memory follow from them",
             hint="configs/quickstart.toml has them all",
         )
+    model = model.sized("bytes and memory")
     _check_mesh(settings)
     costs = part_costs(model, data.sequence)
     expert_layers = sum(model.has_experts(layer) for layer in range(model.layers))

@@ -46,6 +46,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
             "no parallel.pipeline" if parallel.pipeline is None else f"pipeline = {toml(parallel.pipeline)}"
         )
         raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
+    model = model.sized("a schedule")
     ranks, each = sizes[parallel.pipeline], parallel.stages_per_rank
     microbatches = train.global_batch // (parallel.copies(sizes) * train.microbatch)
     if max(microbatches * ranks * each, model.layers) > _PASSES:

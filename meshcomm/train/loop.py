@@ -15,7 +15,7 @@ from torch import Tensor
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.models.transformer import BuiltIn
+from meshcomm.models import model_of
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.results import Done
 from meshcomm.train.agree import agree
@@ -73,7 +73,7 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
 def trainer_for(mesh: Mesh, config: Config) -> Trainer:
     """The trainer of the model that `config` describes, its weights drawn from the seed."""
     _, model, data, train = sections(mesh, config)
-    return Trainer(mesh, config, BuiltIn(model, data, train))
+    return Trainer(mesh, config, model_of(model, data, train))
 
 
 def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:

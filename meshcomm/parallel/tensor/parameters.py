@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,12 +108,14 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def assign(parameter: Tensor, value: Tensor) -> None:
-    """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated."""
+def assign(parameter: Tensor, value: Any) -> None:
+    """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated.
+
+    value: a tensor, or what gives one for slices, as safetensors' get_slice: then only the part is read.
+    """
     held = local(parameter)
-    if isinstance(parameter, DTensor):
-        first = offsets(parameter)
-        value = value[tuple(slice(at, at + n) for at, n in zip(first, held.shape, strict=True))]
+    first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
+    value = value[tuple(slice(at, at + n) for at, n in zip(first, whole_shape(held), strict=True))]
     for part in parts_of(parameter):
         value = value.chunk(part.mesh.size(part.dim), part.axis)[part.mesh.coord(part.dim)]
     held.copy_(value)

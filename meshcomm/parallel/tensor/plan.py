@@ -115,7 +115,7 @@ def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule]
     said: dict[str, str] = {}
     problems = []
     for pattern, rule in rules.items():
-        hits = [name for name in names if _matches(pattern.split("."), name.split("."))]
+        hits = [name for name in names if matches(pattern, name)]
         if not hits:
             shapes = {".".join("*" if c.isdecimal() else c for c in name.split(".")) for name in names}
             known = sorted({*shapes, *names} - {""})
@@ -128,6 +128,11 @@ def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule]
                 found[name] = replace(rule if rule.style else before, set={**before.set, **rule.set})
                 said[name] = pattern if rule.style else said.get(name, pattern)
     return found, problems
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a plan means the part of that name."""
+    return _matches(pattern.split("."), name.split("."))
 
 
 def _matches(pattern: list[str], name: list[str]) -> bool:

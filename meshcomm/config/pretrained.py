@@ -1,0 +1,54 @@
+"""What does the config.json of a model of transformers say about its sizes? Read without transformers."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+# Our name -> theirs, the first that is there.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "ff": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+    "head": ("head_dim",),
+    "tied_embeddings": ("tie_word_embeddings",),
+    "experts": ("num_local_experts", "num_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+}
+
+
+def sizes_of(folder: Path) -> dict[str, Any]:
+    """The settings of `[model]` that follow from `folder`/config.json.
+
+    Raises OSError where there is none, ValueError where it says no sizes.
+    """
+    path = folder / "config.json"
+    return dict(_read(path, path.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, changed: int) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    found = {}
+    for ours, theirs in _NAMES.items():
+        value = next((said[name] for name in theirs if said.get(name) is not None), None)
+        if value is not None:
+            found[ours] = value
+    if "ff" not in found and said.get("model_type") == "gpt2":
+        found["ff"] = 4 * found.get("width", 0)
+    if said.get("model_type") == "gpt2":
+        found.setdefault("tied_embeddings", True)
+    if missing := [name for name in ("layers", "width", "heads", "kv_heads", "ff") if name not in found]:
+        raise ValueError(f"{path} says nothing of {', '.join(missing)}")
+    if not found.get("experts"):
+        found.pop("experts", None)
+        found.pop("experts_per_token", None)
+    return found

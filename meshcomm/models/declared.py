@@ -1,0 +1,190 @@
+"""A module that knows nothing of meshes, as a model that can be trained on one: by its ModelSpec."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshcomm.config import TrainConfig
+from meshcomm.errors import UnsupportedOp
+from meshcomm.models.spec import Here, ModelSpec, blocks_of, cut, default_values
+from meshcomm.models.weights import Folder, write
+from meshcomm.parallel.meta import on_meta
+from meshcomm.parallel.model import Model
+from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits
+from meshcomm.parallel.tensor import tensor_parallel
+from meshcomm.parallel.tensor.plan import matches
+from meshcomm.predict.stages import PartCosts
+
+
+@final
+class Declared(Model):
+    """A `Model` by a spec.
+
+    sequence: tokens of a whole sample. Raises UnsupportedOp from `stage` for what the spec does not say.
+    """
+
+    def __init__(self, spec: ModelSpec, train: TrainConfig, sequence: int) -> None:
+        self.spec, self._train, self._sequence = spec, train, sequence
+        with on_meta():
+            whole = spec.module()
+        self.layers = max(1, len(blocks_of(whole, spec.layers)))
+        self.width, self.vocabulary = spec.width, spec.vocabulary
+        self.tied = spec.tied[0] if spec.tied else ""
+        self._drawn: Mapping[str, Tensor] | None = None
+
+    def costs(self, sequence: int) -> PartCosts:
+        """See Model."""
+        return super().costs(sequence) if self.spec.costs is None else self.spec.costs(sequence)
+
+    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
+        """See Model."""
+        spec, train = self.spec, self._train
+        self._check(splits, stage)
+        with on_meta():
+            module: Any = spec.module()
+        module.to(getattr(torch, train.dtype))
+        if spec.tied and stage.count == 1:
+            head = module.get_submodule(spec.tied[1].rpartition(".")[0])
+            setattr(head, spec.tied[1].rpartition(".")[2], module.get_parameter(spec.tied[0]))
+        layers = cut(module, spec, stage)
+        if spec.attention is not None:
+            spec.attention(module, splits.context.attend)
+        module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
+        module.meshcomm_stage = _Facts(self, splits, stage, layers)
+        split = splits.tensor
+        if split.size > 1:
+            plan = {**spec.split, **(spec.sequence or {})} if split.sequence_parallel else dict(spec.split)
+            plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
+            tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
+        if train.compile:
+            for block in layers:
+                block.compile()
+        return module  # type: ignore[no-any-return]
+
+    def fill(self, module: nn.Module, stage: Stage) -> None:
+        """See Model."""
+        spec = self.spec
+        if spec.weights is not None:
+            with Folder(spec.weights) as folder:
+
+                def stored(name: str, shape: tuple[int, ...]) -> Any:
+                    called, transposed = spec.stored(name) if spec.stored else (name, False)
+                    return folder.read(called, shape, transposed)
+
+                write(module, stored)
+        elif spec.initialise is not None:
+            draw = spec.initialise
+            write(module, draw)
+        else:
+            if self._drawn is None:
+                self._drawn = default_values(spec, self._train.seed)
+            drawn = self._drawn
+            write(module, lambda name, shape: drawn[name])
+        if stage.is_last:
+            self._drawn = None
+
+    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
+        """See Model."""
+        return (
+            super().loss(splits, logits, targets)
+            if self.spec.loss is None
+            else self.spec.loss(logits, targets)
+        )
+
+    def count(self, targets: Tensor, microbatches: int) -> Tensor:
+        """See Model."""
+        if self.spec.loss is None:
+            return super().count(targets, microbatches)
+        return torch.tensor(microbatches, device=targets.device)
+
+    def _check(self, splits: Splits, stage: Stage) -> None:
+        spec, wanted = self.spec, []
+        if splits.tensor.size > 1 and not spec.split:
+            wanted.append(("parallel.tensor", "split", "a plan that says how each layer is split"))
+        if splits.tensor.sequence_parallel and spec.sequence is None:
+            wanted.append(("parallel.sequence_parallel", "sequence", "what works on slices of the sequence"))
+        if splits.context.size > 1 and (spec.attention is None or spec.forward is None):
+            wanted.append(("parallel.context", "attention and forward", "where attention is computed"))
+        if stage.count > 1 and (not spec.layers or spec.forward is None):
+            wanted.append(
+                ("parallel.pipeline", "layers and forward", "which blocks are divided among stages")
+            )
+        if splits.expert:
+            wanted.append(("parallel.expert", "experts", "which weights are an expert's"))
+        if wanted:
+            part, names, what = wanted[0]
+            raise UnsupportedOp(
+                f"this model cannot be trained with {part}",
+                given=f"a ModelSpec without {names}",
+                expected=what,
+                hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
+            )
+
+
+class _Facts:
+    """What a stage knows of itself; a copy of the module shares it."""
+
+    def __init__(self, model: Declared, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
+        self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
+        train = model._train
+        self.recompute = train.recompute
+        self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        self.dtype = getattr(torch, train.dtype)
+        self.positions = splits.context.positions(model._sequence) if model.vocabulary else torch.empty(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
+        return self
+
+    def through(self, block: nn.Module, *args: Any, **named: Any) -> Any:
+        """A block, its activations kept or computed again."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, **named)
+        return block(*args, **named)
+
+
+class _Stage:
+    """A module of the user's of which a stage has a part."""
+
+    meshcomm_stage: _Facts
+
+    @property
+    def meshcomm_blocks(self) -> tuple[nn.Module, ...]:
+        """What shard gathers one at a time."""
+        return self.meshcomm_stage.layers
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weight that embedding and head share, where this stage has it."""
+        facts: _Facts = self.meshcomm_stage
+        for name in facts.spec.tied or ():
+            part, _, key = name.rpartition(".")
+            owner: Any = self
+            for each in part.split("."):
+                owner = getattr(owner, each, None)
+            if owner is not None:
+                return owner._parameters.get(key)  # type: ignore[no-any-return]
+        return None
+
+    def forward(self, x: Tensor) -> Any:
+        """What there is of the module."""
+        facts = self.meshcomm_stage
+        kind = x.device.type
+        mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
+        with mixed:
+            if facts.spec.forward is None:
+                return super().forward(x)  # type: ignore[misc]
+            here = Here(facts.stage, facts.layers, facts.positions, facts.through)
+            y = facts.spec.forward(self, x, here)
+        return y.to(facts.dtype) if facts.stage.is_last else y
+
+
+def _has(module: nn.Module, pattern: str) -> bool:
+    """Whether this stage has what a pattern of a plan is about; stages before and after it have the rest."""
+    return any(matches(pattern, name) for name, _ in module.named_modules())

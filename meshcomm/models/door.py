@@ -1,0 +1,63 @@
+"""Which model does a configuration name?"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from meshcomm.config import DataConfig, ModelConfig, TrainConfig
+from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.models.declared import Declared
+from meshcomm.models.spec import ModelSpec
+from meshcomm.models.transformer import BuiltIn
+from meshcomm.parallel.meta import on_meta
+from meshcomm.parallel.model import Model
+
+
+def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:
+    """The model of a `[model]` section: built in, of a folder of transformers, or what its function returns.
+
+    Raises: ConfigError where the function cannot be called, or returns no model; UnsupportedOp for a folder of a type
+            that meshcomm does not know.
+    """
+    if config.pretrained is not None:
+        from meshcomm.models.families import hugging_face
+
+        folder = Path(config.pretrained)
+        spec = hugging_face(folder, random=config.random_weights, seed=train.seed)
+        return Declared(spec, train, data.sequence)
+    if config.build is not None:
+        made = _built(config)
+        return made if isinstance(made, Model) else Declared(made, train, data.sequence)
+    return BuiltIn(config, data, train)
+
+
+def _built(config: ModelConfig) -> ModelSpec | Model:
+    assert config.build is not None
+    where, _, name = config.build.partition(":")
+    try:
+        function = getattr(importlib.import_module(where), name)
+        build = partial(function, **config.args)
+        with on_meta():
+            made = build()
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model.build could not be called: {type(error).__name__}: {error}",
+            given=f"build = {config.build!r}, args = {dict(config.args)}",
+            expected="a function that can be imported where the ranks run, and takes args by name",
+            hint="its module beside the script, or in PYTHONPATH",
+        ) from error
+    if isinstance(made, nn.Module):
+        return ModelSpec(module=build)
+    if not isinstance(made, (ModelSpec, Model)):
+        raise ConfigError(
+            "model.build returns no model",
+            given=f"{config.build} returned {type(made).__name__}",
+            expected="an nn.Module, or a meshcomm.models.ModelSpec, which says how it is split",
+        )
+    return made

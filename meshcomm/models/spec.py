@@ -1,0 +1,111 @@
+"""What a module that knows nothing of meshes must say about itself, to be cut into stages, split, and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.tensor.plan import Entry
+from meshcomm.predict.stages import PartCosts
+
+
+class Attend(Protocol):
+    """Attention of this rank's queries over the whole sequence; see `ContextSplit.attend`."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> Tensor: ...
+
+
+class Here(NamedTuple):
+    """Where a forward function runs.
+
+    stage:     which part of the model.
+    layers:    its blocks, in order.
+    positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample.
+    through:   runs a block as the configuration says: `here.through(block, x, mask=None)`.
+    """
+
+    stage: Stage
+    layers: tuple[nn.Module, ...]
+    positions: Tensor
+    through: Callable[..., Any]
+
+
+Forward: TypeAlias = Callable[[Any, Tensor, Here], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model for `Trainer` and `[model] build`. What is left out cannot be asked of it, and is refused by name.
+
+    module:     makes the whole model. Called on every rank; its parameters get no memory, its buffers do.
+    width:      elements of a token's vector between layers; for pipelines.
+    vocabulary: token ids are below it, and as many logits come out. 0: inputs are no tokens.
+    layers:     dotted name of the ModuleList or ModuleDict of its blocks: what a pipeline divides, FSDP gathers one at
+                a time, and `train.recompute` and `train.compile` are about. "": it cannot be cut.
+    first:      dotted names of what only the first stage needs, such as an embedding.
+    last:       of what only the last stage needs, such as a norm and a head.
+    forward:    (module, x, here) -> y, for pipelines and context parallelism: what there is of the module, run on
+                tokens or hidden states. What another stage has is None. None: the module's own forward.
+    split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
+    sequence:   what is added to it, or replaced, with parallel.sequence_parallel.
+    attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
+    tied:       names of the embedding's weight and the head's, where these are one.
+    initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
+                after torch.manual_seed(train.seed), for which every rank makes the whole model once.
+    weights:    a folder of safetensors with these parameters. None: they are drawn.
+    stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed.
+    loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
+                not -100, of the whole batch.
+    costs:      (sequence) -> what the parts cost, for stages. None: all layers the same.
+    """
+
+    module: Callable[[], nn.Module]
+    width: int = 0
+    vocabulary: int = 0
+    layers: str = ""
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    forward: Forward | None = None
+    split: Mapping[str, Entry] = field(default_factory=dict)
+    sequence: Mapping[str, Entry] | None = None
+    attention: Callable[[Any, Attend], None] | None = None
+    tied: tuple[str, str] | None = None
+    initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
+    weights: Path | None = None
+    stored: Callable[[str], tuple[str, bool]] | None = None
+    loss: Callable[[Any, Tensor], Tensor] | None = None
+    costs: Callable[[int], PartCosts] | None = None
+
+
+def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
+    """The blocks of a module by their keys, in order; none where `layers` is ""."""
+    return dict(module.get_submodule(layers).named_children()) if layers else {}
+
+
+def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ...]:
+    """Take out of `module` what other stages have; what is left of its blocks. Names stay."""
+    blocks = list(blocks_of(module, spec.layers).items())
+    if spec.layers:
+        kept = {key: block for place, (key, block) in enumerate(blocks) if place in stage.layers}
+        module.get_submodule(spec.layers)._modules = dict(kept)
+        blocks = list(kept.items())
+    gone = (() if stage.is_first else spec.first) + (() if stage.is_last else spec.last)
+    for name in gone:
+        parent, _, key = name.rpartition(".")
+        setattr(module.get_submodule(parent), key, None)
+    return tuple(block for _, block in blocks)
+
+
+def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
+    """What `module` writes into its parameters, drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
