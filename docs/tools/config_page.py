@@ -163,6 +163,8 @@ width = 128
 heads = 8
 kv_heads = 4
 ff = 384
+head = 16
+vocabulary = 256
 rope_theta = 10000.0
 norm_eps = 1e-5
 tied_embeddings = true
@@ -172,6 +174,16 @@ experts_per_token = 2
 experts_every = 2
 capacity_factor = 1.25
 balance_loss = 0.01
+""",
+        """\
+[model]
+pretrained = "Llama-3.2-1B"
+random_weights = true
+""",
+        """\
+[model]
+build = "my_package.models:gpt"
+args = { layers = 4 }
 """,
     ),
     "data": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -73,8 +74,16 @@ def test_every_key_has_a_sentence() -> None:
             assert said.endswith(".") and len(said) > 10, f"{place}.{key}: no sentence"
 
 
-def test_every_key_is_in_an_example_and_every_example_is_right() -> None:
+def test_every_key_is_in_an_example_and_every_example_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quickstart = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
+    sizes = {"num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads"}
+    sizes |= {"num_key_value_heads": "kv_heads", "intermediate_size": "ff"}
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    said = {theirs: quickstart["model"][ours] for theirs, ours in sizes.items()}
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(said))
+    monkeypatch.chdir(tmp_path)
     assert set(config_page.EXAMPLES) == set(config_page.sections())
     for place, section in config_page.sections().items():
         written = set()
