@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +18,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshcomm
+from meshcomm.collectives import BARRIER
 from meshcomm.comm import Communicator
+from meshcomm.comm.diagnosis import Reason, reason_of
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedOp
-from meshcomm.mesh import groups
+from meshcomm.mesh import groups, watchdog
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
+from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
-from meshcomm.transport import ProcessGroupTransport, SoloTransport
+from meshcomm.transport import ProcessGroupTransport, SoloTransport, torch_private
+from meshcomm.transport.base import Call
+from tests.mesh.test_opening_counts import Counting
 
 
 def pretend(
@@ -188,6 +197,89 @@ def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
         with pytest.raises(ShapeError, match="cannot carry this tensor") as refused:
             messages.send(on_gpu, 1)
         assert refused.value.expected == "a dense tensor on cpu"
+
+
+def test_a_barrier_names_the_device_of_the_mesh() -> None:
+    # Without it NCCL guesses one from the rank, and makes a context there.
+    told: list[Any] = []
+    group: Any = SimpleNamespace(
+        group_name="dp", size=lambda: 2, rank=lambda: 0, barrier=told.append, allreduce=lambda *given: None
+    )
+    transport = ProcessGroupTransport(group, "nccl", torch.device("cuda", 3), owned=False, timeout_s=1.0)
+    transport.start(Call(BARRIER, blocking=True))
+    assert told[0].device == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=8, "
+            "NumelOut=8, Timeout(ms)=10000) ran for 10031 milliseconds before timing out.",
+            Reason.TIMEOUT,
+        ),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:2090, remote process exited or there was a network error, NCCL "
+            "version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting.",
+            Reason.CLOSED,
+        ),
+        ("NCCL communicator was aborted on rank 1.", Reason.CLOSED),
+        (
+            "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\nncclInvalidUsage: This usually "
+            "reflects invalid usage of NCCL library.",
+            Reason.DATA,
+        ),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", Reason.OTHER),
+    ],
+)
+def test_what_nccl_says_is_understood(text: str, reason: Reason) -> None:
+    assert reason_of(dist.DistBackendError(text)) == reason
+
+
+def test_calls_under_way_are_those_of_both_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(**given: bool) -> str:
+        assert given == {"includeCollectives": True, "onlyActive": True}
+        entry = {"profiling_name": "nccl:all_reduce", "process_group": ["dp", "mesh"], "collective_seq_id": 9}
+        return json.dumps({"entries": [entry]})
+
+    monkeypatch.setattr(torch_private.bindings, "_dump_nccl_trace_json", dump, raising=False)
+    found = [each for each in torch_private.calls_under_way() if each["call"] == "nccl:all_reduce"]
+    assert found == [{"call": "nccl:all_reduce", "group": "dp", "number": 9, "shapes": []}]
+
+
+def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on three real ones for a second, as in a world in which each may look five times a second."""
+    world = 1_024
+    monkeypatch.setattr(watchdog, "look_interval_s", lambda size: 0.2)
+    stores = [Counting(dist.HashStore()) for _ in range(3)]
+    watchers = [
+        watchdog.Watchdog(store, rank, {"dp": rank}, world, "", 0, lambda _: 60.0, lambda _: None, alone=True)
+        for rank, store in enumerate(stores)
+    ]
+    time.sleep(1.0)
+    for each in watchers:
+        each.close()
+    looks = [sum(name == "check" for name, _ in store.told) for store in stores]
+    assert all(1 <= each <= 6 for each in looks), looks
+
+
+def test_one_rank_of_a_hang_asks_all_the_others() -> None:
+    store, asked = dist.HashStore(), Counter[int]()
+    ranks = 64
+
+    def diagnosis(rank: int) -> dict[str, Any]:
+        query = StatusQuery(store, rank, 0.01)
+
+        def make() -> dict[str, Any]:
+            asked[rank] += 1
+            return {"found by": rank}
+
+        return query.shared("dp/7", make)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(diagnosis, range(ranks)))
+    assert len(asked) == 1 and sum(asked.values()) == 1
+    assert found == [{"found by": next(iter(asked))}] * ranks
 
 
 @pytest.mark.parametrize(
