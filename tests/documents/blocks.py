@@ -14,7 +14,9 @@ A comment right before a block says how it is run; a reader of the page does not
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,3 +85,13 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
         found.append(Block(page, start + 1, fence[3], body, notes))
         notes = {}
     return found
+
+
+def llama(folder: Path) -> None:
+    """Make the folder that the pages call Llama-3.2-1B, of the sizes of configs/quickstart.toml, which they change."""
+    sizes = {"num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads"}
+    sizes |= {"num_key_value_heads": "kv_heads", "intermediate_size": "ff"}
+    model = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())["model"]
+    (folder / "Llama-3.2-1B").mkdir(exist_ok=True)
+    said = {theirs: model[ours] for theirs, ours in sizes.items()}
+    (folder / "Llama-3.2-1B" / "config.json").write_text(json.dumps(said))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshcomm.testing import Pool
-from tests.documents.blocks import ROOT, blocks, pages
+from tests.documents.blocks import ROOT, blocks, llama, pages
 from tests.documents.commands import NOT_RUN as COMMANDS_NOT_RUN
 from tests.documents.commands import all_commands, command_lines, read, wrong_in_text
 from tests.documents.not_run import NOT_RUN, OWN_TESTS
@@ -24,6 +24,8 @@ def test_every_block_of_the_page_runs(
 ) -> None:
     for name in ("COLUMNS", "LOCAL_WORLD_SIZE", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    llama(tmp_path)
     state = Page(page, tmp_path, pool)
     wrong = []
     for block in ALL[page]:

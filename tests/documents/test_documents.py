@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ import yaml
 
 from meshcomm.config import load
 from tests.documents import tool
+from tests.documents.blocks import llama
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -78,11 +78,7 @@ def test_every_key_is_in_an_example_and_every_example_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quickstart = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
-    sizes = {"num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads"}
-    sizes |= {"num_key_value_heads": "kv_heads", "intermediate_size": "ff"}
-    (tmp_path / "Llama-3.2-1B").mkdir()
-    said = {theirs: quickstart["model"][ours] for theirs, ours in sizes.items()}
-    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(said))
+    llama(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert set(config_page.EXAMPLES) == set(config_page.sections())
     for place, section in config_page.sections().items():
