@@ -45,10 +45,10 @@ def _train(settings: Config) -> None:
     from rich.console import Console
 
     from meshcomm.mesh.opening import init
+    from meshcomm.mesh.together import is_first
     from meshcomm.train import Silent, find_attempt
     from meshcomm.train import run as run_training
     from meshcomm.train.screen import TrainingReporter
-    from meshcomm.train.together import is_first
 
     attempt = find_attempt(os.environ)
     with init(settings) as mesh:

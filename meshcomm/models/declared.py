@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import Here, ModelSpec, blocks_of, cut, default_values
-from meshcomm.models.weights import Folder, write
+from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
@@ -37,6 +38,10 @@ class Declared(Model):
         self.layers = max(1, len(blocks_of(whole, spec.layers)))
         self.width, self.vocabulary = spec.width, spec.vocabulary
         self.tied = spec.tied[0] if spec.tied else ""
+        self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
+        # What transformers says of a class: names in older folders, and of its part without a head.
+        self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self._base = str(getattr(whole, "base_model_prefix", ""))
         self._drawn: Mapping[str, Tensor] | None = None
 
     def costs(self, sequence: int) -> PartCosts:
@@ -72,10 +77,12 @@ class Declared(Model):
         """See Model."""
         spec = self.spec
         if spec.weights is not None:
-            with Folder(spec.weights) as folder:
+            ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
+            with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
+                folder.check([self._stored(name)[0] for name in self._names])
 
                 def stored(name: str, shape: tuple[int, ...]) -> Any:
-                    called, transposed = spec.stored(name) if spec.stored else (name, False)
+                    called, transposed = self._stored(name)
                     return folder.read(called, shape, transposed)
 
                 write(module, stored)
@@ -89,6 +96,12 @@ class Declared(Model):
             write(module, lambda name, shape: drawn[name])
         if stage.is_last:
             self._drawn = None
+
+    def _stored(self, name: str) -> tuple[Names, bool]:
+        """Where a parameter lies in the folder of weights; what is tied, under the embedding's name."""
+        if self.spec.tied and name == self.spec.tied[1]:
+            name = self.spec.tied[0]
+        return self.spec.stored(name) if self.spec.stored else (name, False)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """See Model."""

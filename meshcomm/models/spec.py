@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshcomm.models.weights import Names
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor.plan import Entry
 from meshcomm.predict.stages import PartCosts
@@ -61,7 +62,8 @@ class ModelSpec:
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model once.
     weights:    a folder of safetensors with these parameters. None: they are drawn.
-    stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed.
+    stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed. For one of
+                three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names.
     loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
                 not -100, of the whole batch.
     costs:      (sequence) -> what the parts cost, for stages. None: all layers the same.
@@ -80,7 +82,7 @@ class ModelSpec:
     tied: tuple[str, str] | None = None
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
     weights: Path | None = None
-    stored: Callable[[str], tuple[str, bool]] | None = None
+    stored: Callable[[str], tuple[Names, bool]] | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     costs: Callable[[int], PartCosts] | None = None
 

@@ -4,59 +4,102 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean
-from meshcomm.parallel.tensor import assign, whole_shape
-from meshcomm.parallel.tensor.parameters import fused_sizes, kept
+from meshcomm.parallel.tensor import assign, local, whole_shape
+from meshcomm.parallel.tensor.parameters import fused_sizes, kept, parts_of, units
+from meshcomm.transport.torch_private import offsets
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+Names: TypeAlias = str | tuple[tuple[str, ...], ...]
+"""Where a parameter lies in a folder: under one name; or, for one of three axes such as the experts of a layer, in a
+tensor of its own for each place of axis 0 and each run of rows of axis 1."""
+
+# Tables and masks that older versions of transformers saved, and no model reads.
+_IGNORED: Final = (r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$")
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
+# A file is mapped; what has been read of it counts as this process's memory until it is closed.
+_MAPPED_BYTES: Final = 32 << 20
+_LARGEST: Final = 8  # bytes of an element
+_SHOWN: Final = 6
+
 
 @torch.no_grad()
-def write(module: nn.Module, value: Callable[..., Any]) -> None:
+def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> None:
     """Write this rank's parts of all parameters of a module that is split and sharded.
 
-    value: (name, whole shape) -> the whole values, or what gives them by slices. Nothing is communicated.
+    value: (name, whole shape) -> the whole values, or a `Stored`, of which only the parts are read; the shape is that
+           before the module was split. Nothing is communicated.
     """
     fused = fused_sizes(module)
     for name, parameter in module.named_parameters():
         sizes, shape = fused.get(name), whole_shape(parameter)
+        found = value(name, shape if sizes is None else (shape[0] * shape[1], *shape[2:]))
+        if not isinstance(found, Stored) or parts_of(parameter):
+            found = found[:] if isinstance(found, Stored) else found
+            assign(parameter, found if sizes is None else kept(found, sizes))
+            continue
+        held = local(parameter)
+        at = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
         if sizes is None:
-            assign(parameter, value(name, shape))
-        else:
-            rows = value(name, (shape[0] * shape[1], *shape[2:]))
-            assign(parameter, kept(rows[:], sizes))
+            found.copy(at, held)
+            continue
+        # A part's rows of this rank's units lie next to each other in the file.
+        n, first, column = units(sizes), 0, 0
+        for size in sizes:
+            rows = size // n
+            found.copy((first + at[0] * rows, *at[2:]), held[:, column : column + rows])
+            first, column = first + size, column + rows
 
 
 @final
 class Folder:
-    """A folder of safetensors as transformers writes it: one file, or several with an index."""
+    """A folder of safetensors as transformers writes it: one file, or several with an index.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    base:    a prefix that all names in it may lack, as in a folder of the model without its head.
+    ignored: patterns of names that the model has no use for.
+
+    Raises TrainingError, as do its methods, where there is none, or a file is missing, cut short or damaged.
+    """
+
+    def __init__(self, path: Path, *, base: str = "", ignored: Sequence[str] = ()) -> None:
+        self._path, self._base, self._ignored = path, base, (*_IGNORED, *ignored)
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
+        self._mapped = 0
         index = path / INDEX
         if index.is_file():
-            self._places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            try:
+                self._places = {
+                    str(name): str(file)
+                    for name, file in json.loads(index.read_bytes())["weight_map"].items()
+                }
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _damaged(index, error) from error
         elif (path / SINGLE).is_file():
             self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
             raise TrainingError(
                 f"there are no weights in {path}",
-                given=f"{path} without {SINGLE} and {INDEX}",
-                expected="a folder that save_pretrained wrote",
-                hint="model.save_pretrained(folder, safe_serialization=True)",
+                given=f"{path} without {SINGLE} and {INDEX}"
+                if path.is_dir()
+                else f"{path}, which is no folder here",
+                expected="a folder that save_pretrained wrote, which the hosts of all ranks can read",
+                hint="model.save_pretrained(folder); or model.random_weights = true",
             )
 
     def __enter__(self) -> Folder:
@@ -65,14 +108,54 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
+        self._close()
 
-    def read(self, name: str, shape: tuple[int, ...], transposed: bool = False) -> Any:
-        """What gives slices of a parameter of this shape, read from the disk when they are asked for.
+    def check(self, names: Iterable[Names]) -> None:
+        """Raises TrainingError where it lacks some of `names`, those of a whole model, or has others.
 
-        transposed: its two axes lie the other way round in the file. Raises ShapeError, TrainingError.
+        An index is believed: of its files only those are opened that this rank reads from.
         """
-        if name not in self._places:
+        wanted = [each for name in names for each in _flat(name)]
+        missing = [name for name in wanted if self._called(name) not in self._places]
+        known = {self._called(name) for name in wanted}
+        extra = [
+            name
+            for name in self._places
+            if name not in known and not any(re.search(each, name) for each in self._ignored)
+        ]
+        if missing or extra:
+            raise TrainingError(
+                f"the weights in {self._path} are not those of the model",
+                given="\n".join(
+                    f"{len(some)} {what}: {', '.join(some[:_SHOWN])}{', ...' if len(some) > _SHOWN else ''}"
+                    for what, some in (("missing", missing), ("that it does not have", extra))
+                    if some
+                ),
+                expected=f"the {len(wanted)} tensors of the model that its config.json describes",
+                hint=(did_you_mean(missing[0], extra) if missing and extra else None)
+                or "config.json and weights of one model; or [model] build, for another one",
+            )
+
+    def read(self, names: Names, shape: tuple[int, ...], transposed: bool = False) -> Stored:
+        """What reads slices of a parameter of this shape, when they are asked for.
+
+        transposed: its two axes lie the other way round in the file.
+        Raises: TrainingError for a name that is not there, or no floating-point numbers; ShapeError.
+        """
+        if isinstance(names, str):
+            return _One(self, names, shape, transposed)
+        return _Stacked(
+            [[self.read(each, (), transposed) for each in row] for row in names], names, shape, self._path
+        )
+
+    def names(self) -> list[str]:
+        """Of all tensors in it."""
+        return list(self._places)
+
+    def piece(self, name: str) -> Any:
+        """A tensor of which slices can be read, as the package gives it."""
+        called = self._called(name)
+        if called not in self._places:
             raise TrainingError(
                 f"the weights in {self._path} have no {name}",
                 given=f"{len(self._places)} tensors",
@@ -80,31 +163,150 @@ class Folder:
                 hint=did_you_mean(name, self._places)
                 or "the folder of the model that the configuration names",
             )
-        held = self._file(self._places[name]).get_slice(name)
-        found = tuple(held.get_shape())
-        if (found[::-1] if transposed else found) != shape:
-            raise ShapeError(
-                f"{name} has another shape in {self._path}",
-                given=f"{found} in the file",
-                expected=f"{shape[::-1] if transposed else shape}, as the model has it",
-                hint="the configuration and the weights of one model",
-            )
-        return _Transposed(held) if transposed else held
+        try:
+            return self._file(self._places[called]).get_slice(called)
+        except SafetensorError as error:
+            raise _damaged(self._path / self._places[called], error) from error
 
-    def names(self) -> list[str]:
-        """Of all tensors in it."""
-        return list(self._places)
+    def mapped(self, size: int) -> None:
+        """So many bytes were read: their pages are given back now and then."""
+        self._mapped += size
+        if self._mapped > _MAPPED_BYTES:
+            self._close()
+
+    def refused(
+        self, name: str, what: str, expected: str, kind: type[TrainingError] | type[ShapeError]
+    ) -> Exception:
+        """An error about a tensor."""
+        where = self._path / self._places[self._called(name)]
+        return kind(
+            f"{name} does not fit the model",
+            given=f"{what} in {where}",
+            expected=expected,
+            hint="config.json and weights of one model",
+        )
+
+    def _called(self, name: str) -> str:
+        short = name.removeprefix(f"{self._base}.") if self._base else name
+        return short if name not in self._places and short in self._places else name
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = self._open.enter_context(safe_open(self._path / name, "pt"))
+            path = self._path / name
+            try:
+                self._files[name] = self._open.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise _damaged(path, error) from error
         return self._files[name]
 
+    def _close(self) -> None:
+        self._files.clear()
+        self._open.close()
+        self._mapped = 0
 
-class _Transposed:
-    def __init__(self, held: Any) -> None:
-        self._held = held
 
-    def __getitem__(self, at: Any) -> Tensor:
-        found: Tensor = self._held[tuple(reversed(at)) if isinstance(at, tuple) else slice(None)]
-        return found.T
+class Stored:
+    """A whole tensor on the disk. shape: of the parameter that it is."""
+
+    shape: tuple[int, ...]
+
+    def copy(self, at: Sequence[int], into: Tensor) -> None:
+        """Write the slice that begins at `at` into `into`, of any dtype, block by block.
+
+        into: of the slice's shape; or with its first axis as two, (units, rows of a unit, ...).
+        """
+        raise NotImplementedError
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """All of it. Only `[:]`, for a tensor that is kept in another order."""
+        assert at == slice(None)
+        whole = torch.empty(self.shape, dtype=torch.float64)
+        self.copy((0,) * len(self.shape), whole)
+        return whole
+
+
+@final
+class _One(Stored):
+    def __init__(self, folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) -> None:
+        held = folder.piece(name)
+        found = tuple(held.get_shape())
+        if shape and (found[::-1] if transposed else found) != shape:
+            expected = f"{shape[::-1] if transposed else shape}, as the model has it"
+            raise folder.refused(name, f"shape {found}", expected, ShapeError)
+        if held.get_dtype() not in _FLOATS:
+            expected = f"one of {', '.join(_FLOATS)}: meshcomm trains no quantized weights"
+            raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
+        self.shape = found[::-1] if transposed else found
+        self._folder, self._name, self._transposed = folder, name, transposed
+
+    def copy(self, at: Sequence[int], into: Tensor) -> None:
+        """See Stored."""
+        if not into.numel():
+            return
+        if not into.ndim:
+            into.copy_(self._folder.piece(self._name)[...])
+            return
+        # (units, rows of a unit, ...): the units of a part's rows, which lie in one run in the file.
+        each = into.shape[1] if into.ndim > len(self.shape) else 0
+        sizes = [into.shape[0] * each, *into.shape[2:]] if each else list(into.shape)
+        # Blocks along the file's first axis: their pages lie together.
+        along = len(sizes) - 1 if self._transposed else 0
+        row = math.prod(self.shape) // self.shape[along] * _LARGEST
+        step = max(1, _MAPPED_BYTES // row)
+        step = step if along or not each else max(1, step // each) * each
+        for begin in range(0, sizes[along], step):
+            end = min(begin + step, sizes[along])
+            part = [slice(first, first + n) for first, n in zip(at, sizes, strict=True)]
+            part[along] = slice(at[along] + begin, at[along] + end)
+            held = self._folder.piece(self._name)
+            values = held[tuple(reversed(part))].T if self._transposed else held[tuple(part)]
+            if not each:
+                into.narrow(along, begin, end - begin).copy_(values)
+            elif along:
+                into[..., begin:end].copy_(values.unflatten(0, (-1, each)))
+            else:
+                into[begin // each : end // each].copy_(values.unflatten(0, (-1, each)))
+            del held, values
+            self._folder.mapped((end - begin) * row)
+
+
+@final
+class _Stacked(Stored):
+    """Tensors (rows, ...) of which each is a run of rows of one place of axis 0."""
+
+    def __init__(self, pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> None:
+        rows = {tuple(piece.shape for piece in row) for row in pieces}
+        found = next(iter(rows))
+        whole = (len(pieces), sum(each[0] for each in found), *found[0][1:])
+        if len(rows) > 1 or (shape and whole != shape):
+            raise ShapeError(
+                f"{_flat(names)[0]} and what lies beside it do not fit the model",
+                given=f"{len(pieces)} times {' and '.join(map(str, found))} in {path}",
+                expected=f"{shape} together",
+                hint="config.json and weights of one model",
+            )
+        self.shape, self._pieces = whole, pieces
+
+    def copy(self, at: Sequence[int], into: Tensor) -> None:
+        """See Stored."""
+        for place, target in enumerate(into):
+            first = 0
+            for piece in self._pieces[at[0] + place]:
+                begin = max(at[1], first)
+                end = min(at[1] + target.shape[0], first + piece.shape[0])
+                if begin < end:
+                    piece.copy((begin - first, *at[2:]), target[begin - at[1] : end - at[1]])
+                first += piece.shape[0]
+
+
+def _flat(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(name for row in names for name in row)
+
+
+def _damaged(path: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"{path} cannot be read",
+        given=str(error) or type(error).__name__,
+        expected="a whole file, as save_pretrained wrote it",
+        hint="copy or download it again",
+    )

@@ -12,6 +12,7 @@ from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.together import together
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.parallel.decay import decay_groups
@@ -50,11 +51,12 @@ class Trainer:
         mesh: an open mesh that this rank is a member of.
         config: what the mesh was opened with, with the four training sections.
         model: how a stage is built and filled. No rank holds more of it than its own part.
+        filled: False: parameters get memory and no values, for a state that is put back before the first step.
 
-    Raises as `sections`.
+    Raises as `sections`; TrainingError on every rank where one of them could not fill its part.
     """
 
-    def __init__(self, mesh: Mesh, config: Config, model: Model) -> None:
+    def __init__(self, mesh: Mesh, config: Config, model: Model, *, filled: bool = True) -> None:
         self.sections = sections(mesh, config)
         self.model = model
         part, settings, data, train = self.sections
@@ -97,9 +99,14 @@ class Trainer:
                 reduce_dtype=getattr(torch, part.reduce_dtype or train.dtype),
             )
             self.gradients: list[GradientSync | Sharded] = [sharded]
-        for module, stage in zip(self.modules, self.stages, strict=True):
-            materialise(module, mesh.device)
-            model.fill(module, stage)
+
+        def fill() -> None:
+            for module, stage in zip(self.modules, self.stages, strict=True):
+                materialise(module, mesh.device)
+                if filled:
+                    model.fill(module, stage)
+
+        together(mesh, "fill the model", fill)
         if part.shard is None:
             self.gradients = self._synced(schedule.hooks_fire or ranks == 1)
         # Only now: sharding puts other parameters into the modules.

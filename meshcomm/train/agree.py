@@ -17,10 +17,10 @@ from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
 from meshcomm.parallel.compose import Sections, sections
 from meshcomm.train.data import Corpus, load
 from meshcomm.train.run_files import check_folder
-from meshcomm.train.together import is_first, of_every_rank, ranks_of, together
 
 # Settings that an error lists.
 _SHOWN = 8

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshcomm.config import TrainConfig
 from meshcomm.errors import CommunicationError
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.together import is_first, of_every_rank, together
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
@@ -29,7 +30,6 @@ from meshcomm.train.checkpoint_writer import Save, Shares
 from meshcomm.train.lock import Lock, compare
 from meshcomm.train.report import Resumed
 from meshcomm.train.run_files import put_aside
-from meshcomm.train.together import is_first, of_every_rank, together
 
 # After a broken connection: the others may have ended, and what they wrote with them.
 _GRACE_S: Final = 5.0

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.together import is_first, ranks_of, together
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
-from meshcomm.train.together import is_first, ranks_of, together
 from meshcomm.transport.torch_private import storage_info
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from torch import Tensor
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.together import is_first
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Trainer, sections
 from meshcomm.parallel.results import Done
@@ -24,7 +25,6 @@ from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, TRACE, MetricsFile, recorded
-from meshcomm.train.together import is_first
 
 _LOSSES = "run.losses"
 # Steps that may be left out one after the other: more of them are no accident.
@@ -54,7 +54,8 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
         checkpoints = Checkpoints(mesh, facts.sections.train)
         start = lock_of(mesh, config, facts.corpus.digest)
         resumed, lock = checkpoints.begin(attempt or Attempt(), start)
-        trainer = trainer_for(mesh, config)
+        # What a checkpoint has is not read from elsewhere, nor drawn, before.
+        trainer = trainer_for(mesh, config, filled=not lock.step)
         losses = [0.0] * lock.step
         if resumed is not None and lock.step:
             state = _state(trainer, losses)
@@ -70,10 +71,10 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
         torch.set_num_threads(before)
 
 
-def trainer_for(mesh: Mesh, config: Config) -> Trainer:
-    """The trainer of the model that `config` describes, its weights drawn from the seed."""
+def trainer_for(mesh: Mesh, config: Config, *, filled: bool = True) -> Trainer:
+    """The trainer of the model that `config` describes. filled: its weights are read or drawn; see Trainer."""
     _, model, data, train = sections(mesh, config)
-    return Trainer(mesh, config, model_of(model, data, train))
+    return Trainer(mesh, config, model_of(model, data, train), filled=filled)
 
 
 def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:
