@@ -139,13 +139,20 @@ def near_file(path: Path) -> str:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make model.pretrained and the entries of data.files start at `folder`, where they are texts at all."""
+    """Make model.pretrained and the paths of `[data]` start at `folder`, where they are texts at all."""
     model = data.get("model")
     if isinstance(model, dict) and isinstance(named := model.get("pretrained"), str) and named:
         model["pretrained"] = str(folder / named)
     section = data.get("data")
-    files = section.get("files") if isinstance(section, dict) else None
-    if isinstance(files, list):
+    if not isinstance(section, dict):
+        return
+    for key in ("dataset", "tokenizer"):
+        if isinstance(named := section.get(key), str) and named:
+            section[key] = str(folder / named)
+    for key in ("files", "tokens", "validation_files"):
+        files = section.get(key)
+        if not isinstance(files, list):
+            continue
         for index, name in enumerate(files):
             if isinstance(name, str) and name and not Path(name).is_absolute():
                 is_glob = glob.escape(name) != name

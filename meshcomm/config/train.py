@@ -2,38 +2,192 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from meshcomm.config.problems import Problem
-from meshcomm.config.section import Fraction, FrozenList, Pair, Section, Text, no_effect, rule, setting
+from meshcomm.config.section import (
+    Fraction,
+    FrozenList,
+    FrozenTable,
+    Pair,
+    Section,
+    Table,
+    Text,
+    no_effect,
+    rule,
+    setting,
+)
 from meshcomm.config.write import toml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class DataConfig(Section):
-    """`[data]`: bytes of real text."""
+    """`[data]`: text, as bytes or through a tokenizer, token files, a folder of datasets, or what a function returns."""
 
     place = "data"
     files: FrozenList[Text] = setting(
         (),
-        "Paths or globs, relative to the config file. Default []: the sources of Python's standard library.",
+        "Text files: paths or globs, relative to the config file. Default []: the sources of Python's standard library, "
+        "where nothing else is named.",
     )
-    sequence: int = Field(ge=1, description="Tokens (bytes) of a sample.", examples=[128])
-    max_bytes: int = setting(8_000_000, "Bytes that are read at most.", ge=2)
+    tokens: FrozenList[Text] = setting(
+        (),
+        "Token files: paths or globs, relative to the config file, of .npy or of raw .bin. Default []: none.",
+        examples=[["web.bin", "code.npy"]],
+    )
+    token_type: Literal["uint16", "uint32"] = setting("uint16", "With tokens: what a .bin file holds.")
+    weights: FrozenList[float] = setting(
+        (),
+        "With tokens: the share of the samples that comes from each entry, in relation to the others. Default []: each "
+        "sample of all files once in an epoch.",
+        examples=[[0.7, 0.3]],
+    )
+    dataset: Text | None = setting(
+        None,
+        "A folder that save_to_disk of datasets wrote, relative to the config file. None: none.",
+        examples=["wiki"],
+    )
+    split: Text | None = setting(None, "With dataset: which of its splits is trained on. None: it has none.")
+    column: Text = setting("text", "With dataset: the column with the text, or with lists of tokens.")
+    build: Text | None = setting(
+        None,
+        "module:function, which returns an indexable dataset of samples, or an iterable. None: none.",
+        examples=["my_package.data:loader"],
+    )
+    args: FrozenTable[str | int | float | bool] = Field(
+        default_factory=Table,
+        description="With build: what the function is called with, by name.",
+        examples=[{"folder": "images"}],
+    )
+    tokenizer: Text | None = setting(
+        None,
+        "With text: a tokenizer.json, or the folder of a model of transformers that has one, relative to the config file. "
+        "None: a byte is a token.",
+        examples=["tokenizer.json"],
+    )
+    eos: Text | None = setting(
+        None,
+        "With tokenizer: the token that ends a document, which is a file, or a row of dataset. None: the eos_token that the "
+        "tokenizer's folder names, if any.",
+        examples=["<|endoftext|>"],
+    )
+    sequence: int = Field(ge=1, description="Tokens of a sample.", examples=[128])
+    max_bytes: int = setting(8_000_000, "With text: bytes that are read at most.", ge=2)
+    order: Literal["epochs", "random"] = setting(
+        "epochs",
+        "epochs: every sample once, in another order each time, drawn from train.seed. random: where a sample begins is "
+        "drawn for each, with replacement.",
+    )
+    validation: Fraction = setting(
+        0.0, "Share of the samples, at the end of each source, that is not trained on but evaluated."
+    )
+    validation_files: FrozenList[Text] = setting(
+        (), "Files of their own to evaluate: as files, or with tokens as tokens. Default []: none."
+    )
+    validation_split: Text | None = setting(None, "With dataset: the split to evaluate. None: none.")
+
+    @property
+    def source(self) -> str:
+        """Which setting names what is read."""
+        return next((name for name in ("build", "dataset", "tokens") if getattr(self, name)), "files")
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return bool(self.validation or self.validation_files or self.validation_split)
 
 
 @rule(DataConfig, "max_bytes", "sequence")
 def _one_sample(data: DataConfig) -> Iterator[Problem]:
-    if data.max_bytes <= data.sequence:
+    if data.source == "files" and data.tokenizer is None and data.max_bytes <= data.sequence:
         yield Problem(
             f"does not hold one sample: {data.sequence} + 1 > {data.max_bytes}",
             "max_bytes above sequence: a sample is its tokens and the one that follows",
             [f"data.max_bytes = {data.sequence + 1}", f"data.sequence = {data.max_bytes - 1}"],
         )
+
+
+@rule(DataConfig, "files", "tokens", "dataset", "build")
+def _one_source(data: DataConfig) -> Iterator[Problem]:
+    named = [name for name in ("files", "tokens", "dataset", "build") if getattr(data, name)]
+    if len(named) > 1:
+        yield Problem(
+            f"{len(named)} sources of data: {', '.join(named)}",
+            "one of them",
+            [f"remove data.{name}" for name in named],
+            key=named[-1],
+        )
+
+
+@rule(DataConfig, "build")
+def _function(data: DataConfig) -> Iterator[Problem]:
+    if data.build is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", data.build):
+        yield Problem("no function is named", "module:function", ['data.build = "my_package.data:loader"'])
+
+
+@rule(DataConfig, "weights", "tokens")
+def _weight_of_each(data: DataConfig) -> Iterator[Problem]:
+    if data.weights and data.tokens and (len(data.weights) != len(data.tokens) or min(data.weights) <= 0):
+        yield Problem(
+            f"{len(data.weights)} weights of {len(data.tokens)} entries of tokens"
+            if len(data.weights) != len(data.tokens)
+            else "a weight is not above 0",
+            "a number above 0 for each entry of data.tokens",
+            [f"data.weights = {toml([1.0] * len(data.tokens))}", "remove data.weights"],
+        )
+
+
+@rule(DataConfig, "validation", "validation_files", "validation_split")
+def _one_validation(data: DataConfig) -> Iterator[Problem]:
+    named = [name for name in ("validation", "validation_files", "validation_split") if getattr(data, name)]
+    if len(named) > 1:
+        yield Problem(
+            f"{len(named)} kinds of validation: {', '.join(named)}",
+            "one of them",
+            [f"remove data.{name}" for name in named],
+            key=named[-1],
+        )
+
+
+def _of_source(fields: str, *sources: str) -> None:
+    no_effect(
+        DataConfig,
+        fields,
+        "files tokens dataset build",
+        lambda data: data.source in sources,
+        f"data.{' or data.'.join(sources)} beside it",
+        why=f" without data.{sources[0]}",
+    )
+
+
+_of_source("token_type", "tokens")
+_of_source("weights", "tokens")
+_of_source("split column validation_split", "dataset")
+_of_source("tokenizer max_bytes", "files", "dataset")
+_of_source("validation_files", "files", "tokens")
+no_effect(
+    DataConfig,
+    "args",
+    "build",
+    lambda data: data.build or not data.args,
+    "build beside it",
+    'data.build = "my_package.data:loader"',
+    why=" without data.build",
+)
+no_effect(
+    DataConfig,
+    "eos",
+    "tokenizer",
+    lambda data: data.tokenizer,
+    "tokenizer beside it",
+    'data.tokenizer = "tokenizer.json"',
+    why=" without data.tokenizer: bytes have no token for it",
+)
 
 
 class TrainConfig(Section):
@@ -94,6 +248,11 @@ class TrainConfig(Section):
     )
     keep: int = setting(2, "With checkpoint_every: how many of the last checkpoints stay.", ge=1)
     resume: bool = setting(False, "Go on from the last complete checkpoint in out, if there is one.")
+    resume_changed: FrozenList[Literal["data", "sequence", "global_batch"]] = setting(
+        (),
+        "With resume: what may be another one than the checkpoint's; without it, that is refused. After another data or "
+        "sequence the samples begin again, with another global_batch they go on. Default []: nothing.",
+    )
 
 
 @rule(TrainConfig, "warmup_steps", "steps")
@@ -154,4 +313,13 @@ no_effect(
     "checkpoint_every of 1 or more",
     "train.checkpoint_every = 100",
     why=": no checkpoints are saved",
+)
+no_effect(
+    TrainConfig,
+    "resume_changed",
+    "resume",
+    lambda train: train.resume or not train.resume_changed,
+    "resume beside it",
+    "train.resume = true",
+    why=" without train.resume",
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshcomm.config import Config
+from meshcomm.config import Config, ModelConfig
 from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
@@ -22,6 +22,8 @@ from meshcomm.parallel.compose import Sections, sections
 from meshcomm.train.data import Corpus, load
 from meshcomm.train.run_files import check_folder
 
+# What may differ between hosts.
+_PATHS = {"files", "tokens", "dataset", "tokenizer", "validation_files", "out"}
 # Settings that an error lists.
 _SHOWN = 8
 
@@ -42,33 +44,55 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     Called by: every rank of the mesh.
     Raises:    on every rank where one of them cannot start: its own error on that rank, and
                TrainingError naming it on the others; TrainingError naming the settings that
-               differ, or data.sha256, that of the text, with the values of both. `data.files` and `train.out` may differ: hosts have different folders.
+               differ, or data.sha256, that of the text, with the values of both. Paths may differ: hosts have different folders.
     """
 
-    def prepare() -> tuple[Sections, Corpus]:
+    hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
+
+    def check() -> Sections:
         known = sections(mesh, config)
-        corpus = load(known.data)
         if is_first(mesh):
             check_folder(Path(known.train.out))
-        return known, corpus
+        return known
 
-    known, corpus = together(mesh, "start the training", prepare)
+    known = together(mesh, "start the training", check)
+    own = hosts[ranks_of(mesh).index(mesh.rank)]
+    lowest = min(rank for rank, host in zip(ranks_of(mesh), hosts, strict=True) if host == own)
+    if known.data.tokenizer is not None:
+        # What the lowest rank of each host has tokenised, the others find in its folder.
+        together(mesh, "tokenise the data", lambda: _load(mesh, known) if mesh.rank == lowest else None)
+    corpus = together(mesh, "start the training", lambda: _load(mesh, known))
     settings = {name: _settings(section) for name, section in known._asdict().items()}
     settings["data"]["sha256"] = corpus.digest.hex()
-    host, mine = (
-        hashlib.sha256(text.encode()).hexdigest() for text in (platform.node(), json.dumps(settings))
-    )
-    hosts, digests = zip(*of_every_rank(mesh, [host, mine]), strict=True)
+    if corpus.validation is not None:
+        settings["data"]["validation_sha256"] = corpus.validation.digest.hex()
+    digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if len(set(digests)) > 1:
         # Every rank sees the same table, so all of them come here.
         raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
-    return Facts(known, corpus, hosts.count(host))
+    return Facts(known, corpus, hosts.count(own))
+
+
+def _load(mesh: Mesh, known: Sections) -> Corpus:
+    """The data, as this rank reads it."""
+    part, model, data, train = known
+    rank = 0
+    for dim in part.data_dims:
+        rank = rank * mesh.size(dim) + mesh.coord(dim)
+    facts = {"seed": train.seed, "data_rank": rank, "data_world": part.copies(dict(mesh.dims))}
+    return load(data, vocabulary=vocabulary_of(model), cache=Path(train.out), facts=facts)
+
+
+def vocabulary_of(model: ModelConfig) -> int | None:
+    """Token ids are below it; None where nobody has said it."""
+    said = model.build is None or "vocabulary" in model.model_fields_set
+    return model.vocabulary if said else None
 
 
 def _settings(section: object) -> dict[str, Any]:
     """A section as plain data, without what may differ between hosts."""
     assert isinstance(section, BaseModel)
-    return section.model_dump(mode="json", exclude={"files", "out"})
+    return section.model_dump(mode="json", exclude=_PATHS)
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,24 @@ from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 _FORMAT = 2
 
 # Another value of one of these is another training, not the same one continued.
-_FIXED = ("model.", "data.sequence", "data.sha256", "train.global_batch", "train.seed", "train.dtype")
+_FIXED = ("model.", "train.seed", "train.dtype")
+# These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
+_SAMPLES = {
+    "data.sequence": "sequence",
+    "train.global_batch": "global_batch",
+    **{f"data.{key}": "data" for key in ("sha256", "order", "weights", "validation", "build", "args")},
+}
+# What a run did before there was the setting, where that is not its default.
+_BEFORE = {"data.order": "random"}
 # Where the run is kept and whether it resumes says nothing about what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is written down changes nothing in what it computes.
 _OF_NO_EFFECT = {
     f"train.{name}"
-    for name in ("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "trace_steps")
+    for name in (
+        *("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "resume_changed"),
+        "trace_steps",
+    )
 }
 _CLASSES = (MeshConfig, ParallelConfig, ModelConfig, DataConfig, TrainConfig)
 _SECTIONS: Mapping[str, type[Section]] = {
@@ -53,6 +64,9 @@ class Lock:
     versions: Mapping[str, str]
     skipped: int = 0
     """Steps so far that were left out, as their gradients were not finite."""
+
+    samples: int | None = None
+    """Read so far of this data; None: step times global_batch."""
 
     metadata: str = ""
     """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
@@ -100,7 +114,7 @@ class Lock:
 
 
 def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
-    """The lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the text."""
+    """The lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the data."""
     settings = {
         name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in _SECTIONS
     }
@@ -123,12 +137,17 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     old, new = _flat(saved), _flat(now)
     differences: dict[str, tuple[Any, Any]] = {}
     for name in dict.fromkeys((*old, *new)):
-        before, after = (each[name] if name in each else _default(name) for each in (old, new))
+        before, after = _known(old, name), _known(new, name)
         # The order of mesh.dims is who sits where.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
         if name not in _OF_NO_EFFECT and (moved or before != after):
             differences[name] = before, after
-    fixed = [name for name in differences if name.startswith(_FIXED)]
+    allowed = now.config["train"].get("resume_changed", ())
+    fixed = [
+        name
+        for name in differences
+        if name.startswith(_FIXED) or (name in _SAMPLES and _SAMPLES[name] not in allowed)
+    ]
     if fixed:
         raise ConfigError(
             f"this configuration trains something else than the checkpoint: {', '.join(fixed)}",
@@ -137,7 +156,12 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
                 for name in fixed
             ),
             expected="the checkpoint's own model, data, batch, seed and dtype",
-            hint="put them back; or train.resume = false or another train.out, for a run of its own",
+            hint="put them back; "
+            + "".join(
+                f"train.resume_changed = {toml([name])}, to go on with another one; "
+                for name in dict.fromkeys(_SAMPLES[name] for name in fixed if name in _SAMPLES)
+            )
+            + "or train.resume = false or another train.out, for a run of its own",
         )
     steps = now.config["train"]["steps"]
     if saved.step > steps:
@@ -147,7 +171,28 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
             expected=f"train.steps of {saved.step} or more",
             hint=f"train.steps = {saved.config['train']['steps']}, as it was; or another train.out",
         )
-    return tuple(f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items())
+    lines = [f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items()]
+    if _begins_again(differences):
+        lines.append("the samples begin again, at the first epoch of the other data")
+    return tuple(lines)
+
+
+def samples_read(saved: Lock, now: Lock) -> int:
+    """How many samples of the data of `now` were read when `saved` was made: none, where that was another data."""
+    old, new = _flat(saved), _flat(now)
+    if _begins_again([name for name in _SAMPLES if _known(old, name) != _known(new, name)]):
+        return 0
+    if saved.samples is not None:
+        return saved.samples
+    return int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
+
+
+def _begins_again(names: Iterable[str]) -> bool:
+    return any(_SAMPLES.get(name) in ("data", "sequence") for name in names)
+
+
+def _known(settings: Mapping[str, Any], name: str) -> Any:
+    return settings[name] if name in settings else _default(name)
 
 
 def _sha256(content: bytes) -> str:
@@ -163,6 +208,8 @@ def _flat(lock: Lock) -> dict[str, Any]:
 
 def _default(name: str) -> Any:
     """Of a setting `section.key`, as a lock has it; None where there is none."""
+    if name in _BEFORE:
+        return _BEFORE[name]
     section, _, key = name.partition(".")
     field = _SECTIONS[section].model_fields.get(key) if section in _SECTIONS else None
     if field is None or field.is_required():

@@ -22,7 +22,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.train.agree import agree
 from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.lock import Lock, lock_of
+from meshcomm.train.lock import Lock, lock_of, samples_read
 from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, TRACE, MetricsFile, recorded
 
@@ -64,6 +64,14 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
         if (wanted := facts.sections.train.float32_matmul_precision) is not None:
             precise = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision(wanted)
+        # What it is from now on, and how far it has come.
+        lock = dataclasses.replace(
+            start,
+            step=lock.step,
+            seconds=lock.seconds,
+            skipped=lock.skipped,
+            samples=samples_read(lock, start),
+        )
         return _steps(trainer, config, facts.corpus, reporter, checkpoints, lock, resumed, losses)
     finally:
         if precise is not None:
@@ -77,12 +85,13 @@ def trainer_for(mesh: Mesh, config: Config, *, filled: bool = True) -> Trainer:
     return Trainer(mesh, config, model_of(model, data, train), filled=filled)
 
 
-def batches_of(trainer: Trainer, corpus: Corpus) -> Batches:
-    """The samples of this rank, step by step."""
+def batches_of(trainer: Trainer, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
+    """The samples of this rank, step by step. after: a step, and the samples that were read when it was done."""
     _, _, data, train = trainer.sections
     return Batches(
         corpus,
-        sequence=data.sequence,
+        order=data.order,
+        after=after,
         global_batch=train.global_batch,
         seed=train.seed,
         coord=trainer.data_coord,
@@ -109,12 +118,13 @@ def _steps(
     """The steps that follow those of `losses`, after which the lock was `lock`."""
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
-    batches = batches_of(trainer, corpus)
+    batches = batches_of(trainer, corpus, (lock.step, lock.samples or 0))
     start = Start(
         steps=train.steps,
         tokens_per_step=train.global_batch * data.sequence,
         parameters=trainer.parameters_of_all_stages(),
-        text_bytes=len(corpus.text),
+        text_bytes=corpus.size,
+        unit=corpus.unit,
         text_files=len(corpus.files),
         threads=torch.get_num_threads(),
         resumed=resumed,
@@ -198,7 +208,10 @@ def _steps(
                 if saves:
                     if metrics is not None:
                         metrics.sync()
-                    now_lock = dataclasses.replace(lock, step=step, seconds=seconds, skipped=skipped)
+                    read = batches.read(step)
+                    now_lock = dataclasses.replace(
+                        lock, step=step, seconds=seconds, skipped=skipped, samples=read
+                    )
                     checkpoints.save(now_lock, _state(trainer, losses))
             checkpoints.finish()
         except BaseException:

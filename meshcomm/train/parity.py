@@ -14,10 +14,12 @@ from torch import Tensor
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train import data as text
+from meshcomm.train.agree import vocabulary_of
 from meshcomm.train.data import Corpus
+from meshcomm.train.data import load as load_data
 from meshcomm.train.loop import batches_of, learning_rate, trainer_for
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
@@ -111,8 +113,8 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     """
     # What is not finite is compared too.
     trainer = trainer_for(mesh, load(config, ['train.nonfinite="skip"']))
-    _, _, data, train = trainer.sections
-    batches = batches_of(trainer, text.load(data) if corpus is None else corpus)
+    train = trainer.sections.train
+    batches = batches_of(trainer, _data(trainer) if corpus is None else corpus)
     done: list[Done] = []
     for step in range(1, steps + 1):
         trainer.step(*batches(step), learning_rate(train, step), step)
@@ -153,6 +155,12 @@ class Difference:
     def words(self) -> str:
         """What it is a difference of: `loss of step 3`."""
         return f"{self.kind} of {self.name}"
+
+
+def _data(trainer: Trainer) -> Corpus:
+    _, model, data, train = trainer.sections
+    facts = {"seed": train.seed, "data_rank": trainer.data_coord, "data_world": trainer.data_size}
+    return load_data(data, vocabulary=vocabulary_of(model), facts=facts)
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:

@@ -37,6 +37,8 @@ class Start:
     text_files: int
     threads: int
     """CPU threads of one rank."""
+    unit: str = "bytes of text"
+    """Of text_bytes: what the data is counted in."""
     resumed: Resumed | None = None
     """None: it starts from the beginning, and was not asked to resume."""
     warm_up_s: Mapping[str, float] = field(default_factory=dict)

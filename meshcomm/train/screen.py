@@ -49,8 +49,8 @@ class TrainingReporter(Reporter):
         """Print what is about to run, and open the bar."""
         self._start = start
         self._say(
-            f"{start.parameters:,} parameters, {start.text_bytes:,} bytes of text from {start.text_files} "
-            f"files, {start.steps} steps of {start.tokens_per_step:,} tokens, "
+            f"{start.parameters:,} parameters, {data_line(start)}, "
+            f"{start.steps} steps of {start.tokens_per_step:,} tokens, "
             f"{start.threads} CPU thread{'s' if start.threads > 1 else ''} per rank"
         )
         if start.warm_up_s:
@@ -158,6 +158,13 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     facts.add_row("metrics", str(summary.metrics))
     plot = Text("\n".join(curve(summary.losses, braille=braille)))
     return Panel(Group(facts, Text(), plot), title="training finished", expand=False)
+
+
+def data_line(start: Start) -> str:
+    """How much there is to train on."""
+    count = f"{start.text_bytes:,} " if start.text_bytes else ""
+    files = f" from {start.text_files} file{'' if start.text_files == 1 else 's'}" if start.text_files else ""
+    return f"{count}{start.unit}{files}"
 
 
 def duration(seconds: float) -> str:

@@ -43,7 +43,7 @@ from meshcomm.train import (
 )
 from meshcomm.train.checkpoint import Checkpoints, find_attempt
 from meshcomm.train.checkpoint_reader import Saved, unpickle
-from meshcomm.train.lock import Lock, compare
+from meshcomm.train.lock import Lock, compare, samples_read
 from meshcomm.train.run_files import MetricsFile
 
 TINY: dict[str, Any] = {
@@ -596,7 +596,7 @@ def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
 
 def test_settings_that_an_older_lock_does_not_know_have_their_defaults_there() -> None:
     # As a version wrote it that had fewer settings, compared with all of today's.
-    today = json.loads(json.dumps(load(TINY).model_dump(mode="json")))
+    today = json.loads(json.dumps(load(TINY, ['data.order="random"']).model_dump(mode="json")))
     config = {name: today[name] for name in ("parallel", "model", "data", "train")}
     now = dataclasses.replace(LOCK, step=4, config=config)
     older = {name: {key: today[name][key] for key in TINY[name]} for name in ("model", "data", "train")}
@@ -606,6 +606,11 @@ def test_settings_that_an_older_lock_does_not_know_have_their_defaults_there() -
     assert compare(saved, now, Path("x")) == ("parallel.bucket_mb: 25.0 -> 0.01",)
     # And the other way round: a setting of today, at its default, for a version that has none.
     assert compare(now, saved, Path("x")) == ("parallel.bucket_mb: 0.01 -> 25.0",)
+    # Before there were epochs, samples were drawn with replacement.
+    epochs = dataclasses.replace(now, config={**config, "data": {**today["data"], "order": "epochs"}})
+    with pytest.raises(ConfigError) as caught:
+        compare(saved, epochs, Path("x"))
+    assert caught.value.given == 'data.order = "epochs", and "random" in x'
     tied = dataclasses.replace(now, config={**config, "model": {**today["model"], "tied_embeddings": True}})
     with pytest.raises(
         ConfigError, match=r"something else than the checkpoint: model\.tied_embeddings"
@@ -632,11 +637,38 @@ def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
     assert caught.value.given == values and caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("key", "change", "read"),
+    [
+        ("global_batch", ("train", {"global_batch": 8}), 640),
+        ("data", ("data", {"sha256": "bb"}), 0),
+        ("data", ("data", {"order": "random"}), 0),
+        ("sequence", ("data", {"sequence": 16}), 0),
+    ],
+)
+def test_what_resume_changed_names_may_differ_and_where_the_samples_go_on(
+    key: str, change: tuple[str, dict[str, Any]], read: int
+) -> None:
+    saved = changed("data", order="epochs")
+    now = dataclasses.replace(
+        saved, config={**saved.config, change[0]: {**saved.config[change[0]], **change[1]}}
+    )
+    with pytest.raises(ConfigError) as caught:
+        compare(saved, now, Path("x"))
+    assert f'train.resume_changed = ["{key}"]' in str(caught.value.hint)
+    train = {**now.config["train"], "resume_changed": [key]}
+    now = dataclasses.replace(now, config={**now.config, "train": train})
+    lines = compare(saved, now, Path("x"))
+    assert len(lines) == (1 if read else 2) and "->" in lines[0]
+    assert samples_read(saved, now) == read
+    assert samples_read(dataclasses.replace(saved, samples=99), now) == (99 if read else 0)
+
+
 def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> None:
     for name, value in content(undisturbed[0]).items():
         assert b"s3cret" not in value and b"SOME_API" not in value, name
     lock = json.loads((undisturbed[0] / "checkpoints" / "step-000004" / "lock.json").read_text())
-    facts = {"format", "step", "seconds", "fingerprint", "plan", "config", "versions", "skipped"}
+    facts = {"format", "step", "seconds", "fingerprint", "plan", "config", "versions", "skipped", "samples"}
     assert lock.keys() == facts | {"metadata", "sha256"}
     assert lock["config"].keys() == {"mesh", "parallel", "model", "data", "train"}
     assert lock["plan"]["dims"] == {"pp": 2, "dp": 1, "tp": 2}

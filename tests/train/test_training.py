@@ -7,20 +7,18 @@ import io
 import json
 import math
 import re
-import sysconfig
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, DataConfig, ModelConfig, load
+from meshcomm.config import Config, ModelConfig, load
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer, initialise
@@ -28,8 +26,6 @@ from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Reporter, Silent, Start, Step, Summary, run
-from meshcomm.train import data as text
-from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.run_files import MetricsFile, put_aside
 from meshcomm.train.screen import TrainingReporter, curve, summary_panel
 
@@ -126,76 +122,6 @@ def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
     other = drawn(4, Stage(0, 1, range(4)))
     assert not torch.equal(other["layers.2.attn.wq.weight"], all_of_it["layers.2.attn.wq.weight"])
     assert not torch.equal(all_of_it["layers.1.ff.w1.weight"], all_of_it["layers.2.ff.w1.weight"])
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-ABC = Corpus(np.arange(1000, dtype=np.int64).astype(np.uint8), (), b"")
-
-
-def batches(coord: int, size: int, seed: int = 0) -> Batches:
-    return Batches(ABC, sequence=7, global_batch=12, seed=seed, coord=coord, size=size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_data_ranks_share_out_the_same_global_batch(size: int) -> None:
-    for step in (1, 2, 50):
-        whole_batch = batches(0, 1)(step)
-        parts = [batches(coord, size)(step) for coord in range(size)]
-        for index in (0, 1):
-            assert torch.equal(torch.cat([part[index] for part in parts]), whole_batch[index])
-            assert whole_batch[index].shape == (12, 7)
-        assert sum(len(batches(coord, size).offsets(step)) for coord in range(size)) == 12
-
-
-def test_samples_are_stretches_of_the_text_and_targets_follow() -> None:
-    offsets = batches(0, 1).offsets(4)
-    tokens, targets = batches(0, 1)(4)
-    for offset, token, target in zip(offsets, tokens, targets, strict=True):
-        assert token.tolist() == [value % 256 for value in range(offset, offset + 7)]
-        assert target.tolist() == [value % 256 for value in range(offset + 1, offset + 8)]
-    drawn = np.concatenate([batches(0, 1).offsets(step) for step in range(2000)])
-    assert (drawn.min(), drawn.max()) == (0, 1000 - 8)
-    assert not np.array_equal(batches(0, 1).offsets(1), batches(0, 1).offsets(2))
-    assert not np.array_equal(batches(0, 1).offsets(1), batches(0, 1, seed=1).offsets(1))
-
-
-def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
-    corpus = text.load(DataConfig(sequence=8, max_bytes=100_000))
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    assert len(corpus.text) == 100_000
-    assert corpus.text.tobytes() == b"".join(file.read_bytes() for file in files)[:100_000]
-    assert list(corpus.files) == files[: len(corpus.files)]
-
-
-def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt", "c.md"):
-        (tmp_path / name).write_text(name * 3)
-    config = DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), sequence=4)
-    corpus = text.load(config)
-    assert corpus.text.tobytes() == b"a.txta.txta.txtb.txtb.txtb.txt"
-    assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
-
-
-@pytest.mark.parametrize(
-    ("files", "what", "given"),
-    [
-        ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
-        (
-            "short.txt",
-            "4 bytes of training data are less than one sample",
-            "1 files, max_bytes = 8000000, sequence = 4",
-        ),
-    ],
-)
-def test_text_that_is_missing_or_too_short_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, what: str, given: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("abcd")
-    with pytest.raises(TrainingError) as caught:
-        text.load(DataConfig(files=(files,), sequence=4))
-    assert (caught.value.what, caught.value.given) == (what, given) and caught.value.hint
 
 
 # -- a run ----------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""The samples of one data rank, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshcomm.train.data.corpus import Corpus, Samples
+from meshcomm.train.data.order import Order
+
+
+@final
+class Batches:
+    """The samples of one data rank, step by step.
+
+    Position p of the training is that of the p-th sample that is read, over all ranks: step s reads the next B of the
+    global batch. Which sample lies there follows from the seed and p alone, with order = "random" from the seed, s and
+    the place in the batch; so the global batch does not depend on the mesh. Coord c of n along data reads positions
+    [c * B / n, (c + 1) * B / n) of the B; ranks along tensor and pipeline have the same coord and samples.
+
+    Args:
+        corpus: what is read.
+        global_batch: samples per step, all ranks together.
+        seed: of the run.
+        coord, size: along data.
+        device: where batches are put.
+        order: see `[data]`.
+        after: a step, and the samples that were read when it was done.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        global_batch: int,
+        seed: int,
+        coord: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        order: str = "epochs",
+        after: tuple[int, int] = (0, 0),
+    ) -> None:
+        share = global_batch // size
+        self._parts = corpus.parts
+        self._weights = corpus.weights
+        self._global_batch = global_batch
+        self._seed = seed
+        self._mine = slice(coord * share, (coord + 1) * share)
+        self._device = device
+        self._random = order == "random"
+        self._after = after
+        self._flow = corpus.flow
+        self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
+
+    def read(self, step: int) -> int:
+        """Samples that have been read when `step` is done."""
+        return self._after[1] + (step - self._after[0]) * self._global_batch
+
+    def places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of this rank's samples of `step`: the part, and the sample's number, with random where it begins."""
+        if not self._random:
+            first = self.read(step - 1)
+            return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
+        draw = np.random.default_rng([self._seed, step])
+        starts = np.array([part.starts for part in self._parts])
+        if not self._weights:
+            drawn = draw.integers(starts.sum(), size=self._global_batch)[self._mine]
+            parts = np.searchsorted(starts.cumsum(), drawn, side="right")
+            return parts, drawn - (starts.cumsum() - starts)[parts]
+        shares = np.array(self._weights) / sum(self._weights)
+        parts = draw.choice(len(starts), size=self._global_batch, p=shares)[self._mine]
+        return parts, (draw.random(self._global_batch)[self._mine] * starts[parts]).astype(np.int64)
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each (global_batch / size, ...): of tokens int64 (..., sequence)."""
+        if self._flow is not None:
+            return self._put(self._flow.read(self.read(step - 1), self._global_batch, self._mine))
+        return self._put(self._samples(*self.places(step)))
+
+    def in_order(self, most: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Whole global batches, `most` of them at most, the samples as they lie; this rank's share of each."""
+        ends = np.cumsum([len(part) for part in self._parts])
+        whole = int(ends[-1]) // self._global_batch
+        for batch in range(whole if most is None else min(most, whole)):
+            first = batch * self._global_batch
+            numbers = np.arange(first, first + self._global_batch)[self._mine]
+            parts = np.searchsorted(ends, numbers, side="right")
+            starts = np.array([0, *ends[:-1]])
+            yield self._put(self._samples(parts, numbers - starts[parts], False))
+
+    def _samples(
+        self, parts: NDArray[np.int64], numbers: NDArray[np.int64], anywhere: bool | None = None
+    ) -> Samples:
+        anywhere = self._random if anywhere is None else anywhere
+        found: list[list[NDArray[np.generic]]] = [[], []]
+        rows = []
+        for index in np.unique(parts):
+            here = np.flatnonzero(parts == index)
+            for kept, values in zip(
+                found, self._parts[index].read(numbers[here], anywhere=anywhere), strict=True
+            ):
+                kept.append(values)
+            rows.append(here)
+        back = np.argsort(np.concatenate(rows))
+        inputs, targets = (np.concatenate(each)[back] for each in found)
+        return inputs, targets
+
+    def _put(self, samples: Samples) -> tuple[Tensor, Tensor]:
+        both = [torch.from_numpy(np.ascontiguousarray(each)) for each in samples]
+        if self._device is not None and self._device.type == "cuda":
+            # From pinned memory it is copied beside the program; from any other the copy waits for the device.
+            both = [each.pin_memory().to(self._device, non_blocking=True) for each in both]
+        return both[0], both[1]

@@ -1,0 +1,226 @@
+"""The data that a function of `[data]` build returns: a dataset of samples by index, or an iterable of samples."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshcomm.config import DataConfig
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, outside
+from meshcomm.train.data.order import permuted
+
+_EXPECTED = (
+    "tokens (up to sequence + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
+    "as transformers has it, labels"
+)
+
+
+def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) -> Corpus:
+    """Call the function of `config.build`.
+
+    facts: seed, sequence, data_rank, data_world; the function is given those whose names its parameters have.
+    Raises TrainingError where it cannot be called or returns something else.
+    """
+    assert config.build is not None
+    module, _, name = config.build.partition(":")
+    given = f"build = {config.build!r}, args = {dict(config.args)}"
+    try:
+        function = getattr(importlib.import_module(module), name)
+        taken = inspect.signature(function).parameters
+        known = {key: value for key, value in facts.items() if key in taken and key not in config.args}
+        found = function(**known, **config.args)
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"data.build could not be called: {type(error).__name__}: {error}",
+            given=given,
+            expected="a function that can be imported where the ranks run, and takes args by name",
+            hint="its module beside the script, or in PYTHONPATH",
+        ) from error
+    if isinstance(found, torch.utils.data.DataLoader):
+        raise _no_dataset(config.build, "a DataLoader, which gives batches", "return its dataset")
+    form = _Form(config.build, config.sequence, vocabulary)
+    if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
+        if "data_rank" in known:
+            raise _no_dataset(
+                config.build,
+                "a dataset with a length, from a function that takes data_rank",
+                "leave data_rank out: a dataset by index is that of all ranks, and each reads its own samples of it",
+            )
+        if not len(found):
+            raise _no_dataset(config.build, "a dataset without samples", "samples")
+        digest = hashlib.sha256(f"{config.build} {len(found)}".encode()).digest()
+        part = Indexed(found, form)
+        part.read(np.zeros(1, dtype=np.int64))
+        return Corpus((part,), digest, len(found), "samples").cut(config.validation)
+    if not isinstance(found, Iterable):
+        raise _no_dataset(
+            config.build, type(found).__name__, "an object with __getitem__ and __len__, or an iterable"
+        )
+    for setting, is_set in (("validation", bool(config.validation)), ("order", config.order == "random")):
+        if is_set:
+            raise _no_dataset(
+                config.build,
+                f"an iterable, with data.{setting}",
+                f"a dataset by index; or remove data.{setting}",
+            )
+    shares = facts["data_world"] if "data_rank" in known else 1
+    return Corpus((), b"", 0, "samples of an iterable", flow=Flow(found, form, shares))
+
+
+class _Form:
+    """What a sample must be, and samples as arrays. name: of the function, for errors."""
+
+    def __init__(self, name: str, sequence: int, vocabulary: int | None) -> None:
+        self._name, self._sequence, self._vocabulary = name, sequence, vocabulary
+
+    def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
+        """Numbered samples as arrays; those of tokens padded to the sequence, where no target counts."""
+        pairs = [self._pair(number, sample) for number, sample in samples]
+        try:
+            inputs, targets = (np.stack(each) for each in zip(*pairs, strict=True))
+        except ValueError as error:
+            raise self._wrong(samples[0][0], f"samples of different shapes: {error}") from error
+        return inputs, targets
+
+    def _pair(self, number: int, sample: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        targets: Any = None
+        shifted = False
+        if isinstance(sample, Mapping):
+            if "input_ids" not in sample:
+                raise self._wrong(number, f"a dict with {', '.join(map(str, sample)) or 'nothing'}")
+            targets, sample, shifted = sample.get("labels"), sample["input_ids"], True
+        elif isinstance(sample, tuple):
+            if len(sample) != 2:
+                raise self._wrong(number, f"a tuple of {len(sample)}")
+            sample, targets = sample
+        inputs = self._array(number, sample)
+        wanted = None if targets is None else self._array(number, targets)
+        if inputs.ndim != 1 or inputs.dtype.kind not in "ui":
+            if wanted is None:
+                raise self._wrong(
+                    number, f"inputs of shape {inputs.shape} and {inputs.dtype}, without targets"
+                )
+            return inputs, wanted
+        inputs = inputs.astype(np.int64)
+        if wanted is None:
+            wanted, shifted = inputs, True
+        wanted = wanted.astype(np.int64)
+        if len(wanted) != len(inputs):
+            raise self._wrong(number, f"{len(inputs)} tokens and {len(wanted)} targets")
+        if shifted:
+            inputs, wanted = inputs[:-1], wanted[1:]
+        if not 0 < len(inputs) <= self._sequence:
+            raise self._wrong(
+                number, f"{len(inputs) + shifted} tokens, with data.sequence = {self._sequence}"
+            )
+        if inputs.min() < 0 or (self._vocabulary is not None and inputs.max() >= self._vocabulary):
+            worst = int(inputs.min() if inputs.min() < 0 else inputs.max())
+            raise outside(worst, self._vocabulary or 0, f"sample {number} of {self._name}")
+        more = self._sequence - len(inputs)
+        return np.pad(inputs, (0, more)), np.pad(wanted, (0, more), constant_values=IGNORED)
+
+    def _array(self, number: int, value: Any) -> NDArray[Any]:
+        try:
+            array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise self._wrong(number, f"{type(value).__name__}: {error}") from error
+        if array.dtype.kind not in "uifb":
+            raise self._wrong(number, type(value).__name__)
+        return array
+
+    def _wrong(self, number: int, what: str) -> TrainingError:
+        return TrainingError(
+            f"sample {number} of data.build is none",
+            given=f"{self._name}: {what}",
+            expected=_EXPECTED,
+            hint="data.sequence = the longest sample; or cut it in the function",
+        )
+
+
+@final
+class Indexed:
+    """A part: a user's dataset by index. kept: which of its samples, in a fixed order drawn for it; None: all."""
+
+    def __init__(self, data: Any, form: _Form, kept: tuple[int, int] | None = None) -> None:
+        self._data, self._form, self._kept = data, form, kept
+
+    def __len__(self) -> int:
+        return len(self._data) if self._kept is None else self._kept[1] - self._kept[0]
+
+    @property
+    def starts(self) -> int:
+        """See Part."""
+        return len(self)
+
+    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+        """See Part."""
+        if self._kept is not None:
+            samples = permuted(samples + self._kept[0], len(self._data), [0])
+        return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
+
+    def cut(self, share: float) -> tuple[Indexed, Indexed]:
+        """See Part. Samples may lie by their kind, so those that are cut off are drawn."""
+        count = len(self._data)
+        place = count - min(count, max(1, round(count * share)))
+        before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))
+        return before, after
+
+
+@final
+class Flow:
+    """A user's iterable: read once from its beginning, and again where it ends.
+
+    shares: in how many parts the function has divided the samples; 1: it gives those of all ranks.
+    """
+
+    def __init__(self, data: Iterable[Any], form: _Form, shares: int) -> None:
+        self._data, self._form, self.shares = data, form, shares
+        self._position, self._epoch = 0, 0
+        self._items: Iterator[Any] | None = None
+
+    def read(self, first: int, count: int, mine: slice) -> Samples:
+        """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
+        if self.shares > 1:
+            first, count, mine = first // self.shares, count // self.shares, slice(None)
+        for _ in range(first - self._position):
+            self._next()
+        numbered = [(first + index, self._next()) for index in range(count)]
+        return self._form.joined(numbered[mine])
+
+    def _next(self) -> Any:
+        self._position += 1
+        for _ in range(2):
+            if self._items is None:
+                if hasattr(self._data, "set_epoch"):
+                    self._data.set_epoch(self._epoch)
+                self._items, self._epoch = iter(self._data), self._epoch + 1
+            for item in islice(self._items, 1):
+                return item
+            self._items = None
+        raise TrainingError(
+            "data.build gives no more samples",
+            given=f"an iterable that is empty when it begins again, after {self._position - 1} samples",
+            expected="an iterable whose __iter__ gives its samples again, as a generator does not",
+            hint="return a class with __iter__, or one that does not end",
+        )
+
+
+def _no_dataset(name: str, given: str, hint: str) -> TrainingError:
+    return TrainingError(
+        "data.build returns no data that can be read so",
+        given=f"{name} returned {given}",
+        expected="a dataset with __getitem__ and __len__, of all ranks' samples, or an iterable of samples",
+        hint=hint,
+    )

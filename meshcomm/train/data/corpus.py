@@ -1,0 +1,168 @@
+"""What is trained on: parts that can be read at any place, and what tells two of them apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshcomm.errors import TrainingError
+
+# Inputs and targets of some samples, the samples along axis 0.
+Samples: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+
+# Of a large file, so many stretches of so many tokens are looked at.
+_LOOKS = 64
+_STRETCH = 32_768
+# A target that does not count.
+IGNORED = -100
+
+
+class Flow(Protocol):
+    """Samples that come one after the other."""
+
+    def read(self, first: int, count: int, mine: slice) -> Samples:
+        """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
+        ...
+
+
+class Part(Protocol):
+    """One source of samples."""
+
+    def __len__(self) -> int:
+        """Samples that have nothing in common."""
+        ...
+
+    @property
+    def starts(self) -> int:
+        """Places where a sample may begin."""
+        ...
+
+    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+        """The samples of these numbers; anywhere: those that begin at these places."""
+        ...
+
+    def cut(self, share: float) -> tuple[Part, Part]:
+        """The samples before the last `share` of them, and those."""
+        ...
+
+
+@final
+class Stream:
+    """Tokens one after the other, in memory or mapped from a file. A sample may go on over the end of a document.
+
+    tokens: (n,) of an unsigned type. name: for errors. vocabulary: ids are below it; None: not known.
+    """
+
+    def __init__(
+        self, tokens: NDArray[Any], sequence: int, name: str = "", vocabulary: int | None = None
+    ) -> None:
+        self.tokens, self.name, self.vocabulary = tokens, name, vocabulary
+        self._window = np.arange(sequence + 1)
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self._sequence)
+
+    @property
+    def starts(self) -> int:
+        """See Part."""
+        return len(self.tokens) - self._sequence
+
+    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+        """See Part: int64 (samples, sequence) each, targets one token further."""
+        offsets = samples if anywhere else samples * self._sequence
+        found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
+        if self.vocabulary is not None and len(found) and found.max() >= self.vocabulary:
+            raise outside(int(found.max()), self.vocabulary, self.name)
+        return found[:, :-1], found[:, 1:]
+
+    def cut(self, share: float) -> tuple[Stream, Stream]:
+        """See Part. The token after the last sample before the cut is the first after it."""
+        kept = len(self) - _of(len(self), share)
+        place = kept * self._sequence
+        parts = self.tokens[: place + 1], self.tokens[place:]
+        before, after = (Stream(part, self._sequence, self.name, self.vocabulary) for part in parts)
+        return before, after
+
+    def digest(self) -> bytes:
+        """SHA-256 of the tokens; of many, of their number and of stretches at equal distances."""
+        count = len(self.tokens)
+        if count <= _LOOKS * _STRETCH:
+            return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
+        sums = hashlib.sha256(f"{count} {self.tokens.dtype.str}".encode())
+        for place in np.linspace(0, count - _STRETCH, _LOOKS).astype(np.int64):
+            sums.update(self.tokens[place : place + _STRETCH].tobytes())
+        return sums.digest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Parts, and what they were read from."""
+
+    parts: tuple[Part, ...]
+    digest: bytes
+    """Equal on every rank, or ranks train on different data; b"" where there is nothing to compare."""
+    size: int = 0
+    """Of all parts, in `unit`."""
+    unit: str = "bytes of text"
+    files: tuple[Path, ...] = ()
+    weights: tuple[float, ...] = ()
+    """Shares of the parts in an epoch; (): each sample once."""
+    validation: Corpus | None = None
+    """What is evaluated."""
+    flow: Flow | None = None
+    """In place of parts: what can only be read from its beginning."""
+
+    @property
+    def samples(self) -> int:
+        """Of all parts."""
+        return sum(len(part) for part in self.parts)
+
+    def cut(self, share: float) -> Corpus:
+        """Itself, the last `share` of each part's samples for validation."""
+        if not share:
+            return self
+        pairs = [part.cut(share) for part in self.parts]
+        kept, held = ([part for part in each if len(part)] for each in zip(*pairs, strict=True))
+        if not kept:
+            raise TrainingError(
+                "nothing is left to train on",
+                given=f"data.validation = {share} of {self.samples} samples",
+                expected="a sample or more for training",
+                hint="a smaller share, or more data",
+            )
+        weights = tuple(w for w, (part, _) in zip(self.weights, pairs, strict=False) if len(part))
+        return replace(
+            self, parts=tuple(kept), weights=weights, validation=replace(self, parts=tuple(held), weights=())
+        )
+
+
+def outside(token: int, vocabulary: int, name: str) -> TrainingError:
+    """The error of a token that the model does not have."""
+    return TrainingError(
+        f"the data has token {token}, and the model's vocabulary is 0 to {vocabulary - 1}",
+        given=name,
+        expected=f"tokens below model.vocabulary = {vocabulary}",
+        hint="model.vocabulary = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
+    )
+
+
+def checked(parts: Sequence[Part], given: str, sequence: int) -> None:
+    """Raises TrainingError where there is less than one sample."""
+    if not any(len(part) for part in parts):
+        raise TrainingError(
+            "the training data is less than one sample",
+            given=f"{given}, sequence = {sequence}",
+            expected=f"{sequence + 1} tokens or more: a sample, and the token after it",
+            hint="more data, or a shorter sequence",
+        )
+
+
+def _of(count: int, share: float) -> int:
+    return min(count, max(1, round(count * share)))

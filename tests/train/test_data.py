@@ -1,0 +1,476 @@
+"""What is trained on: text, token files, datasets and functions; the order of samples; what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshcomm.config import DataConfig
+from meshcomm.errors import TrainingError
+from meshcomm.train import data as text
+from meshcomm.train.data import Batches, Corpus, Stream
+from meshcomm.train.data.order import Order, permuted
+
+TEXT = np.arange(1000, dtype=np.int64).astype(np.uint8)
+ABC = Corpus((Stream(TEXT, 7),), b"")
+
+
+def batches(coord: int, size: int, seed: int = 0, order: str = "epochs", corpus: Corpus = ABC) -> Batches:
+    return Batches(corpus, global_batch=12, seed=seed, coord=coord, size=size, order=order)
+
+
+# -- the order of samples -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000, 4097])
+def test_a_permutation_takes_each_place_once_and_every_key_another(size: int) -> None:
+    places = np.arange(size)
+    orders = [permuted(places, size, [seed, 0, 0]) for seed in range(3)]
+    assert all(sorted(order.tolist()) == places.tolist() for order in orders)
+    if size >= 64:
+        assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], places)
+        # Neighbours are torn apart: about one in `size` stays one.
+        assert (np.diff(orders[0]) == 1).sum() < 8
+
+
+def test_a_place_in_a_billion_samples_needs_no_list_of_them() -> None:
+    places = permuted(np.arange(5_000_000_000, 5_000_001_000), 10**10, [1])
+    assert len(set(places.tolist())) == 1000 and places.min() >= 0 and places.max() < 10**10
+    # Spread over the whole range, and not by a step that is always the same.
+    assert places.min() < 10**8 and places.max() > 99 * 10**8 and len(set(np.diff(places).tolist())) == 999
+
+
+@pytest.mark.parametrize("order", ["epochs", "random"])
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_data_ranks_share_out_the_same_global_batch(size: int, order: str) -> None:
+    for step in (1, 2, 50):
+        whole_batch = batches(0, 1, order=order)(step)
+        parts = [batches(coord, size, order=order)(step) for coord in range(size)]
+        for index in (0, 1):
+            assert torch.equal(torch.cat([part[index] for part in parts]), whole_batch[index])
+            assert whole_batch[index].shape == (12, 7)
+
+
+def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order() -> None:
+    # 142 samples: epochs end within a step of 12.
+    read = np.concatenate([batches(0, 1).places(step)[1] for step in range(1, 143)])
+    epochs = [read[start : start + 142].tolist() for start in range(0, 12 * 142, 142)]
+    assert all(sorted(epoch) == list(range(142)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 12
+    assert batches(0, 1, seed=1).places(1)[1].tolist() != read[:12].tolist()
+
+
+def test_samples_lie_side_by_side_and_targets_follow() -> None:
+    _, numbers = batches(0, 1).places(4)
+    tokens, targets = batches(0, 1)(4)
+    for number, token, target in zip(numbers, tokens, targets, strict=True):
+        assert token.tolist() == [value % 256 for value in range(7 * number, 7 * number + 7)]
+        assert target.tolist() == [value % 256 for value in range(7 * number + 1, 7 * number + 8)]
+
+
+def test_random_samples_begin_anywhere_and_are_those_of_older_versions() -> None:
+    _, offsets = batches(0, 1, order="random").places(4)
+    tokens, targets = batches(0, 1, order="random")(4)
+    assert tokens[:, 0].tolist() == (offsets % 256).tolist()
+    assert targets[:, -1].tolist() == ((offsets + 7) % 256).tolist()
+    drawn = np.concatenate([batches(0, 1, order="random").places(step)[1] for step in range(2000)])
+    assert (drawn.min(), drawn.max()) == (0, 1000 - 8)
+    # Before there were epochs: one draw of (seed, step) over all places.
+    assert offsets.tolist() == np.random.default_rng([0, 4]).integers(993, size=12).tolist()
+
+
+def test_weights_are_shares_of_the_samples_and_no_part_repeats_before_its_end() -> None:
+    order = Order([100, 300], [3.0, 1.0], seed=5)
+    assert order.epoch == 400
+    parts, samples = order.at(np.arange(1200))
+    assert [(parts == part).sum() for part in (0, 1)] == [900, 300]
+    assert np.bincount(samples[parts == 0], minlength=100).tolist() == [9] * 100
+    assert np.bincount(samples[parts == 1], minlength=300).tolist() == [1] * 300
+    # Every epoch of the whole has its share, well mixed.
+    assert all(250 < (parts[first : first + 400] == 0).sum() < 350 for first in (0, 400, 800))
+
+
+def test_another_batch_goes_on_where_the_samples_are() -> None:
+    before = [batches(0, 1).places(step)[1] for step in (1, 2, 3, 4)]
+    larger = Batches(ABC, global_batch=24, seed=0, after=(2, 24))
+    assert larger.places(3)[1].tolist() == np.concatenate(before[2:]).tolist()
+    assert larger.read(3) == 48
+
+
+def test_a_share_for_validation_is_cut_off_the_end_and_never_trained_on() -> None:
+    corpus = ABC.cut(0.1)
+    held = corpus.validation
+    assert held is not None and (corpus.samples, held.samples) == (128, 14)
+    trained = {tuple(row) for step in range(1, 12) for row in batches(0, 1, corpus=corpus)(step)[0].tolist()}
+    evaluated = [
+        tuple(row) for tokens, _ in batches(0, 1, corpus=held).in_order(None) for row in tokens.tolist()
+    ]
+    assert len(evaluated) == 12  # whole global batches
+    assert evaluated[0][0] == 128 * 7 % 256 and len(trained) == 128
+    last = max(int(batches(0, 1, order="random", corpus=corpus).places(step)[1].max()) for step in range(500))
+    assert last + 7 <= 128 * 7  # the targets of the last of them end where the first held sample begins
+    with pytest.raises(TrainingError, match="nothing is left to train on"):
+        Corpus((Stream(TEXT[:8], 7),), b"").cut(0.5)
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
+    corpus = text.load(DataConfig(sequence=8, max_bytes=100_000))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    assert corpus.size == 100_000
+    (part,) = corpus.parts
+    assert isinstance(part, Stream)
+    assert part.tokens.tobytes() == b"".join(file.read_bytes() for file in files)[:100_000]
+    assert list(corpus.files) == files[: len(corpus.files)]
+
+
+def tokens_of(corpus: Corpus) -> list[int]:
+    found = []
+    for part in corpus.parts:
+        assert isinstance(part, Stream)
+        found += part.tokens.tolist()
+    return found
+
+
+def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c.md"):
+        (tmp_path / name).write_text(name * 3)
+    config = DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), sequence=4)
+    corpus = text.load(config)
+    assert bytes(tokens_of(corpus)) == b"a.txta.txta.txtb.txtb.txtb.txt"
+    assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("files", "what", "given"),
+    [
+        ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
+        (
+            "short.txt",
+            "4 bytes of training data are less than one sample",
+            "1 files, max_bytes = 8000000, sequence = 4",
+        ),
+    ],
+)
+def test_text_that_is_missing_or_too_short_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, what: str, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("abcd")
+    with pytest.raises(TrainingError) as caught:
+        text.load(DataConfig(files=(files,), sequence=4))
+    assert (caught.value.what, caught.value.given) == (what, given) and caught.value.hint
+
+
+# -- a tokenizer ----------------------------------------------------------------------------------
+
+
+def tokenizer(folder: Path) -> Path:
+    """One of words: every word of the texts, and <eos>; the folder names it as transformers does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<eos>": 4}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir(exist_ok=True)
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    return folder
+
+
+def test_text_through_a_tokenizer_ends_each_document_and_is_tokenised_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two four")
+    (tmp_path / "b.txt").write_text("three")
+    words = tokenizer(tmp_path / "model")
+    files = (f"{tmp_path}/*.txt",)
+    for named in (words, words / "tokenizer.json"):
+        config = DataConfig(files=files, tokenizer=str(named), sequence=2)
+        corpus = text.load(config, vocabulary=5, cache=tmp_path / "out")
+        assert tokens_of(corpus) == [1, 2, 0, 4, 3, 4] and corpus.unit == "tokens" and corpus.size == 6
+    (kept,) = (tmp_path / "out").iterdir()
+    assert np.load(kept).dtype == np.uint16
+    # It is read from there, not made again.
+    np.save(kept, np.full(6, 3, np.uint16))
+    assert tokens_of(text.load(config, cache=tmp_path / "out")) == [3] * 6
+    assert tokens_of(text.load(config)) == [1, 2, 0, 4, 3, 4]
+    (tmp_path / "b.txt").write_text("three three")
+    assert tokens_of(text.load(config, cache=tmp_path / "out")) == [1, 2, 0, 4, 3, 3, 4]
+    other = config.model_copy(update={"eos": "[UNK]"})
+    assert tokens_of(text.load(other, cache=tmp_path / "out")) == [1, 2, 0, 0, 3, 3, 0]
+    cut = config.model_copy(update={"max_bytes": 7})
+    assert tokens_of(text.load(cut)) == [1, 2, 4]
+
+
+def test_what_a_tokenizer_cannot_do_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "latin.txt").write_bytes("één".encode("latin-1"))
+    words = str(tokenizer(tmp_path / "model"))
+    base = DataConfig(files=(f"{tmp_path}/a.txt",), tokenizer=words, sequence=2)
+    cases: list[tuple[dict[str, Any], int | None, str]] = [
+        ({"tokenizer": str(tmp_path / "none")}, None, "the tokenizer cannot be read"),
+        ({"tokenizer": str(tmp_path / "a.txt")}, None, "the tokenizer cannot be read"),
+        ({"eos": "</s>"}, None, "the tokenizer has no token '</s>'"),
+        ({"files": (f"{tmp_path}/latin.txt",)}, None, "the text is not UTF-8"),
+        ({}, 4, "the data has token 4, and the model's vocabulary is 0 to 3"),
+        ({"sequence": 9}, None, "the training data is less than one sample"),
+    ]
+    for change, vocabulary, what in cases:
+        with pytest.raises(TrainingError) as caught:
+            text.load(base.model_copy(update=change), vocabulary=vocabulary)
+        assert caught.value.what == what and caught.value.given and caught.value.hint
+
+
+# -- token files ----------------------------------------------------------------------------------
+
+
+def test_token_files_are_mapped_and_mixed_by_weight(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(101, dtype=np.int32))
+    np.arange(1000, 1201, dtype="<u2").tofile(tmp_path / "b.bin")
+    paths = (f"{tmp_path}/a.npy", f"{tmp_path}/b.bin")
+    corpus = text.load(DataConfig(tokens=paths, weights=(3.0, 1.0), sequence=10), vocabulary=1201)
+    assert [len(part) for part in corpus.parts] == [10, 20] and corpus.size == 302
+    assert all(isinstance(part, Stream) and isinstance(part.tokens, np.memmap) for part in corpus.parts)
+    many = [Batches(corpus, global_batch=6, seed=0)(step)[0] for step in range(1, 101)]
+    share = float((torch.cat(many) < 1000).float().mean())
+    assert 0.7 < share < 0.8
+    assert {row[0] % 10 for row in torch.cat(many).tolist()} == {0}
+    validated = text.load(DataConfig(tokens=paths, sequence=10, validation=0.1))
+    assert validated.validation is not None and (validated.samples, validated.validation.samples) == (27, 3)
+    own = DataConfig(tokens=paths[:1], validation_files=paths[1:], sequence=10)
+    held = text.load(own).validation
+    assert held is not None and held.samples == 20
+
+
+def test_digests_of_token_files_tell_them_apart(tmp_path: Path) -> None:
+    tokens = np.zeros(5_000_000, np.uint16)
+    np.save(tmp_path / "a.npy", tokens)
+    tokens[-1] = 1
+    np.save(tmp_path / "b.npy", tokens)
+    np.save(tmp_path / "c.npy", tokens)
+    digests = [text.load(DataConfig(tokens=(f"{tmp_path}/{name}.npy",), sequence=8)).digest for name in "abc"]
+    assert digests[0] != digests[1] == digests[2]
+
+
+def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    np.save(tmp_path / "square.npy", np.zeros((4, 4), np.uint16))
+    np.save(tmp_path / "real.npy", np.zeros(40))
+    np.save(tmp_path / "high.npy", np.full(40, 300, np.uint16))
+    np.save(tmp_path / "short.npy", np.zeros(3, np.uint16))
+    (tmp_path / "text.npy").write_text("no array")
+    for name, what, given in (
+        ("odd.bin", "a token file cannot be read", "3 bytes are no tokens of 2 bytes each"),
+        ("square.npy", "a token file cannot be read", "shape (4, 4)"),
+        ("real.npy", "a token file cannot be read", "float64"),
+        ("text.npy", "a token file cannot be read", "text.npy"),
+        ("high.npy", "the data has token 300, and the model's vocabulary is 0 to 255", "high.npy"),
+        ("short.npy", "the training data is less than one sample", "short.npy"),
+        ("none.bin", "no training data matches", "data.tokens"),
+    ):
+        with pytest.raises(TrainingError) as caught:
+            text.load(DataConfig(tokens=(f"{tmp_path}/{name}",), sequence=8), vocabulary=256)
+        assert what in caught.value.what and given in str(caught.value.given), str(caught.value)
+
+
+# -- folders of datasets --------------------------------------------------------------------------
+
+
+def test_a_folder_of_datasets_gives_its_rows_as_documents(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    words = str(tokenizer(tmp_path / "model"))
+    rows = datasets.Dataset.from_dict({"text": ["one two", "three"], "ids": [[7, 8], [9]], "n": [1, 2]})
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "two")
+    one = DataConfig(dataset=str(tmp_path / "one"), tokenizer=words, sequence=1)
+    assert tokens_of(text.load(one)) == [1, 2, 4, 3, 4]
+    assert (
+        bytes(tokens_of(text.load(DataConfig(dataset=str(tmp_path / "one"), sequence=1)))) == b"one twothree"
+    )
+    assert tokens_of(text.load(one.model_copy(update={"column": "ids"}))) == [7, 8, 4, 9, 4]
+    two = DataConfig(
+        dataset=str(tmp_path / "two"), split="train", validation_split="test", tokenizer=words, sequence=1
+    )
+    held = text.load(two).validation
+    assert held is not None and tokens_of(held) == [3, 4]
+    for config, what in (
+        (one.model_copy(update={"column": "body"}), "the dataset has no column 'body'"),
+        (one.model_copy(update={"column": "n"}), "the column 'n' holds neither text nor tokens"),
+        (one.model_copy(update={"split": "train"}), "the folder of datasets has no such split"),
+        (two.model_copy(update={"split": None}), "the folder of datasets has several splits"),
+        (one.model_copy(update={"dataset": str(tmp_path)}), "a folder of datasets cannot be read"),
+    ):
+        with pytest.raises(TrainingError) as caught:
+            text.load(config)
+        assert caught.value.what == what
+
+
+# -- functions ------------------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        return torch.full((3 + index % 3,), index)
+
+def by_index(seed, sequence):
+    assert (seed, sequence) == (7, 4)
+    return Squares()
+
+class Counting:
+    def __init__(self, first, step, most):
+        self.first, self.step, self.most = first, step, most
+    def __iter__(self):
+        return iter([n, n, n] for n in range(self.first, self.most, self.step))
+
+def counting(most=1000):
+    return Counting(0, 1, most)
+
+def own_share(data_rank, data_world):
+    return Counting(data_rank, data_world, 1000)
+
+def sharded_by_index(data_rank, data_world):
+    return Squares()
+
+def sample(kind):
+    return [{
+        "pair": ([1, 2, 3], [4, -100, 6]),
+        "dict": {"input_ids": [1, 2, 3], "labels": [-100, 8, 9]},
+        "image": (torch.zeros(2, 2), torch.tensor(3.0)),
+        "long": list(range(6)), "empty": [], "text": "abc", "triple": (1, 2, 3), "nameless": {"x": 1},
+        "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
+    }[kind]]
+
+def raises():
+    raise ValueError("no such folder")
+
+def nothing():
+    return 5
+
+def batches_of_it():
+    return torch.utils.data.DataLoader(Squares())
+
+def generator():
+    return ([n, n] for n in range(3))
+"""
+
+
+@pytest.fixture
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "some_loaders.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("some_loaders", None)
+
+
+def named(function: str, sequence: int = 4, **more: Any) -> DataConfig:
+    return DataConfig(build=f"some_loaders:{function}", sequence=sequence, **more)
+
+
+FACTS = {"seed": 7, "data_rank": 0, "data_world": 1}
+
+
+def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
+    corpus = text.load(named("by_index", validation=0.2), facts=FACTS, vocabulary=20)
+    assert corpus.validation is not None and (corpus.samples, corpus.validation.samples) == (16, 4)
+    seen: list[int] = []
+    for step in (1, 2):
+        tokens, targets = Batches(corpus, global_batch=8, seed=0)(step)
+        assert tokens.shape == targets.shape == (8, 4)
+        for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
+            number, count = row[0], 2 + row[0] % 3
+            assert row == [number] * count + [0] * (4 - count)
+            assert wanted == [number] * count + [-100] * (4 - count)
+            seen.append(number)
+    held = [
+        row[0]
+        for tokens, _ in Batches(corpus.validation, global_batch=4, seed=0).in_order(None)
+        for row in tokens
+    ]
+    assert sorted([*seen, *map(int, held)]) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "targets"),
+    [
+        ("pair", [1, 2, 3, 0], [4, -100, 6, -100]),
+        ("dict", [1, 2, 0, 0], [8, 9, -100, -100]),
+        ("image", [[0, 0], [0, 0]], 3),
+    ],
+)
+def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -> None:
+    corpus = text.load(named("sample", args={"kind": kind}), vocabulary=10)
+    x, y = Batches(corpus, global_batch=1, seed=0)(1)
+    assert x.tolist() == [inputs] and y.tolist() == [targets]
+
+
+def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders: None) -> None:
+    for function in ("counting", "own_share"):
+        rows = []
+        for coord in range(2):
+            facts = {"seed": 7, "data_rank": coord, "data_world": 2}
+            flow = Batches(
+                text.load(named(function), facts=facts), global_batch=6, seed=0, coord=coord, size=2
+            )
+            rows.append([flow(step)[0][:, 0].tolist() for step in (1, 2)])
+            # A run that resumes reads on from its position.
+            again = Batches(
+                text.load(named(function), facts=facts), global_batch=6, seed=0, coord=coord, size=2
+            )
+            assert again(2)[0][:, 0].tolist() == rows[-1][1]
+        assert sorted(rows[0][1] + rows[1][1]) == [6, 7, 8, 9, 10, 11]
+    short = Batches(text.load(named("counting", args={"most": 4})), global_batch=6, seed=0)
+    assert short(1)[0][:, 0].tolist() == [0, 1, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "given"),
+    [
+        (("raises",), "data.build could not be called: ValueError: no such folder", "some_loaders:raises"),
+        (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
+        (("nothing",), "data.build returns no data that can be read so", "returned int"),
+        (("batches_of_it",), "data.build returns no data that can be read so", "a DataLoader"),
+        (("sharded_by_index",), "data.build returns no data that can be read so", "takes data_rank"),
+        (("counting", {"validation": 0.1}), "data.build returns no data that can be read so", "data.validation"),
+        (("counting", {"order": "random"}), "data.build returns no data that can be read so", "data.order"),
+        *(
+            (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
+            for kind, given in (
+                ("long", "6 tokens, with data.sequence = 4"),
+                ("empty", "inputs of shape (0,)"),
+                ("text", "str"),
+                ("triple", "a tuple of 3"),
+                ("nameless", "a dict with x"),
+                ("uneven", "2 tokens and 1 targets"),
+                ("alone", "without targets"),
+            )
+        ),
+        (("sample", {"args": {"kind": "negative"}}), "the data has token -1", "sample 0"),
+        (("sample", {"args": {"kind": "high"}}), "the data has token 999", "sample 0"),
+    ],
+)  # fmt: skip
+def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: str, given: str) -> None:
+    function, more = (*config, {})[:2]
+    with pytest.raises(TrainingError) as caught:
+        text.load(named(function, **more), vocabulary=10)
+    assert caught.value.what.startswith(what), caught.value.what
+    assert given in str(caught.value.given) and caught.value.expected
+
+
+def test_a_generator_that_ends_is_told(loaders: None) -> None:
+    flow = Batches(text.load(named("generator")), global_batch=2, seed=0)
+    flow(1)
+    with pytest.raises(TrainingError, match="gives no more samples"):
+        flow(2)
