@@ -192,10 +192,45 @@ args = { layers = 4 }
 files = ["books/*.txt"]
 sequence = 128
 max_bytes = 2_000_000
+tokenizer = "tokenizer.json"
+eos = "<|endoftext|>"
+validation_files = ["held/*.txt"]
+
+[train]
+eval_every = 100
+""",
+        """\
+[data]
+tokens = ["web.bin", "code.npy"]
+token_type = "uint16"
+weights = [0.7, 0.3]
+sequence = 128
+order = "epochs"
+validation = 0.01
+""",
+        """\
+[data]
+dataset = "wiki"
+split = "train"
+column = "text"
+sequence = 128
+validation_split = "test"
+
+[train]
+eval_every = 100
+""",
+        """\
+[data]
+build = "my_package.data:loader"
+args = { folder = "images" }
+sequence = 128
 """,
     ),
     "train": (
         """\
+[data]
+validation = 0.05
+
 [train]
 steps = 600
 global_batch = 32
@@ -222,6 +257,9 @@ checkpoint_every = 100
 checkpoint_async = true
 keep = 3
 resume = true
+resume_changed = ["global_batch"]
+eval_every = 100
+eval_batches = 20
 """,
     ),
 }

@@ -261,6 +261,28 @@ def _tokens_along_tensor(training: Training) -> Iterator[Problem]:
         )
 
 
+@rule(Training, "train.eval_every", "data.validation", "data.validation_files", "data.validation_split")
+def _evaluated(training: Training) -> Iterator[Problem]:
+    assert training.data is not None
+    data, every = training.data, training.train.eval_every
+    if every and not data.validates:
+        yield Problem(
+            "nothing to evaluate: the data has no validation part",
+            "data.validation, data.validation_files or data.validation_split beside it",
+            ["data.validation = 0.05", "train.eval_every = 0"],
+            given=f"eval_every = {every}",
+        )
+    files = "validation_files" if data.validation_files else "validation_split"
+    if not every and (data.validation_files or data.validation_split):
+        yield Problem(
+            "no effect: nothing is evaluated",
+            "train.eval_every of 1 or more",
+            ["train.eval_every = 100", f"remove data.{files}"],
+            given="eval_every = 0",
+            key=f"data.{files}",
+        )
+
+
 # -- what cannot be had together --------------------------------------------------------------------
 
 

@@ -253,6 +253,16 @@ class TrainConfig(Section):
         "With resume: what may be another one than the checkpoint's; without it, that is refused. After another data or "
         "sequence the samples begin again, with another global_batch they go on. Default []: nothing.",
     )
+    eval_every: int = setting(
+        0,
+        "With validation data: steps from one evaluation to the next; one more follows the last step. 0: none.",
+        ge=0,
+    )
+    eval_batches: int | None = setting(
+        None,
+        "With eval_every: global batches of an evaluation, the same ones each time. None: all that are whole.",
+        ge=1,
+    )
 
 
 @rule(TrainConfig, "warmup_steps", "steps")
@@ -322,4 +332,13 @@ no_effect(
     "resume beside it",
     "train.resume = true",
     why=" without train.resume",
+)
+no_effect(
+    TrainConfig,
+    "eval_batches",
+    "eval_every",
+    lambda train: train.eval_every,
+    "eval_every of 1 or more",
+    "train.eval_every = 100",
+    why=": nothing is evaluated",
 )

@@ -205,6 +205,38 @@ class Trainer:
         """
         return self._results.look()
 
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """The mean loss over the tokens of some global batches, by forward passes alone, with the modules in eval mode.
+
+        batches:   this rank's shares, shaped as for `step`; as many on every rank.
+        Called by: every rank.
+        Returns:   the same on every rank; nan where there is no target that counts. This waits for the device.
+        """
+        part, context = self.sections.parallel, self.splits.context
+        were = [module.training for module in self.modules]
+        # loss divides by it
+        before, self._tokens = self._tokens, torch.ones_like(self._tokens)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.modules.eval()
+        try:
+            for tokens, targets in batches:
+                loss = self._run.forward(context.split(tokens, 1), context.split(targets, 1))
+                sums[0] += 0 if loss is None else loss.double()
+                sums[1] += self.model.count(targets, self.microbatches)
+        finally:
+            self._tokens = before
+            for module, was in zip(self.modules, were, strict=True):
+                module.train(was)
+            for gradients in self.gradients:
+                if isinstance(gradients, Sharded):
+                    gradients.reshard()
+        # Ranks along context have other tokens, and each counts those of all of them.
+        for dim in part.gradient_dims:
+            self.mesh.all_reduce(dim, sums)
+        if part.pipeline is not None:
+            sums = self.mesh.broadcast(part.pipeline, sums, src=self.mesh.size(part.pipeline) - 1)
+        return float((sums[0] / (sums[1] / context.size)).item())
+
     def state(self) -> dict[str, Tensor]:
         """All that a step changes: this rank's weights and the optimiser's state, by global names.
 

@@ -319,6 +319,14 @@ class Sharded:
         for root in self._roots:
             root.set_requires_gradient_sync(last)
 
+    def reshard(self) -> None:
+        """Let go of what forward passes without a backward pass have left gathered."""
+        for root in self._roots:
+            assert isinstance(root, nn.Module)
+            for part in root.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
     def finish(self) -> None:
         """Every `.grad` is this rank's shard of the sum. Call after the last backward.
 

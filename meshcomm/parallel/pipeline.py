@@ -39,6 +39,10 @@ class Runner(Protocol):
         """
         ...
 
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """The same without a backward pass, nothing being kept for one. Returns what a call does."""
+        ...
+
 
 @final
 class Accumulate:
@@ -78,6 +82,13 @@ class Accumulate:
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Runner`."""
+        count = self._microbatches
+        pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        return torch.stack([self._loss(self._module(x), target) for x, target in pairs]).sum()
 
 
 @final
@@ -148,6 +159,8 @@ class Pipelined:
             )
             stage.position, stage.on_done, stage.mesh = position, on_stage_done, mesh
             stages.append(stage)
+        self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
+        self._stages, self._between = stages, (between, dtype)
         self._first = stages[0].is_first
         self._last = stages[-1].is_last
         self._schedule = _schedule(schedule, stages, microbatches, loss)
@@ -170,6 +183,30 @@ class Pipelined:
                 raise error.__cause__ from error.__cause__.__cause__
             raise
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """See `Runner`. Every rank along the dim calls this; one message for each microbatch and boundary.
+
+        Each microbatch goes through all of a rank's stages before the next one: with one stage on each rank all of them
+        work at the same time.
+        """
+        mesh, dim, count = self._mesh, self._dim, self._microbatches
+        coord, ranks = mesh.coord(dim), mesh.size(dim)
+        shape, dtype = self._between
+        losses: list[Tensor] = []
+        for tokens, target in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
+            for stage in self._stages:
+                x = tokens
+                if not stage.is_first:
+                    x = torch.empty(shape, dtype=dtype, device=mesh.device)
+                    mesh.recv(dim, x, src=(coord - 1) % ranks)
+                y = stage.submod(x)
+                if stage.is_last:
+                    losses.append(self._loss(y, target))
+                else:
+                    mesh.send(dim, y.to(dtype).contiguous(), (coord + 1) % ranks)
+        return torch.stack(losses).sum() if losses else None
 
 
 class _ToldStage(PipelineStage):

@@ -2,11 +2,12 @@
 
 from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
 from meshcomm.train.loop import learning_rate, run, trainer_for
-from meshcomm.train.report import Reporter, Resumed, Silent, Start, Step, Summary
+from meshcomm.train.report import Evaluation, Reporter, Resumed, Silent, Start, Step, Summary
 
 __all__ = [
     "Attempt",
     "Checkpoints",
+    "Evaluation",
     "Reporter",
     "Resumed",
     "Silent",

@@ -23,7 +23,7 @@ from meshcomm.train.agree import agree
 from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.lock import Lock, lock_of, samples_read
-from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
+from meshcomm.train.report import Evaluation, Reporter, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, TRACE, MetricsFile, recorded
 
 _LOSSES = "run.losses"
@@ -119,6 +119,11 @@ def _steps(
     _, _, data, train = trainer.sections
     mesh = trainer.mesh
     batches = batches_of(trainer, corpus, (lock.step, lock.samples or 0))
+    held = None if corpus.validation is None else batches_of(trainer, corpus.validation)
+    whole_batches = 0 if corpus.validation is None else corpus.validation.samples // train.global_batch
+    if train.eval_every and not whole_batches:
+        raise _too_little(corpus, train)
+    evaluated: Evaluation | None = None
     start = Start(
         steps=train.steps,
         tokens_per_step=train.global_batch * data.sequence,
@@ -143,7 +148,15 @@ def _steps(
             seconds,
             out / METRICS,
             skipped=skipped,
+            evaluation=evaluated,
         )
+
+    def evaluation(step: int) -> Evaluation:
+        assert held is not None
+        began = time.perf_counter()
+        loss = trainer.evaluate(held.in_order(train.eval_batches))
+        count = min(whole_batches, train.eval_batches or whole_batches)
+        return Evaluation(step, loss, count * start.tokens_per_step, seconds=time.perf_counter() - began)
 
     def logs(step: int) -> bool:
         return step % train.log_every == 0 or step in (1, train.steps)
@@ -176,8 +189,9 @@ def _steps(
                     traced.close()
                 seconds = time.perf_counter() - began
                 saves = every and (step % every == 0 or step == train.steps)
+                evaluates = train.eval_every and (step % train.eval_every == 0 or step == train.steps)
                 # A look waits for the device where calls are queued on it.
-                if mesh.asynchronous and not saves and not logs(step):
+                if mesh.asynchronous and not saves and not evaluates and not logs(step):
                     continue
                 results = trainer.look()
                 now = time.perf_counter()
@@ -205,6 +219,11 @@ def _steps(
                         if metrics is not None:
                             metrics.write(line)
                         reporter.step(line)
+                if evaluates:
+                    evaluated = evaluation(step)
+                    if metrics is not None:
+                        metrics.write(evaluated)
+                    reporter.evaluation(evaluated)
                 if saves:
                     if metrics is not None:
                         metrics.sync()
@@ -226,6 +245,17 @@ def _steps(
         ended.append(whole)
     reporter.finish(whole)
     return whole
+
+
+def _too_little(corpus: Corpus, train: TrainConfig) -> TrainingError:
+    held = corpus.validation
+    assert held is not None
+    return TrainingError(
+        "there is too little to evaluate",
+        given=f"{held.samples} samples for validation, train.global_batch = {train.global_batch}",
+        expected="one global batch or more",
+        hint="a larger data.validation, more validation files, or a smaller train.global_batch",
+    )
 
 
 def _nothing_finite(done: Done, train: TrainConfig) -> TrainingError:

@@ -69,6 +69,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """A line of metrics.jsonl beside those of steps."""
+
+    step: int
+    """After which the weights were evaluated."""
+    validation_loss: float
+    """Mean over the tokens of the batches."""
+    validation_tokens: int
+    """In these batches, all ranks together."""
+    seconds: float
+    """That the evaluation took."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """A run that ended, or the part of it that was done."""
 
@@ -86,6 +100,8 @@ class Summary:
     """How many steps those are."""
     skipped: int = 0
     """Steps that were left out, as their gradients were not finite."""
+    evaluation: Evaluation | None = None
+    """The last one; None where nothing was evaluated."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,6 +117,9 @@ class Reporter:
 
     def step(self, step: Step) -> None:
         """After every `log_every`-th step, the first, the last, and each that was left out."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """After every `eval_every`-th step and the last."""
 
     def finish(self, summary: Summary) -> None:
         """After the last step."""

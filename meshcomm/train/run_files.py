@@ -19,7 +19,7 @@ from meshcomm.config.section import Table
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.train.checkpoint_folder import FOLDER, replace
-from meshcomm.train.report import Start, Step, Summary
+from meshcomm.train.report import Evaluation, Start, Step, Summary
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
@@ -79,8 +79,10 @@ class MetricsFile:
             os.truncate(self.path, _end_of(self.path, after))
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, step: Step) -> None:
+    def write(self, step: Step | Evaluation) -> None:
         """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds, skipped.
+
+        Of an evaluation: step, validation_loss, validation_tokens, seconds.
 
         A number that is not finite is null. fault stands on lines of steps that were left out.
         """

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.train.report import Reporter, Resumed, Start, Step, Summary
+from meshcomm.train.report import Evaluation, Reporter, Resumed, Start, Step, Summary
 
 _ROWS = 10
 _COLUMNS = 60
@@ -105,6 +105,13 @@ class TrainingReporter(Reporter):
                 f"{duration(left)} left"
             )
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Print a line."""
+        self._say(
+            f"step {evaluation.step}  validation loss {evaluation.validation_loss:.4f} over "
+            f"{evaluation.validation_tokens:,} tokens, {duration(evaluation.seconds)}"
+        )
+
     def finish(self, summary: Summary) -> None:
         """Close the bar and print the summary."""
         self._close()
@@ -148,6 +155,9 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     """Final loss, speed, time and the loss curve of a run that did at least one step."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per byte")
+    if summary.evaluation is not None:
+        last = summary.evaluation
+        facts.add_row("validation", f"{last.validation_loss:.4f} after step {last.step}")
     if summary.skipped:
         facts.add_row("left out", f"{summary.skipped} of {summary.steps} steps, not finite")
     facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")

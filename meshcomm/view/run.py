@@ -91,7 +91,9 @@ def _line(raw: bytes) -> Facts | None:
         found = json.loads(raw)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and _number(found.get("step")) is not None else None
+    # Evaluations have lines of their own.
+    known = isinstance(found, dict) and "loss" in found and _number(found.get("step")) is not None
+    return found if known else None
 
 
 def _number(value: object) -> float | int | None:

@@ -1,0 +1,152 @@
+"""Validation: the same mean loss on every mesh, through every schedule, and nothing of the training changed by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.testing import Pool
+from meshcomm.train import Silent, Summary, run, trainer_for
+from meshcomm.train.agree import agree
+from meshcomm.train.loop import batches_of
+
+BASE: dict[str, Any] = {
+    "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
+    "parallel": {},
+    "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64, "dropout": 0.3},
+    "data": {"sequence": 16, "max_bytes": 20_000, "validation": 0.05},
+    "train": {
+        "steps": 4,
+        "global_batch": 8,
+        "microbatch": 2,
+        "seed": 7,
+        "dtype": "float64",
+        "eval_every": 2,
+        "eval_batches": 3,
+    },
+}
+
+
+def on(dims: dict[str, int], out: Path | str, *overrides: str, **parallel: Any) -> Config:
+    data = {**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}
+    return load(data, [f'train.out="{out}"', *overrides])
+
+
+def trained(config: Config) -> Summary:
+    with meshcomm.init(config) as mesh:
+        return run(mesh, config, Silent())
+
+
+def by_hand(config: Config) -> tuple[float, float]:
+    """The loss of the first three batches of the validation part after two steps, with torch alone; and with dropout on."""
+    with meshcomm.init(config) as mesh:
+        corpus = agree(mesh, config).corpus
+        trainer = trainer_for(mesh, config)
+        batches = batches_of(trainer, corpus)
+        from meshcomm.train import learning_rate
+
+        train = trainer.sections.train
+        for step in (1, 2):
+            trainer.step(*batches(step), learning_rate(train, step), step)
+        text = b"".join(file.read_bytes() for file in corpus.files)[:20_000]
+        first = len(corpus.parts[0]) * 16
+        window = torch.tensor(list(text[first : first + 3 * 8 * 16 + 1]))
+        module = trainer.modules[0].eval()
+        with torch.no_grad():
+            logits = module(window[:-1].view(-1, 16))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
+        module.train()
+        assert corpus.validation is not None
+        ours = trainer.evaluate(batches_of(trainer, corpus.validation).in_order(3))
+        assert module.training
+        return float(loss), ours
+
+
+def validation(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "validation_loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Summary, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("alone")
+    (summary,) = pool.run(trained, on({"one": 1}, out), ranks=1)
+    return summary, validation(out)
+
+
+def test_it_is_the_mean_loss_over_the_held_samples_in_eval_mode(
+    pool: Pool, tmp_path: Path, alone: tuple[Summary, list[dict[str, Any]]]
+) -> None:
+    summary, lines = alone
+    assert [(line["step"], line["validation_tokens"]) for line in lines] == [(2, 384), (4, 384)]
+    assert (
+        summary.evaluation is not None and summary.evaluation.validation_loss == lines[1]["validation_loss"]
+    )
+    ((by_torch, ours),) = pool.run(by_hand, on({"one": 1}, tmp_path), ranks=1)
+    assert ours == pytest.approx(by_torch, rel=1e-12) == lines[0]["validation_loss"]
+
+
+def test_evaluating_changes_nothing_of_the_training(
+    pool: Pool, tmp_path: Path, alone: tuple[Summary, list[dict[str, Any]]]
+) -> None:
+    without = on({"one": 1}, tmp_path, "train.eval_every=0", "train.eval_batches=")
+    assert pool.run(trained, without, ranks=1)[0].losses == alone[0].losses
+
+
+@pytest.mark.parametrize(
+    ("dims", "parallel"),
+    [
+        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
+        ({"fsdp": 2, "cp": 2}, {"shard": "fsdp", "context": "cp"}),
+        ({"pp": 2, "dp": 2}, {"pipeline": "pp", "data": "dp"}),
+        ({"pp": 2, "fsdp": 2}, {"pipeline": "pp", "shard": "fsdp", "schedule": "gpipe"}),
+        (
+            {"pp": 2, "tp": 2},
+            {"pipeline": "pp", "tensor": "tp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        ),
+        (
+            {"pp": 2, "fsdp": 2},
+            {"pipeline": "pp", "shard": "fsdp", "schedule": "zero_bubble", "stages_per_rank": 2},
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_it_is_equal_on_every_mesh(
+    pool: Pool,
+    tmp_path: Path,
+    alone: tuple[Summary, list[dict[str, Any]]],
+    dims: dict[str, int],
+    parallel: dict[str, Any],
+) -> None:
+    # Also with checkpoints between: what was gathered for the evaluation has been let go of.
+    results = pool.run(trained, on(dims, tmp_path, "train.checkpoint_every=2", **parallel), ranks=4)
+    assert len({(each.losses, each.evaluation and each.evaluation.validation_loss) for each in results}) == 1
+    assert results[0].losses == pytest.approx(alone[0].losses, rel=1e-10)
+    ours, theirs = ([line["validation_loss"] for line in lines] for lines in (validation(tmp_path), alone[1]))
+    assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def refused(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
+        run(mesh, config, Silent())
+    return str(caught.value)
+
+
+def test_too_little_or_nothing_to_evaluate_is_told(pool: Pool, tmp_path: Path) -> None:
+    (text,) = pool.run(refused, on({"one": 1}, tmp_path, "data.validation=0.001"), ranks=1)
+    assert "there is too little to evaluate" in text and "1 samples for validation" in text
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        on({"one": 1}, tmp_path, "data.validation=0.0")
+    with pytest.raises(ConfigError, match="no effect: nothing is evaluated"):
+        on(
+            {"one": 1},
+            tmp_path,
+            *("data.validation=", 'data.validation_files=["x"]', "train.eval_every=0", "train.eval_batches="),
+        )
