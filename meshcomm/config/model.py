@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import sizes_of
+from meshcomm.config.pretrained import dropouts_of, sizes_of
 from meshcomm.config.problems import Near, Problem, nearest, remainder, shared
 from meshcomm.config.section import Fraction, FrozenTable, Section, Table, Text, no_effect, rule, setting
 from meshcomm.config.training import Training, demand
@@ -54,7 +54,11 @@ class ModelConfig(Section):
     rope_theta: float = setting(10000.0, "Base of the rotary angles.", gt=0)
     norm_eps: float = setting(1e-5, "Added to the mean square in RMSNorm.", gt=0)
     tied_embeddings: bool = setting(False, "The head uses the embedding's weights.")
-    dropout: Fraction = setting(0.0, "Share of each block's outputs that is set to zero in training.")
+    dropout: Fraction = setting(
+        0.0,
+        "Share of each block's outputs that is set to zero in training. With pretrained only 0, to be said where "
+        "the folder's config.json has dropout.",
+    )
     experts: int = setting(
         0, "Feed-forward blocks to choose from in a layer. Default 0: one, no choice.", ge=0
     )
@@ -183,12 +187,45 @@ no_effect(
 )
 no_effect(
     ModelConfig,
-    "rope_theta norm_eps dropout",
+    "rope_theta norm_eps",
     "pretrained build",
     lambda model: model.is_built_in,
     "a setting of the built-in model",
     why=": the model's own configuration says it",
 )
+
+
+no_effect(
+    ModelConfig,
+    "dropout",
+    "build",
+    lambda model: model.build is None,
+    "a setting of the built-in model",
+    why=": what is built says it",
+)
+
+
+@rule(ModelConfig, "dropout", "pretrained")
+def _dropout(model: ModelConfig) -> Iterator[Problem]:
+    if model.pretrained is None:
+        return
+    if model.given("dropout"):
+        if model.dropout:
+            yield Problem(
+                "dropout of a model of transformers would differ from mesh to mesh",
+                "0, which trains without, whatever the folder's config.json says",
+                ["model.dropout = 0.0"],
+            )
+        return
+    with contextlib.suppress(ValueError, OSError):
+        if found := dropouts_of(Path(model.pretrained)):
+            said = ", ".join(f"{name} = {value}" for name, value in found.items())
+            yield Problem(
+                "the model drops out, by random numbers that would differ from mesh to mesh",
+                "model.dropout = 0.0, which trains without",
+                ["model.dropout = 0.0"],
+                f"{said} in the folder's config.json",
+            )
 
 
 # -- by itself --------------------------------------------------------------------------------------
@@ -272,12 +309,13 @@ for _name in ("heads", "kv_heads", "ff"):
 
 @demand(ModelConfig, "tensor")
 def _vocabulary(training: Training, model: ModelConfig) -> Iterator[Problem]:
-    size, bytes_ = training.size("tensor"), model.vocabulary
-    if bytes_ % size:
+    size, tokens = training.size("tensor"), model.vocabulary
+    # Embedding and head of a folder stay whole where they cannot be split; code says itself what it can.
+    if model.is_built_in and tokens % size:
         dim = training.dim("tensor")
         yield Problem(
-            f"the {bytes_} bytes are not divisible by {dim}: {remainder(bytes_, size)}",
-            f"a divisor of {bytes_}",
+            f"the vocabulary of {tokens} is not divisible by {dim}: {remainder(tokens, size)}",
+            f"a divisor of {tokens}",
             [Near(f"mesh.dims.{dim}", 2)],
             key=f"mesh.dims.{dim}",
         )

@@ -19,6 +19,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tied_embeddings": ("tie_word_embeddings",),
     "experts": ("num_local_experts", "num_experts"),
     "experts_per_token": ("num_experts_per_tok",),
+    "experts_every": ("decoder_sparse_step",),
 }
 
 
@@ -27,16 +28,7 @@ def sizes_of(folder: Path) -> dict[str, Any]:
 
     Raises OSError where there is none, ValueError where it says no sizes.
     """
-    path = folder / "config.json"
-    return dict(_read(path, path.stat().st_mtime_ns))
-
-
-@lru_cache(maxsize=16)
-def _read(path: Path, changed: int) -> dict[str, Any]:
-    try:
-        said = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    path, said = _said(folder)
     found = {}
     for ours, theirs in _NAMES.items():
         value = next((said[name] for name in theirs if said.get(name) is not None), None)
@@ -51,4 +43,32 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
     if not found.get("experts"):
         found.pop("experts", None)
         found.pop("experts_per_token", None)
+        found.pop("experts_every", None)
     return found
+
+
+def dropouts_of(folder: Path) -> dict[str, float]:
+    """The shares above 0 that `folder`/config.json says are dropped in training, by their names. Raises as `sizes_of`."""
+    _, said = _said(folder)
+    # A summary is what no causal language model computes.
+    return {
+        name: value
+        for name, value in said.items()
+        if name.endswith(("dropout", "_pdrop")) and not name.startswith("summary") and value
+    }
+
+
+def _said(folder: Path) -> tuple[Path, dict[str, Any]]:
+    path = folder / "config.json"
+    return path, _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, changed: int) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{path} is no object")
+    return said

@@ -15,13 +15,19 @@ from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import Here, ModelSpec, blocks_of, cut, default_values
 from meshcomm.models.weights import Folder, Names, write
+from meshcomm.parallel.batch_norm import batch_norms, synchronise
+from meshcomm.parallel.compose import along
+from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits
-from meshcomm.parallel.tensor import tensor_parallel
+from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
+from meshcomm.parallel.tensor.apply import lay_out
 from meshcomm.parallel.tensor.plan import matches
 from meshcomm.predict.stages import PartCosts
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @final
@@ -38,7 +44,13 @@ class Declared(Model):
         self.layers = max(1, len(blocks_of(whole, spec.layers)))
         self.width, self.vocabulary = spec.width, spec.vocabulary
         self.tied = spec.tied[0] if spec.tied else ""
-        self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
+        self._batch_norms = batch_norms(whole)
+        self._drops = [
+            name
+            for name, part in whole.named_modules()
+            if isinstance(part, _DROPOUTS) and part.p > 0 and part.training
+        ]
+        self._names = [name for name in self._names_of(whole) if not spec.tied or name != spec.tied[1]]
         # What transformers says of a class: names in older folders, and of its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
@@ -55,19 +67,35 @@ class Declared(Model):
         with on_meta():
             module: Any = spec.module()
         module.to(getattr(torch, train.dtype))
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(splits.mesh.device)
+        if self._batch_norms:
+            synchronise(module, splits.mesh, along(splits.mesh, splits.data))
         if spec.tied and stage.count == 1:
             head = module.get_submodule(spec.tied[1].rpartition(".")[0])
             setattr(head, spec.tied[1].rpartition(".")[2], module.get_parameter(spec.tied[0]))
         layers = cut(module, spec, stage)
+        experts = self._experts(module, splits)
+        for name in experts:
+            module.set_submodule(name, nn.Identity())
         if spec.attention is not None:
             spec.attention(module, splits.context.attend)
         module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
         module.meshcomm_stage = _Facts(self, splits, stage, layers)
         split = splits.tensor
-        if split.size > 1:
-            plan = {**spec.split, **(spec.sequence or {})} if split.sequence_parallel else dict(spec.split)
+        if split.size == 1:
+            lay_out(module, split.mesh, {name: how for name, how in spec.split.items() if _has(module, name)})
+        else:
+            plan = dict(spec.split)
+            if not self._divides(splits):
+                plan |= spec.undivided or {}
+            if split.sequence_parallel:
+                plan |= spec.sequence or {}
             plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
+        for name, part in experts.items():
+            module.set_submodule(name, part)
         if train.compile:
             for block in layers:
                 block.compile()
@@ -97,6 +125,29 @@ class Declared(Model):
         if stage.is_last:
             self._drawn = None
 
+    def _experts(self, module: nn.Module, splits: Splits) -> dict[str, Experts]:
+        """What takes the places of parts of `module`."""
+        wanted = {} if self.spec.experts is None else self.spec.experts(module)
+        with on_meta():
+            return {
+                name: Experts(
+                    splits.mesh,
+                    splits.expert,
+                    splits.tensor,
+                    context=splits.context.dim or None,
+                    balance_weight=splits.balance_weight,
+                    **settings,
+                )
+                for name, settings in wanted.items()
+            }
+
+    def _names_of(self, whole: nn.Module) -> list[str]:
+        """The names of the parameters of `whole`, with experts in their places."""
+        parts = [] if self.spec.experts is None else list(self.spec.experts(whole))
+        own = [f"{part}.{name}" for part in parts for name in EXPERT_NAMES]
+        inside = tuple(f"{part}." for part in parts)
+        return [name for name, _ in whole.named_parameters() if not name.startswith(inside)] + own
+
     def _stored(self, name: str) -> tuple[Names, bool]:
         """Where a parameter lies in the folder of weights; what is tied, under the embedding's name."""
         if self.spec.tied and name == self.spec.tied[1]:
@@ -105,11 +156,18 @@ class Declared(Model):
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """See Model."""
-        return (
-            super().loss(splits, logits, targets)
-            if self.spec.loss is None
-            else self.spec.loss(logits, targets)
-        )
+        if self.spec.loss is not None:
+            return self.spec.loss(logits, targets)
+        alone = TensorSplit(splits.mesh, None, splits.tensor.dtype)
+        split = splits.tensor if self._divides(splits) else alone
+        return cross_entropy(split, logits, targets, reduction="sum")
+
+    def outputs(self, splits: Splits) -> int:
+        """See Model."""
+        return super().outputs(splits) if self._divides(splits) else self.vocabulary
+
+    def _divides(self, splits: Splits) -> bool:
+        return self.vocabulary % splits.tensor.size == 0
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
         """See Model."""
@@ -119,6 +177,31 @@ class Declared(Model):
 
     def _check(self, splits: Splits, stage: Stage) -> None:
         spec, wanted = self.spec, []
+        used = {
+            "tensor": splits.tensor.size > 1,
+            "sequence_parallel": splits.tensor.sequence_parallel,
+            "context": splits.context.size > 1,
+            "pipeline": stage.count > 1,
+            "expert": splits.expert is not None,
+        }
+        own = {}
+        if self._batch_norms:
+            why = f"{self._batch_norms[0]} takes means over all tokens of a batch, of which a rank has a part"
+            own = {"tensor": why, "context": why}
+        if self._batch_norms and self._train.recompute:
+            own["recompute"] = f"{self._batch_norms[0]} would follow each batch twice"
+            used["recompute"] = True
+        if self._drops:
+            why = f"{self._drops[0]} draws from torch's generator, which no two ranks share"
+            own |= {"tensor": why, "context": why}
+        for part, why in {**own, **spec.cannot}.items():
+            if used.get(part):
+                raise UnsupportedOp(
+                    f"this model cannot be trained with {_SECTION.get(part, 'parallel')}.{part}",
+                    given=why,
+                    expected="numbers that are the same on every mesh",
+                    hint=f"remove {_SECTION.get(part, 'parallel')}.{part}",
+                )
         if splits.tensor.size > 1 and not spec.split:
             wanted.append(("parallel.tensor", "split", "a plan that says how each layer is split"))
         if splits.tensor.sequence_parallel and spec.sequence is None:
@@ -129,7 +212,12 @@ class Declared(Model):
             wanted.append(
                 ("parallel.pipeline", "layers and forward", "which blocks are divided among stages")
             )
-        if splits.expert:
+        if splits.tensor.size > 1 and not self._divides(splits) and spec.undivided is None:
+            size = f"vocabulary = {self.vocabulary} is not divisible by {splits.tensor.size}"
+            wanted.append(
+                ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}")
+            )
+        if splits.expert and spec.experts is None:
             wanted.append(("parallel.expert", "experts", "which weights are an expert's"))
         if wanted:
             part, names, what = wanted[0]
@@ -141,6 +229,9 @@ class Declared(Model):
             )
 
 
+_SECTION = {"recompute": "train"}
+
+
 class _Facts:
     """What a stage knows of itself; a copy of the module shares it."""
 
@@ -149,7 +240,7 @@ class _Facts:
         train = model._train
         self.recompute = train.recompute
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
-        self.dtype = getattr(torch, train.dtype)
+        self.between = self.compute or getattr(torch, train.dtype)
         self.positions = splits.context.positions(model._sequence) if model.vocabulary else torch.empty(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
@@ -193,9 +284,9 @@ class _Stage:
         with mixed:
             if facts.spec.forward is None:
                 return super().forward(x)  # type: ignore[misc]
-            here = Here(facts.stage, facts.layers, facts.positions, facts.through)
+            here = Here(facts.stage, facts.layers, facts.positions, facts.between, facts.through)
             y = facts.spec.forward(self, x, here)
-        return y.to(facts.dtype) if facts.stage.is_last else y
+        return y.to(facts.between)
 
 
 def _has(module: nn.Module, pattern: str) -> bool:

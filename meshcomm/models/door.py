@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
@@ -26,9 +25,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        folder = Path(config.pretrained)
-        spec = hugging_face(folder, random=config.random_weights, seed=train.seed)
-        return Declared(spec, train, data.sequence)
+        return Declared(hugging_face(config, data.sequence, train.seed), train, data.sequence)
     if config.build is not None:
         made = _built(config)
         return made if isinstance(made, Model) else Declared(made, train, data.sequence)

@@ -30,12 +30,14 @@ class Here(NamedTuple):
     stage:     which part of the model.
     layers:    its blocks, in order.
     positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample.
+    dtype:     of hidden states: train.compute_dtype, or else train.dtype.
     through:   runs a block as the configuration says: `here.through(block, x, mask=None)`.
     """
 
     stage: Stage
     layers: tuple[nn.Module, ...]
     positions: Tensor
+    dtype: torch.dtype
     through: Callable[..., Any]
 
 
@@ -57,7 +59,11 @@ class ModelSpec:
                 tokens or hidden states. What another stage has is None. None: the module's own forward.
     split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
     sequence:   what is added to it, or replaced, with parallel.sequence_parallel.
+    undivided:  what replaces entries of `split` where `vocabulary` is no multiple of the ranks: an embedding and a head
+                that stay whole, so that every rank computes all logits. None: refused.
     attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
+    experts:    (module) -> for each name of a part that a `meshcomm.parallel.expert.Experts` takes the place of, what
+                that is made with: width, ff, experts, experts_per_token and so on.
     tied:       names of the embedding's weight and the head's, where these are one.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model once.
@@ -67,6 +73,7 @@ class ModelSpec:
     loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
                 not -100, of the whole batch.
     costs:      (sequence) -> what the parts cost, for stages. None: all layers the same.
+    cannot:     a kind of `[parallel]`, such as "context", -> why it cannot be trained with it.
     """
 
     module: Callable[[], nn.Module]
@@ -78,13 +85,16 @@ class ModelSpec:
     forward: Forward | None = None
     split: Mapping[str, Entry] = field(default_factory=dict)
     sequence: Mapping[str, Entry] | None = None
+    undivided: Mapping[str, Entry] | None = None
     attention: Callable[[Any, Attend], None] | None = None
+    experts: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
     tied: tuple[str, str] | None = None
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
     weights: Path | None = None
     stored: Callable[[str], tuple[Names, bool]] | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     costs: Callable[[int], PartCosts] | None = None
+    cannot: Mapping[str, str] = field(default_factory=dict)
 
 
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:

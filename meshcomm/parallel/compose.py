@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
@@ -77,7 +77,8 @@ class Trainer:
         context = ContextSplit(mesh, part.context, part.attention)
         weight = settings.balance_loss if settings.experts else 0.0
         self.split = split
-        self.splits = Splits(split, context, part.expert, weight / (self.microbatches * self.data_size))
+        share = weight / (self.microbatches * self.data_size)
+        self.splits = Splits(split, context, part.expert, share, part.data_dims)
         costs = model.costs(data.sequence)
         layers = split_layers(
             model.layers, ranks * each, costs.layers, first=costs.embedding, last=costs.head
@@ -135,7 +136,7 @@ class Trainer:
                 loss,
                 microbatches=self.microbatches,
                 schedule=part.schedule,
-                shapes=(here, (here[0], tokens, model.width), (*here, model.vocabulary // split.size)),
+                shapes=(here, (here[0], tokens, model.width), (*here, model.outputs(self.splits))),
                 dtype=between,
             )
         rates = (train.lr, train.betas, train.eps, train.weight_decay)
@@ -261,7 +262,14 @@ class Trainer:
             found[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"optimizer.{name}.{key}"] = value
+        found |= {f"model.{name}": buffer for name, buffer in self._kept_buffers()}
         return found
+
+    def _kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What steps change beside parameters, such as the running means of batch norms; equal on all ranks."""
+        for module in self.modules:
+            held = set(module.state_dict())
+            yield from ((name, buffer) for name, buffer in module.named_buffers() if name in held)
 
     def parameters_of_all_stages(self) -> int:
         """Number of elements of the whole model's parameters. Every rank calls this."""

@@ -40,6 +40,10 @@ class Model(ABC):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """Write the values of this rank's parts of all parameters of a stage. Nothing is communicated."""
 
+    def outputs(self, splits: Splits) -> int:
+        """How many logits of each token the last stage gives on a rank."""
+        return self.vocabulary // splits.tensor.size
+
     def costs(self, sequence: int) -> PartCosts:
         """What the parts cost beside each other, by which layers are divided among stages."""
         return PartCosts(0, (1,) * self.layers, 0)

@@ -19,12 +19,14 @@ class Splits:
     context:        the sequence.
     expert:         the dim of a view along which experts are spread; None: every rank has all.
     balance_weight: what the balance loss of a microbatch is multiplied by.
+    data:           the dims whose ranks have other samples.
     """
 
     tensor: TensorSplit
     context: ContextSplit
     expert: str | None = None
     balance_weight: float = 0.0
+    data: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:

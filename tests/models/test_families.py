@@ -1,67 +1,141 @@
-"""Models of transformers train on every mesh as on one process: loss, norm and weights, in float64."""
+"""Models of transformers train on every mesh as on one process: loss, norm, gradients and weights, in float64."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from meshcomm.config import Config, load
-from meshcomm.train.parity import Difference, compare, in_float64, record, reference
+pytest.importorskip("transformers")
 
-transformers = pytest.importorskip("transformers")
+import transformers
 
-import meshcomm  # noqa: E402
-from meshcomm.testing import Pool  # noqa: E402
-from meshcomm.train.parity import Record  # noqa: E402
+from meshcomm.config import ModelConfig, load
+from meshcomm.errors import ConfigError, MeshcommError, UnsupportedOp
+from meshcomm.testing import Pool
 
-MESHES = [
-    "dp = 2, tp = 2",
-    "pp = 2, tp = 2",
-    "pp = 2, cp = 2",
+from .families import FAMILIES, config_of, differences, folder_of, logits_of
+
+_EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2}}
+
+# What every run trains: each family on one mesh that has most of what it can do wrong.
+ALWAYS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama tied", "pp=2 cp=2", {"schedule": "gpipe"}),
+    ("qwen3", "dp=2 tp=2", {"sequence_parallel": True}),
+    ("gpt2", "pp=2 tp=2", {"sequence_parallel": True}),
+    ("qwen3_moe", "pp=2 dp=2", {"expert": "ep", "views": _EXPERT}),
+]
+
+_ALL = ("llama", "qwen3", "gpt2", "qwen3_moe")
+_REST = ("llama tied", "llama 3", "mistral", "qwen2", "mixtral")
+_MESHES: list[tuple[str, dict[str, Any]]] = [
+    ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
+    ("pp=2 cp=2 tp=2", {}),
+    ("pp=2 fsdp=2 tp=2", {"schedule": "gpipe", "train": {"recompute": True}}),
+    ("dp=2 fsdp=2 cp=2", {"attention": "ulysses"}),
+    ("pp=2 dp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
+    ("pp=2 dp=2 tp=2", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    ("cp=2 tp=2", {"attention": "ulysses", "sequence_parallel": True}),
+    ("fsdp=4", {"train": {"compile": True}}),
+]
+PARITY = [(family, dims, more) for family in _ALL for dims, more in _MESHES]
+PARITY += [(family, dims, more) for family in _REST for dims, more in (_MESHES[0], _MESHES[3])]
+PARITY += [
+    ("qwen3_moe", "dp=4 tp=2", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}}),
+    ("mixtral", "dp=2 cp=2", {"expert": "ep", "views": {"expert": {"edp": 1, "ep": 4}}}),
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
-
-
-def config_of(folder: Path, dims: str) -> Config:
-    sizes = dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
-    sizes |= {name.strip(): int(size) for name, size in (pair.split("=") for pair in dims.split(","))}
-    parallel = {"pipeline": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
-    return load(
-        {
-            "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0},
-            "parallel": parallel,
-            "model": {"pretrained": str(folder)},
-            "data": {"sequence": 32, "max_bytes": 200_000},
-            "train": {"steps": 10, "global_batch": 8, "microbatch": 2, "clip_norm": 1.0},
-        }
-    )
-
-
-def recorded(config: Config, steps: int) -> Record:
-    with meshcomm.init(config) as mesh:
-        return record(mesh, config, steps)
-
-
-@pytest.mark.parametrize("dims", MESHES)
-def test_llama_is_the_same_on_every_mesh(pool: Pool, folder: Path, dims: str) -> None:
-    config, _ = in_float64(config_of(folder, dims))
-    (alone,) = pool.run(recorded, reference(config), 10, ranks=1)
-    ranks = pool.run(recorded, config, 10, ranks=4)
-    found: list[Difference] = [each for rank in ranks for each in compare(rank, alone)]
+def _is_the_same(pool: Pool, path: Path, family: str, dims: str, more: dict[str, Any]) -> None:
+    model = {"pretrained": str(folder_of(family, path)), "random_weights": True}
+    if family == "gpt2":
+        model["dropout"] = 0.0
+    found = differences(pool, config_of(model, dims, **more))
+    assert {each.kind for each in found} == {"loss", "gradient norm", "weight", "gradient"}
     assert max(each.relative for each in found) < 1e-9
-    assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
+
+
+@pytest.mark.parametrize(("family", "dims", "more"), ALWAYS, ids=lambda each: str(each))
+def test_a_family_is_the_same_on_a_mesh(
+    pool: Pool, tmp_path: Path, family: str, dims: str, more: dict[str, Any]
+) -> None:
+    _is_the_same(pool, tmp_path, family, dims, more)
+
+
+@pytest.mark.parity
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "dims", "more"), PARITY, ids=lambda each: str(each))
+def test_every_family_is_the_same_on_every_mesh(
+    pool: Pool, tmp_path: Path, family: str, dims: str, more: dict[str, Any]
+) -> None:
+    _is_the_same(pool, tmp_path, family, dims, more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_the_logits_that_transformers_gives(pool: Pool, tmp_path: Path, family: str) -> None:
+    folder = folder_of(family, tmp_path, weights=True)
+    torch.manual_seed(3)
+    tokens = torch.randint(256, (2, 32))
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+    config = config_of({"pretrained": str(folder), "dropout": 0.0}, "dp=1", train={"dtype": "float32"})
+    (ours,) = pool.run(logits_of, config, tokens, ranks=1)
+    assert theirs.abs().max() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> MeshcommError:
+    from meshcomm.models.families import hugging_face
+
+    folder_of(family, path)
+    facts = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**facts, **changes}))
+    with pytest.raises(UnsupportedOp) as caught:
+        hugging_face(ModelConfig(pretrained=str(path), random_weights=True, dropout=0.0), sequence, 0)
+    return caught.value
+
+
+def test_what_a_family_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
+    found = str(_refused(tmp_path / "a", "mistral", sequence=64))
+    assert "sliding_window = 32" in found
+    assert "data.sequence = 64" in found
+    found = str(_refused(tmp_path / "b", "gpt2", sequence=128))
+    assert "n_positions = 64" in found
+    assert "data.sequence = 64" in found
+    assert "add_cross_attention" in str(_refused(tmp_path / "c", "gpt2", add_cross_attention=True))
+    assert "router_jitter_noise = 0.1" in str(_refused(tmp_path / "d", "mixtral", router_jitter_noise=0.1))
+    assert 'hidden_act = "gelu"' in str(_refused(tmp_path / "e", "qwen3_moe", hidden_act="gelu"))
+    assert "one of gpt2, llama" in str(_refused(tmp_path / "f", "llama", model_type="gemma"))
+
+
+def test_dropout_of_a_folder_has_to_be_switched_off(tmp_path: Path) -> None:
+    model = {"pretrained": str(folder_of("gpt2", tmp_path))}
+    with pytest.raises(ConfigError, match=r"resid_pdrop = 0\.1, embd_pdrop|attn_pdrop = 0\.1") as caught:
+        config_of(model, "dp=2")
+    assert "try:      model.dropout = 0.0" in str(caught.value)
+    with pytest.raises(ConfigError, match="would differ from mesh to mesh"):
+        config_of({**model, "dropout": 0.1}, "dp=2")
+    assert config_of({**model, "dropout": 0.0}, "dp=2").model is not None
+
+
+def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> None:
+    config = config_of({"pretrained": str(folder_of("gpt2", tmp_path)), "dropout": 0.0}, "tp=2")
+    assert config.model is not None
+    assert config.model.vocabulary % 2 == 1
+    with pytest.raises(ConfigError, match="the vocabulary of 257 is not divisible by tp"):
+        load(
+            {
+                **config.model_dump(exclude_unset=True),
+                "model": {"layers": 1, "width": 32, "heads": 4, "kv_heads": 4, "ff": 32, "vocabulary": 257},
+            }
+        )
+
+
+def test_sizes_of_every_family_follow_from_its_folder(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = ModelConfig(pretrained=str(folder_of(family, tmp_path / family)), dropout=0.0)
+        assert (model.layers, model.width, model.heads) == (4, 32, 8)
+        assert bool(model.experts) == ("mix" in family or "moe" in family)

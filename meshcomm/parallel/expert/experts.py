@@ -16,6 +16,9 @@ from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
 
+EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
+"""The parameters of an `Experts`."""
+
 
 @final
 class ExpertWeights(nn.Module):
@@ -111,6 +114,7 @@ class Experts(nn.Module):
         ff: elements inside an expert.
         experts: how many; a multiple of the size of `dim`.
         experts_per_token: how many of them each token chooses, at most `experts`.
+        normalised: the weights of a token's experts are divided by their sum.
         capacity_factor: None: dropless. Else an expert takes at most
             ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample,
             as `routing.kept` says; the others are dropped: they add nothing to y, and the weights of
@@ -138,6 +142,7 @@ class Experts(nn.Module):
         ff: int,
         experts: int,
         experts_per_token: int = 2,
+        normalised: bool = True,
         capacity_factor: float | None = None,
         context: str | None = None,
         balance_weight: float = 0.0,
@@ -153,7 +158,7 @@ class Experts(nn.Module):
         self.width, self.count, self.slots = width, experts, experts_per_token
         self.capacity_factor = capacity_factor
         self.balance_weight = balance_weight
-        self.router = Router(tensor, width, experts, experts_per_token)
+        self.router = Router(tensor, width, experts, experts_per_token, normalised)
         self.experts = ExpertWeights(tensor, self.dim, width, ff, experts)
         self._tally = Tally(experts, mesh.device)
         self._compared = 0

@@ -38,16 +38,18 @@ class Router(nn.Module):
     tie or swap places far too often.
     """
 
-    def __init__(self, split: TensorSplit, width: int, experts: int, slots: int) -> None:
+    def __init__(
+        self, split: TensorSplit, width: int, experts: int, slots: int, normalised: bool = True
+    ) -> None:
         super().__init__()
-        self.slots = slots
+        self.slots, self.normalised = slots, normalised
         self.weight = split.parameter(experts, width, axis=None)
 
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> where each token goes.
 
-        Weights are the probabilities of the chosen experts, divided by their sum (Mixtral, Jiang et
-        al. 2024). With one slot they stay as they are (Switch Transformer, Fedus et al. 2021):
+        Weights are the probabilities of the chosen experts, where `normalised` divided by their sum (Mixtral,
+        Jiang et al. 2024). With one slot they stay as they are (Switch Transformer, Fedus et al. 2021):
         divided they would be the constant 1, and no gradient of the task would reach the router.
         Of equal probabilities the lower expert number comes first.
         """
@@ -58,7 +60,7 @@ class Router(nn.Module):
             # topk leaves the order of equal values open.
             ordered, experts = probabilities.sort(stable=True, dim=-1, descending=True)
             weights, chosen = ordered[..., : self.slots], experts[..., : self.slots]
-            if self.slots > 1:
+            if self.slots > 1 and self.normalised:
                 weights = weights / weights.sum(-1, keepdim=True)
         return Choice(weights, chosen, probabilities)
 

@@ -49,6 +49,7 @@ def tensor_parallel(
                      and not at each column. For one that asks its input how long the sequence is,
                      with sequence_parallel; everything in it must go through columns.
         "sequence"   stays whole; works on each token by itself, as norms do.
+        "heads"      stays whole; works behind columns, on this rank's heads one by one, as norms of queries do.
         "replicate"  stays whole; needs all of the sequence, or does not take activations:
                      {"style": "replicate", "input": "whole", "axis": 0} for an embedding of
                      positions that gives (sequence, width).
@@ -95,6 +96,23 @@ def tensor_parallel(
     return split
 
 
+def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, PlanEntry]) -> None:
+    """Keep weights that hold several as `tensor_parallel` keeps them, where nothing is split, in place.
+
+    So a checkpoint has the same shapes on every mesh. Raises ConfigError where the plan does not fit.
+    """
+    split = TensorSplit(mesh, None)
+    rules, problems = rules_of(split, module, plan)
+    if problems:
+        raise ConfigError(
+            f"the plan to split a {type(module).__name__} does not fit it",
+            given="\n".join(problems),
+            expected="patterns that match its parts",
+            hint="print([name for name, _ in module.named_modules()])",
+        )
+    _Splitting(split, module, rules).lay_out()
+
+
 class _Splitting:
     """The work itself, behind all checks."""
 
@@ -115,6 +133,16 @@ class _Splitting:
                 self._apply(name, part, rule)
         for part in self.module.modules():
             self._keep(part)
+
+    def lay_out(self) -> None:
+        """Only what a weight with parts looks like."""
+        for name, rule in self.rules.items():
+            part: Any = self.names[name]
+            if rule.style == "column" and len(sizes := rule.sizes(part.out_features)) > 1:
+                part.meshcomm_entry, part.meshcomm_output = entered, rule.output
+                for key in ("weight", "bias"):
+                    self._place(part, key, 0, sizes)
+                self._become(part, Column)
 
     def _apply(self, name: str, part: Any, rule: Rule) -> None:
         split = self.split
@@ -144,6 +172,9 @@ class _Splitting:
         elif rule.style == "sequence":
             for each in part.modules():
                 split.partial(each, *each._parameters)
+        elif rule.style == "heads":
+            for each in part.modules():
+                split.partial(each, *each._parameters, always=True)
         elif rule.style == "replicate":
             around = self._become(part, Around)
             around.meshcomm_gather = rule.args if rule.input == "split" else ()

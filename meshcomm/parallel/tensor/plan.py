@@ -24,6 +24,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "attention": (),
     "enter": ("args",),
     "sequence": (),
+    "heads": (),
     "replicate": ("input", "output", "axis", "args"),
 }
 # What is split by a style, and along which axis of its weight.

@@ -161,20 +161,21 @@ class TensorSplit:
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def partial(self, module: nn.Module, *names: str) -> None:
+    def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
         """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
+
+        always: on slices of what columns give, such as some of the heads; without sequence_parallel too.
 
         Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them.
         The mark is the module's, by name, so it holds when fully_shard puts other parameters in
-        their places. Without sequence_parallel it says nothing.
+        their places. Without sequence_parallel, and without `always`, it says nothing.
         """
-        marked = set(getattr(module, _PARTIAL, ())) | set(names)
-        setattr(module, _PARTIAL, tuple(sorted(marked)))
+        if self.sequence_parallel or (always and self.size > 1):
+            marked = set(getattr(module, _PARTIAL, ())) | set(names)
+            setattr(module, _PARTIAL, tuple(sorted(marked)))
 
     def partial_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The marked parameters in `module` by name, each once; none without sequence_parallel."""
-        if not self.sequence_parallel:
-            return {}
+        """The marked parameters in `module` by name, each once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, part in module.named_modules():
             for name in getattr(part, _PARTIAL, ()):

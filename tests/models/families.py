@@ -1,0 +1,132 @@
+"""Small folders of every family of transformers that is known, and configurations of meshes that train them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from meshcomm.config import Config, load
+from meshcomm.train.parity import Difference, compare, record, reference
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+# transformers' name of the configuration's class, and what differs from SMALL.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 8}),
+    "llama 3": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 32, "head_dim": 4}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "gpt2": ("GPT2Config", {}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 16, "head_dim": 8, "decoder_sparse_step": 2},
+    ),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "intermediate_size": 16}),
+}
+
+
+def folder_of(family: str, path: Path, *, weights: bool = False) -> Path:
+    """A folder with the config.json of a small model of a family, and weights if asked for."""
+    import torch
+    import transformers
+
+    name, more = FAMILIES[family]
+    facts = {**SMALL, **more}
+    if family == "gpt2":
+        facts = {"n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 64, "vocab_size": 257}
+        facts |= dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+    config = getattr(transformers, name)(**facts)
+    if weights:
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norms and biases too: so each is seen to be where it belongs.
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(path)
+    else:
+        config.save_pretrained(path)
+    return path
+
+
+def config_of(
+    model: dict[str, Any],
+    dims: str,
+    *,
+    views: Any = None,
+    train: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> Config:
+    """A training of 10 steps in float64. dims: such as "dp=2 tp=2", each named after its part."""
+    parts = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+    sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
+    mesh = {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""}
+    return load(
+        {
+            "mesh": {**mesh, **({} if views is None else {"views": views})},
+            "parallel": {**{parts[dim]: dim for dim in sizes}, **parallel},
+            "model": model,
+            "data": {"sequence": 32, "max_bytes": 200_000},
+            "train": {
+                "steps": 10,
+                "global_batch": 8,
+                "microbatch": 1,
+                "clip_norm": 1.0,
+                "dtype": "float64",
+                **(train or {}),
+            },
+        }
+    )
+
+
+def recorded(config: Config, steps: int = 10) -> Any:
+    """What the steps gave, on a rank."""
+    import meshcomm
+
+    with meshcomm.init(config) as mesh:
+        return record(mesh, config, steps)
+
+
+def differences(pool: Any, config: Config, alone: Any = None) -> list[Difference]:
+    """Of every rank from one process, in every quantity; every weight of the one is on some rank."""
+    if alone is None:
+        (alone,) = pool.run(recorded, reference(config), ranks=1)
+    ranks = pool.run(recorded, config, ranks=math.prod(config.mesh.dims.values()))
+    assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
+    return [each for rank in ranks for each in compare(rank, alone)]
+
+
+def logits_of(config: Config, tokens: Any) -> Any:
+    """What the model of a configuration makes of tokens, on one rank."""
+    import torch
+
+    import meshcomm
+    from meshcomm.train import trainer_for
+
+    with meshcomm.init(config) as mesh, torch.no_grad():
+        return trainer_for(mesh, config).modules[0](tokens)

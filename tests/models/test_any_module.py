@@ -1,0 +1,104 @@
+"""Modules of a user's own: one without a spec, one with images and batch norms, one that says everything."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import UnsupportedOp
+from meshcomm.models import ModelSpec
+from meshcomm.models.declared import Declared
+from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.tensor import whole
+from meshcomm.testing import Pool
+
+IMAGES = 8
+
+
+class Net(nn.Module):
+    """Two convolutions, with batch norms of both kinds of running means; a bias before one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, stride=2, bias=False)
+        self.other = nn.BatchNorm2d(8, momentum=None)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, 3, 8, 8) -> (samples, 4)."""
+        x = F.relu(self.norm(self.first(x)))
+        out: Tensor = self.head(F.relu(self.other(self.second(x))).mean((2, 3)))
+        return out
+
+
+def images_config(dims: str, **train: Any) -> Config:
+    parts = {"dp": "data", "fsdp": "shard", "tp": "tensor"}
+    sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
+    ranks = math.prod(sizes.values())
+    return load(
+        {
+            "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
+            "parallel": {parts[dim]: dim for dim in sizes},
+            "model": {"build": "tests.models.test_any_module:Net"},
+            "data": {"sequence": 8},
+            "train": {
+                "steps": 5,
+                "global_batch": IMAGES,
+                "microbatch": IMAGES // ranks,
+                "dtype": "float64",
+                **train,
+            },
+        }
+    )
+
+
+def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and after five steps all weights, gradients and running statistics, whole."""
+    torch.manual_seed(1)
+    x, y = torch.randn(IMAGES, 3, 8, 8, dtype=torch.float64), torch.randint(4, (IMAGES,))
+    spec = ModelSpec(module=Net, loss=F.cross_entropy)
+    with meshcomm.init(config) as mesh:
+        assert config.train is not None
+        trainer = Trainer(mesh, config, Declared(spec, config.train, 8))
+        each = IMAGES // trainer.data_size
+        here = slice(trainer.data_coord * each, (trainer.data_coord + 1) * each)
+        losses = []
+        for step in range(1, 6):
+            trainer.step(x[here], y[here], 1e-2, step)
+            losses += [done.loss for done in trainer.look()]
+        return losses, {name: whole(value).clone() for name, value in trainer.state().items()}
+
+
+@pytest.mark.parametrize("dims", ["dp=4", "fsdp=4", "dp=2 fsdp=2"])
+def test_batch_norms_take_the_samples_of_all_ranks(pool: Pool, dims: str) -> None:
+    (one,) = pool.run(images_trained, images_config("dp=1"), ranks=1)
+    for losses, state in pool.run(images_trained, images_config(dims), ranks=4):
+        assert losses == pytest.approx(one[0], rel=1e-12)
+        assert set(state) == set(one[1])
+        assert "model.norm.running_var" in state
+        assert state["model.other.num_batches_tracked"] == 5
+        for name, value in state.items():
+            torch.testing.assert_close(value, one[1][name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def _says(config: Config) -> str:
+    with pytest.raises(UnsupportedOp) as caught:
+        images_trained(config)
+    return str(caught.value)
+
+
+def test_batch_norms_are_refused_where_their_means_would_depend_on_the_mesh(pool: Pool) -> None:
+    told = pool.run(_says, images_config("dp=2 tp=2", microbatch=4), ranks=4)
+    assert all("cannot be trained with parallel.tensor" in each for each in told)
+    assert all("norm takes means over all tokens" in each for each in told)
+    (told_one,) = pool.run(_says, images_config("dp=1", recompute=True), ranks=1)
+    assert "train.recompute" in told_one
