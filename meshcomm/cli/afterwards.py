@@ -55,15 +55,30 @@ def export(
         Path,
         typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder: its last checkpoint; or one of them."),
     ],
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The safetensors file, or the folder, to write.")
+    ],
     weights: Annotated[
         bool, typer.Option("--weights", help="Only the model's tensors, by the names of its modules.")
     ] = False,
+    pretrained: Annotated[
+        bool,
+        typer.Option(
+            "--pretrained", help="A folder that from_pretrained of transformers opens, of such a model."
+        ),
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --pretrained: float32, bfloat16 or float16. Default: that of the weights."),
+    ] = None,
+    shard_gb: Annotated[
+        float | None, typer.Option(min=0, help="With --pretrained: the largest file, in GB. Default: 5.")
+    ] = None,
 ) -> None:
-    """Write a checkpoint's whole tensors into one safetensors file, in one process."""
+    """Write a checkpoint's whole tensors into one safetensors file, or a folder of them, in one process."""
     from meshcomm.jobs.afterwards import export as job
 
-    typer.echo(job(source, target, weights))
+    typer.echo(job(source, target, weights, pretrained, dtype, shard_gb))
 
 
 @app.command("import")

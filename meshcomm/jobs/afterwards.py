@@ -10,8 +10,11 @@ from typing import Any
 
 from meshcomm.comm.diagnosis import doing_of, name_of_rank, root_cause
 from meshcomm.comm.spans import PASSES
-from meshcomm.errors import LaunchError
+from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.layout.names import did_you_mean
 from meshcomm.show.timeline import Bar, Row, timeline
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def newest_run(folder: Path) -> Path:
@@ -132,10 +135,44 @@ def _bars(status: Mapping[str, Any], one_host: bool) -> list[Bar]:
     ]
 
 
-def export(source: Path, target: Path, weights: bool) -> str:
-    """Write a checkpoint, or a run's last one, into a safetensors file; what was done, as text."""
-    from meshcomm.train.export import export_checkpoint
+def export(
+    source: Path,
+    target: Path,
+    weights: bool,
+    pretrained: bool = False,
+    dtype: str | None = None,
+    shard_gb: float | None = None,
+) -> str:
+    """Write a checkpoint, or a run's last one, into a safetensors file or a folder; what was done, as text.
 
+    Raises: ConfigError for options that do not go together, TrainingError.
+    """
+    import torch
+
+    from meshcomm.train.export import export_checkpoint
+    from meshcomm.train.pretrained import SHARD_BYTES, export_pretrained
+
+    if pretrained and not weights:
+        if dtype not in (None, *_DTYPES):
+            raise ConfigError(
+                f"weights are not written as {dtype}",
+                given=f"--dtype {dtype}",
+                expected=" or ".join(_DTYPES),
+                hint=did_you_mean(dtype, _DTYPES) or "leave it out, for the dtype of the weights",
+            )
+        most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
+        kind = None if dtype is None else getattr(torch, dtype)
+        return _moved(export_pretrained(source, target, dtype=kind, shard_bytes=most))
+    if pretrained or dtype is not None or shard_gb is not None:
+        given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb}
+        raise ConfigError(
+            "these options do not go together",
+            given=", ".join(
+                [*(name for name, value in given.items() if value), *["--pretrained"][:pretrained]]
+            ),
+            expected="--dtype and --shard-gb with --pretrained, and --weights without it",
+            hint="meshcomm export RUN FOLDER --pretrained",
+        )
     return _moved(export_checkpoint(source, target, weights=weights))
 
 

@@ -107,10 +107,10 @@ class Declared(Model):
         if spec.weights is not None:
             ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
             with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
-                folder.check([self._stored(name)[0] for name in self._names])
+                folder.check([self.stored(name)[0] for name in self._names])
 
                 def stored(name: str, shape: tuple[int, ...]) -> Any:
-                    called, transposed = self._stored(name)
+                    called, transposed = self.stored(name)
                     return folder.read(called, shape, transposed)
 
                 write(module, stored)
@@ -148,8 +148,8 @@ class Declared(Model):
         inside = tuple(f"{part}." for part in parts)
         return [name for name, _ in whole.named_parameters() if not name.startswith(inside)] + own
 
-    def _stored(self, name: str) -> tuple[Names, bool]:
-        """Where a parameter lies in the folder of weights; what is tied, under the embedding's name."""
+    def stored(self, name: str) -> tuple[Names, bool]:
+        """Where a parameter lies in a folder of weights, and whether transposed; what is tied, under the embedding's name."""
         if self.spec.tied and name == self.spec.tied[1]:
             name = self.spec.tied[0]
         return self.spec.stored(name) if self.spec.stored else (name, False)

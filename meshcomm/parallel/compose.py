@@ -158,6 +158,11 @@ class Trainer:
             for name, parameter in module.named_parameters()
         ]
 
+    def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that only this rank's stages have: of a weight on the first stage and the last, the first one's."""
+        copies = {id(weight) for weight in self._copies}
+        return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
+
     def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> None:
         """One optimiser step on this rank's share of the global batch; `look` tells what it gave.
 
@@ -273,8 +278,7 @@ class Trainer:
 
     def parameters_of_all_stages(self) -> int:
         """Number of elements of the whole model's parameters. Every rank calls this."""
-        copies = {id(weight) for weight in self._copies}
-        count = sum(p.numel() for _, p in self.named_parameters() if id(p) not in copies)
+        count = sum(p.numel() for _, p in self.own_parameters())
         if self.sections.parallel.pipeline is None:
             return count
         total = torch.tensor([count], dtype=torch.int64, device=self.mesh.device)

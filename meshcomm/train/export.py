@@ -139,17 +139,23 @@ def write_checkpoint(
 
 
 def write_file(
-    path: Path, kinds: Mapping[str, Kind], metadata: Mapping[str, str], load: Callable[[str], Tensor]
+    path: Path,
+    kinds: Mapping[str, Kind],
+    metadata: Mapping[str, str],
+    load: Callable[[str], Tensor],
+    *,
+    in_order: bool = False,
 ) -> int:
     """Write a safetensors file of the tensors `kinds`, and return its bytes. One tensor is in memory at a time.
 
-    load: gives the whole tensor of a name; called once for each, in the file's order.
+    load:     gives the whole tensor of a name; called once for each, in the file's order.
+    in_order: that is the order of `kinds`; else that of falling element size, then name.
     The file appears under its name when it is whole and on the disk; one that was there is replaced.
     Raises: UnsupportedOp for a dtype that the format does not have, or on a big-endian machine; OSError.
     """
     entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     place = 0
-    order = sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
+    order = list(kinds) if in_order else sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
     for name in order:
         kind = kinds[name]
         if kind.dtype not in SAFETENSORS_NAMES or name == _METADATA or sys.byteorder != "little":

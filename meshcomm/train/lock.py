@@ -26,7 +26,7 @@ from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 _FORMAT = 2
 
 # Another value of one of these is another training, not the same one continued.
-_FIXED = ("model.", "train.seed", "train.dtype")
+_FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 # These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
 _SAMPLES = {
     "data.sequence": "sequence",
@@ -45,6 +45,14 @@ _OF_NO_EFFECT = {
         "trace_steps",
     )
 }
+# In a lock's config: the config.json of [model] pretrained. What of it says nothing about what is computed:
+PRETRAINED = "pretrained"
+_NOT_THE_MODEL = {
+    f"{PRETRAINED}.{name}"
+    for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+}
+# Where it lies may change; what lies there may not.
+_MAY_MOVE = {"model.pretrained"}
 _CLASSES = (MeshConfig, ParallelConfig, ModelConfig, DataConfig, TrainConfig)
 _SECTIONS: Mapping[str, type[Section]] = {
     each.__name__.removesuffix("Config").lower(): each for each in _CLASSES
@@ -120,6 +128,8 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)
     settings["data"]["sha256"] = digest.hex()
+    if config.model is not None and config.model.pretrained is not None:
+        settings[PRETRAINED] = json.loads((Path(config.model.pretrained) / "config.json").read_text())
     libraries = {"meshcomm": __version__, "torch": torch.__version__, "numpy": np.__version__}
     versions = {**libraries, "einops": einops.__version__, "python": platform.python_version()}
     return Lock(0, 0.0, mesh.plan.fingerprint, mesh.plan.facts(), settings, versions)
@@ -140,13 +150,14 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         before, after = _known(old, name), _known(new, name)
         # The order of mesh.dims is who sits where.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
-        if name not in _OF_NO_EFFECT and (moved or before != after):
+        if name not in _OF_NO_EFFECT | _NOT_THE_MODEL and (moved or before != after):
             differences[name] = before, after
     allowed = now.config["train"].get("resume_changed", ())
     fixed = [
         name
         for name in differences
-        if name.startswith(_FIXED) or (name in _SAMPLES and _SAMPLES[name] not in allowed)
+        if (name.startswith(_FIXED) and name not in _MAY_MOVE)
+        or (name in _SAMPLES and _SAMPLES[name] not in allowed)
     ]
     if fixed:
         raise ConfigError(

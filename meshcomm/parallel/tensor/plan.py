@@ -53,6 +53,20 @@ class Rule:
         return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
 
+def sizes_of_parts(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
+    """The sizes of the parts of each parameter that has some by the plan, for a module that is not split."""
+    found: dict[str, tuple[int, ...]] = {}
+    for pattern, entry in plan.items():
+        rule = _rule(entry)
+        if not isinstance(rule, Rule) or rule.style != "column" or rule.parts == 1:
+            continue
+        for name, part in module.named_modules():
+            if matches(pattern, name) and isinstance(part, nn.Linear):
+                for key, _ in part.named_parameters(recurse=False):
+                    found[f"{name}.{key}"] = rule.sizes(part.out_features)
+    return found
+
+
 def rules_of(
     split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
 ) -> tuple[dict[str, Rule], list[str]]:

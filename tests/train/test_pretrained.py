@@ -1,0 +1,222 @@
+"""A folder of transformers goes in and comes out: through every mesh, a checkpoint, and a resume on another mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError
+from meshcomm.models.weights import INDEX, SINGLE
+from meshcomm.testing import Pool
+from meshcomm.train import Silent, run, save_pretrained, trainer_for
+from meshcomm.train.export import find_checkpoint
+from meshcomm.train.lock import Lock
+from meshcomm.train.pretrained import export_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "vocab_size": 256}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return made(tmp_path / "from", tied=True)
+
+
+def made(path: Path, **options: Any) -> Path:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=options.get("tied", False))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(options.get("dtype", torch.float32))
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def config_of(folder: Path, out: Path, dims: dict[str, int], shard: bool = False, **train: Any) -> Config:
+    return load(
+        {
+            "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1} | dims, "device": "cpu", "timeout_s": 60.0},
+            "parallel": {"pipeline": "pp", "shard" if shard else "data": "dp", "tensor": "tp"},
+            "model": {"pretrained": str(folder)},
+            "data": {"sequence": 16, "max_bytes": 100_000},
+            "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "out": str(out), **train},
+        }
+    )
+
+
+def logits(folder: Path) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 256
+    with torch.no_grad():
+        found: Tensor = model(tokens).logits
+    return found
+
+
+def through(config: Config, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    with meshcomm.init(config) as mesh:
+        trainer = trainer_for(mesh, config)
+        save_pretrained(trainer, target, dtype=dtype, shard_bytes=shard_bytes)
+
+
+@pytest.mark.parametrize("shard_bytes", [10_000_000, 9_000])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dims", "shard"), [({"pp": 2, "tp": 2}, False), ({"dp": 2, "tp": 2}, True)])
+def test_a_folder_comes_out_of_a_mesh_as_it_went_in(
+    pool: Pool, tmp_path: Path, dims: dict[str, int], shard: bool, tied: bool, shard_bytes: int
+) -> None:
+    source, target = made(tmp_path / "from", tied=tied), tmp_path / "to"
+    config = config_of(source, tmp_path / "run", dims, shard)
+    pool.run(through, config, target, None, shard_bytes, ranks=4)
+    assert torch.equal(logits(target), logits(source))
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    several = shard_bytes < 100_000 or "pp" in dims
+    assert (len(files) > 1) == several and (target / INDEX).is_file() == several
+    assert (files == [SINGLE]) != several
+    assert all(path.stat().st_size < shard_bytes + 10_000 for path in target.glob("*.safetensors"))
+    assert (target / "tokenizer.json").read_text() == "{}" and (target / "generation_config.json").is_file()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bfloat16_becomes_float32_and_bfloat16_again(pool: Pool, tmp_path: Path) -> None:
+    source, target = made(tmp_path / "from", dtype=torch.bfloat16), tmp_path / "to"
+    config = config_of(source, tmp_path / "run", {"pp": 2, "tp": 2})
+    pool.run(through, config, target, torch.bfloat16, 10_000_000, ranks=4)
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert torch.equal(logits(target), logits(source)) and logits(target).dtype == torch.bfloat16
+
+
+def trained(config: Config, target: Path | None) -> list[str]:
+    with meshcomm.init(config) as mesh:
+        known = Known()
+        run(mesh, config, known)
+        if target is not None:
+            trainer = trainer_for(mesh, config, filled=False)
+            from meshcomm.train.checkpoint import read
+
+            state = trainer.state()
+            read(mesh, state, find_checkpoint(Path(config.train.out if config.train else "")))
+            save_pretrained(trainer, target)
+        return known.changes
+
+
+class Known(Silent):
+    changes: list[str]
+
+    def start(self, start: Any) -> None:
+        self.changes = [] if start.resumed is None else list(start.resumed.differences)
+
+
+def test_trained_resumed_on_another_mesh_and_exported(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    out, live, left = tmp_path / "run", tmp_path / "live", tmp_path / "left"
+    pool.run(trained, config_of(folder, out, {"pp": 2, "tp": 2}, checkpoint_every=2), None, ranks=4)
+    assert export_pretrained(out, tmp_path / "two").step == 2
+    # What the checkpoint has is not read again; the folder may lie elsewhere.
+    moved = folder.rename(tmp_path / "moved")
+    (moved / SINGLE).unlink()
+    more = {"steps": 4, "checkpoint_every": 2, "resume": True}
+    changes = pool.run(trained, config_of(moved, out, {"dp": 2, "tp": 2}, True, **more), live, ranks=4)
+    assert any("model.pretrained: " in line for line in changes[0]), changes[0]
+    result = CliRunner().invoke(app, ["export", str(out), str(left), "--pretrained", "--shard-gb", "0.00001"])
+    assert result.exit_code == 0, result.output
+    assert f"{out}/checkpoints/step-000004 -> {left}: step 4, 38 tensors, " in result.output.replace("\n", "")
+    assert torch.equal(logits(left), logits(live)) and (left / INDEX).is_file()
+    assert not torch.equal(logits(left), logits(tmp_path / "two"))
+    assert (left / "tokenizer.json").is_file()
+    half = tmp_path / "half"
+    result = CliRunner().invoke(app, ["export", str(out), str(half), "--pretrained", "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    with safe_open(half / SINGLE, "pt") as file:  # type: ignore[no-untyped-call]
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = config_of(folder, out, {"dp": 2}, checkpoint_every=2)
+    pool.run(trained, config, None, ranks=2)
+    lock = Lock.read(find_checkpoint(out))
+    assert lock.config["pretrained"]["rope_parameters"]["rope_theta"] == 10000.0
+    said = json.loads((folder / "config.json").read_text())
+    other = shutil.copytree(folder, tmp_path / "other")
+    said["rms_norm_eps"] = 0.5
+    said["transformers_version"] = "9"
+    (other / "config.json").write_text(json.dumps(said))
+    config = config_of(other, out, {"dp": 2}, checkpoint_every=2, steps=4, resume=True)
+    for what, given, _ in pool.run(refused, config, ranks=2):
+        assert what.endswith("trains something else than the checkpoint: pretrained.rms_norm_eps")
+        assert "pretrained.rms_norm_eps = 0.5, and 1e-06 in" in given
+
+
+def refused(config: Config, target: Path | None = None) -> tuple[str, str, str]:
+    with meshcomm.init(config) as mesh:
+        try:
+            if target is None:
+                run(mesh, config, Silent())
+            else:
+                save_pretrained(trainer_for(mesh, config), target)
+        except MeshcommError as error:
+            return error.what, error.given or "", error.hint or ""
+    return "", "", ""
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_every_rank(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder, tmp_path / "run", {"pp": 2, "tp": 2})
+    (tmp_path / "there").mkdir()
+    for rank, (what, given, hint) in enumerate(pool.run(refused, config, tmp_path / "there", ranks=4)):
+        assert (
+            what.endswith(f"{tmp_path}/there is there already")
+            and "a folder" in given
+            and "another name" in hint
+        )
+        assert what.startswith("rank 0 (pp=0 dp=0 tp=0) could not write") == (rank > 0)
+    # Only the last stage's first rank fails, in the middle of the others' files.
+    for what, given, _ in pool.run(failing, config, tmp_path / "to", ranks=4):
+        assert "could not write" in what and "OSError: no space" in given
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "there"]
+
+
+def failing(config: Config, target: Path) -> tuple[str, str, str]:
+    from unittest.mock import patch
+
+    from meshcomm.train import pretrained
+
+    def full(path: Path, shard: Any, values: Any) -> None:
+        next(values)
+        raise OSError("no space")
+
+    with (
+        meshcomm.init(config) as mesh,
+        patch.object(pretrained, "_write", full if mesh.coord("pp") else pretrained._write),
+    ):
+        try:
+            save_pretrained(trainer_for(mesh, config), target)
+        except TrainingError as error:
+            return error.what, error.given or "", error.hint or ""
+    return "", "", ""
+
+
+def test_what_cannot_be_exported_so_is_said(pool: Pool, tmp_path: Path) -> None:
+    config = load(
+        "configs/quickstart.toml",
+        ["mesh.dims={pp=1,dp=1,tp=1}", "train.steps=1", "train.warmup_steps=0", "train.checkpoint_every=1"],
+    )
+    config = load(config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.sequence=32"])
+    pool.run(trained, config, None, ranks=1)
+    with pytest.raises(ConfigError, match="cannot be written as transformers has it"):
+        export_pretrained(tmp_path / "run", tmp_path / "to")
+    for options in (["--dtype", "bfloat16"], ["--pretrained", "--weights"], ["--shard-gb", "1"]):
+        result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "to"), *options])
+        assert result.exit_code == 2 and "do not go together" in result.stderr
+    result = CliRunner().invoke(app, ["export", str(tmp_path), "to", "--pretrained", "--dtype", "bfloat"])
+    assert result.exit_code == 2 and 'did you mean "bfloat16"' in result.stderr, result.stderr
