@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -174,7 +175,7 @@ def export_pretrained(
     draft, shards = target.with_name(f".{target.name}.part"), _shards(pieces, shard_bytes)
     _begin(target, draft)
     try:
-        places = {}
+        places: dict[str, str] = {}
         for place, shard in enumerate(shards):
             file = _file_name(place, len(shards))
             _write(draft / file, shard, _values(shard, load))
@@ -231,7 +232,7 @@ def _pieces(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | None)
                 each,
                 Kind(kind.dtype, form[::-1] if transposed else form),
                 name,
-                lambda value, at=at: taken(value, at),
+                partial(taken, at=at),
             )
 
 
