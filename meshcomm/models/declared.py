@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
-from meshcomm.models.spec import Here, ModelSpec, blocks_of, cut, default_values
+from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, default_values
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.compose import along
@@ -34,13 +34,17 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 class Declared(Model):
     """A `Model` by a spec.
 
-    sequence: tokens of a whole sample. Raises UnsupportedOp from `stage` for what the spec does not say.
+    sequence: tokens of a whole sample.
+    family:   the spec is of a family of models, whose plan names parts that some of them lack.
+    Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `stage` for what it does not say.
     """
 
-    def __init__(self, spec: ModelSpec, train: TrainConfig, sequence: int) -> None:
+    def __init__(self, spec: ModelSpec, train: TrainConfig, sequence: int, *, family: bool = False) -> None:
         self.spec, self._train, self._sequence = spec, train, sequence
         with on_meta():
             whole = spec.module()
+        if not family:
+            check_names(spec, whole)
         self.layers = max(1, len(blocks_of(whole, spec.layers)))
         self.width, self.vocabulary = spec.width, spec.vocabulary
         self.tied = spec.tied[0] if spec.tied else ""

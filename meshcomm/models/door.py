@@ -25,7 +25,8 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        return Declared(hugging_face(config, data.sequence, train.seed), train, data.sequence)
+        spec = hugging_face(config, data.sequence, train.seed)
+        return Declared(spec, train, data.sequence, family=True)
     if config.build is not None:
         made = _built(config)
         return made if isinstance(made, Model) else Declared(made, train, data.sequence)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshcomm.errors import ConfigError
 from meshcomm.models.weights import Names
 from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.tensor.plan import Entry
+from meshcomm.parallel.tensor.plan import Entry, matches
 from meshcomm.predict.stages import PartCosts
 
 
@@ -121,3 +122,33 @@ def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
+
+
+def check_names(spec: ModelSpec, module: nn.Module) -> None:
+    """Raises ConfigError, naming all of them, for names and patterns of `spec` that mean no part of the whole module."""
+    parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}
+    named = {name: f"{end}: {name!r}" for end in ("first", "last") for name in getattr(spec, end)}
+    wrong = [text for name, text in {**blocks, **named}.items() if name not in parts | parameters]
+    wrong += [f"tied: {name!r}" for name in spec.tied or () if name not in parameters]
+    for plan in ("split", "sequence", "undivided"):
+        for pattern in getattr(spec, plan) or {}:
+            if not any(matches(pattern, name) for name in parts):
+                wrong.append(f"{plan}: {pattern!r}")
+    if (
+        spec.layers in parts
+        and spec.layers
+        and not isinstance(module.get_submodule(spec.layers), (nn.ModuleList, nn.ModuleDict))
+    ):
+        wrong.append(f"layers = {spec.layers!r} is neither a ModuleList nor a ModuleDict")
+    if wrong:
+        known = sorted(
+            {".".join("*" if each.isdecimal() else each for each in name.split(".")) for name in parts} - {""}
+        )
+        raise ConfigError(
+            f"a ModelSpec names what a {type(module).__name__} does not have",
+            given="\n".join(wrong),
+            expected="dotted names of its parts, * for any text within one component",
+            hint=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
+        )

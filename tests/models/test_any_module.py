@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
-from meshcomm.errors import UnsupportedOp
+from meshcomm.config import Config, TrainConfig, load
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models import ModelSpec
 from meshcomm.models.declared import Declared
 from meshcomm.parallel.compose import Trainer
@@ -102,3 +102,23 @@ def test_batch_norms_are_refused_where_their_means_would_depend_on_the_mesh(pool
     assert all("norm takes means over all tokens" in each for each in told)
     (told_one,) = pool.run(_says, images_config("dp=1", recompute=True), ranks=1)
     assert "train.recompute" in told_one
+
+
+def test_names_that_mean_nothing_are_all_told() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    spec = ModelSpec(
+        module=Net, layers="block", first=("embedding",), split={"blocks.*": "column", "blocks.*.up": "row"}
+    )
+    with pytest.raises(ConfigError) as caught:
+        Declared(spec, TrainConfig(steps=1, global_batch=1, microbatch=1), 4)
+    assert str(caught.value.given).splitlines() == [
+        "layers = 'block'",
+        "first: 'embedding'",
+        "split: 'blocks.*.up'",
+    ]
+    assert caught.value.hint == "blocks, blocks.*, embed"
