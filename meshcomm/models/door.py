@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from functools import partial
 
 from torch import nn
@@ -36,6 +38,8 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
 def _built(config: ModelConfig) -> ModelSpec | Model:
     assert config.build is not None
     where, _, name = config.build.partition(":")
+    if os.getcwd() not in sys.path:  # as for a script that is run there
+        sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(where), name)
         build = partial(function, **config.args)
@@ -48,7 +52,7 @@ def _built(config: ModelConfig) -> ModelSpec | Model:
             f"model.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {config.build!r}, args = {dict(config.args)}",
             expected="a function that can be imported where the ranks run, and takes args by name",
-            hint="its module beside the script, or in PYTHONPATH",
+            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
         ) from error
     if isinstance(made, nn.Module):
         return ModelSpec(module=build)
