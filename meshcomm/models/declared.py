@@ -36,7 +36,7 @@ class Declared(Model):
 
     sequence: tokens of a whole sample.
     family:   the spec is of a family of models, whose plan names parts that some of them lack.
-    Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `stage` for what it does not say.
+    Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `check` for what it does not say.
     """
 
     def __init__(self, spec: ModelSpec, train: TrainConfig, sequence: int, *, family: bool = False) -> None:
@@ -67,7 +67,6 @@ class Declared(Model):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
         spec, train = self.spec, self._train
-        self._check(splits, stage)
         with on_meta():
             module: Any = spec.module()
         module.to(getattr(torch, train.dtype))
@@ -179,13 +178,14 @@ class Declared(Model):
             return super().count(targets, microbatches)
         return torch.tensor(microbatches, device=targets.device)
 
-    def _check(self, splits: Splits, stage: Stage) -> None:
+    def check(self, splits: Splits, stages: int) -> None:
+        """See Model."""
         spec, wanted = self.spec, []
         used = {
             "tensor": splits.tensor.size > 1,
             "sequence_parallel": splits.tensor.sequence_parallel,
             "context": splits.context.size > 1,
-            "pipeline": stage.count > 1,
+            "pipeline": stages > 1,
             "expert": splits.expert is not None,
         }
         own = {}
@@ -212,7 +212,7 @@ class Declared(Model):
             wanted.append(("parallel.sequence_parallel", "sequence", "what works on slices of the sequence"))
         if splits.context.size > 1 and (spec.attention is None or spec.forward is None):
             wanted.append(("parallel.context", "attention and forward", "where attention is computed"))
-        if stage.count > 1 and (not spec.layers or spec.forward is None):
+        if stages > 1 and (not spec.layers or spec.forward is None):
             wanted.append(
                 ("parallel.pipeline", "layers and forward", "which blocks are divided among stages")
             )

@@ -79,6 +79,7 @@ class Trainer:
         self.split = split
         share = weight / (self.microbatches * self.data_size)
         self.splits = Splits(split, context, part.expert, share, part.data_dims)
+        model.check(self.splits, ranks * each)
         costs = model.costs(data.sequence)
         layers = split_layers(
             model.layers, ranks * each, costs.layers, first=costs.embedding, last=costs.head

@@ -40,6 +40,9 @@ class Model(ABC):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """Write the values of this rank's parts of all parameters of a stage. Nothing is communicated."""
 
+    def check(self, splits: Splits, stages: int) -> None:  # noqa: B027
+        """Called before any stage is built. Raises UnsupportedOp for what it cannot be trained with, and why."""
+
     def outputs(self, splits: Splits) -> int:
         """How many logits of each token the last stage gives on a rank."""
         return self.vocabulary // splits.tensor.size

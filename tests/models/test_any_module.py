@@ -18,6 +18,9 @@ from meshcomm.models.declared import Declared
 from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
+from meshcomm.train import trainer_for
+
+from .families import config_of, differences
 
 IMAGES = 8
 
@@ -122,3 +125,44 @@ def test_names_that_mean_nothing_are_all_told() -> None:
         "split: 'blocks.*.up'",
     ]
     assert caught.value.hint == "blocks, blocks.*, embed"
+
+
+ALONE = {"build": "tests.models.own:alone"}
+SPEC = {"build": "tests.models.own:spec", "args": {"width": 32}}
+
+
+@pytest.mark.parametrize(
+    ("model", "dims", "more"),
+    [
+        (ALONE, "dp=2 fsdp=2", {}),
+        (SPEC, "pp=2 tp=2", {"sequence_parallel": True, "schedule": "zero_bubble", "stages_per_rank": 2}),
+        (SPEC, "fsdp=2 cp=2", {"attention": "ulysses", "train": {"recompute": True}}),
+    ],
+    ids=str,
+)
+def test_a_module_of_thirty_lines_is_the_same_on_a_mesh(
+    pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
+) -> None:
+    assert max(each.relative for each in differences(pool, config_of(model, dims, **more))) < 1e-9
+
+
+def _started(config: Config) -> str:
+    with pytest.raises(UnsupportedOp) as caught, meshcomm.init(config) as mesh:
+        trainer_for(mesh, config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dims", "what", "missing"),
+    [
+        ("tp=2", "parallel.tensor", "ModelSpec without split"),
+        ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
+        ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
+    ],
+)
+def test_what_a_module_does_not_say_is_asked_for_by_name(
+    pool: Pool, dims: str, what: str, missing: str
+) -> None:
+    for told in pool.run(_started, config_of(ALONE, dims), ranks=2):
+        assert f"cannot be trained with {what}" in told
+        assert missing in told

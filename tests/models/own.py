@@ -1,0 +1,99 @@
+"""A language model of thirty lines that knows nothing of meshes, and what it says of itself to be split every way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshcomm.models import Attend, Here, ModelSpec
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.head = nn.Linear(width, width), width // heads
+        self.after, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.attend: Attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens, width) -> the same shape."""
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for each in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class Own(nn.Module):
+    """Tokens -> logits."""
+
+    def __init__(self, width: int = 16, heads: int = 4, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens) int64 -> (samples, tokens, 256)."""
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+
+def alone() -> nn.Module:
+    """Without a word about itself: for data and shard."""
+    return Own()
+
+
+def _forward(module: Any, x: Tensor, here: Here) -> Tensor:
+    if here.stage.is_first:
+        x = module.tokens(x) + module.places(here.positions)
+    for block in here.layers:
+        x = here.through(block, x)
+    return module.logits(module.norm(x)) if here.stage.is_last else x
+
+
+def _attention(module: nn.Module, attend: Attend) -> None:
+    for part in module.modules():
+        if isinstance(part, Block):
+            part.attend = attend
+
+
+def spec(width: int = 16) -> ModelSpec:
+    """With all of it."""
+    return ModelSpec(
+        module=lambda: Own(width),
+        width=width,
+        vocabulary=256,
+        layers="blocks",
+        first=("tokens", "places"),
+        last=("norm", "logits"),
+        forward=_forward,
+        split={
+            "tokens": "vocab",
+            "blocks.*.qkv": "column:3",
+            "blocks.*.out": "row",
+            "blocks.*.up": "column",
+            "blocks.*.down": "row",
+            "logits": "column",
+        },
+        sequence={
+            "places": {"style": "replicate", "input": "whole", "axis": 0},
+            "blocks.*.norm": "sequence",
+            "blocks.*.after": "sequence",
+            "norm": "sequence",
+        },
+        attention=_attention,
+    )
