@@ -19,8 +19,9 @@ from meshcomm.collectives import (
 from meshcomm.comm import lists, scheduled
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.handle import Handle
+from meshcomm.comm.mean import divided, message
 from meshcomm.comm.p2p import Envelope
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -137,6 +138,31 @@ class AlongDims:
                 return comm.collective(ALL_REDUCE, x, async_op, op=op, factor=factor)
             return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, factor=factor)
         return self._by_algorithm(dims, x, op, async_op, factor, algorithm)
+
+    def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
+        """The sum of `values` over `dims`, divided by that of `weights`: a mean over ranks with unequally many tokens.
+
+            loss = mesh.mean(("dp", "fsdp"), losses.sum(), (targets != -100).sum())
+
+        Shape:      values any, this rank's sums; weights () or the values' shape, a tensor or a number. -> values' shape,
+                    float64 for float64, else float32, in new memory; of nothing, 0 by 0, it is nan.
+        Called by:  every rank along `dims`, in the same program order. One message along each name; along a tuple that no
+                    group was declared for, one for each of its dims.
+        Gradient:   of `values`: grad / the sum of the weights, without communication. It is the part of the mean that is
+                    this rank's own, so gradients of parameters are added up over `dims`, not averaged:
+                    GradientSync(mesh, dims, module, op="sum").
+        Raises:     UnknownDim, ShapeError; AutogradError for weights that need a gradient; CommunicationError.
+        """
+        sums = message(values, weights, self.label)
+        names: Sequence[Dims] = [dims]
+        if not isinstance(dims, str):
+            try:
+                self._at.along(dims)
+            except UnknownDim:
+                names = self.layout.expand(dims)
+        for each in names:
+            self.all_reduce(each, sums)
+        return divided(values, sums)
 
     def _by_algorithm(
         self,

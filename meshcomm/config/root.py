@@ -12,7 +12,7 @@ from meshcomm.config.parallel import ParallelConfig
 from meshcomm.config.problems import Broken, Problem, report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
 from meshcomm.config.rules_mesh import may_use_nccl
-from meshcomm.config.rules_training import training_problems
+from meshcomm.config.rules_training import training_problems, unknown_dims
 from meshcomm.config.section import Section, rule, setting
 from meshcomm.config.topology import TopologyConfig
 from meshcomm.config.train import DataConfig, TrainConfig
@@ -25,7 +25,8 @@ _TRAINING = ("parallel", "model", "data", "train")
 
 
 class Config(Section):
-    """One file for all commands. `mesh` is needed; the training sections come all four or not at all.
+    """One file for all commands. `mesh` is needed; the training sections come all four or not at all, or [parallel]
+    alone, which says the roles of the dims.
 
     Raises ConfigError with every problem found.
     """
@@ -63,10 +64,14 @@ class Config(Section):
         yield from super().problems(broken)
         absent = [name for name in _TRAINING if getattr(self, name) is None and not broken.touches(name)]
         present = [name for name in _TRAINING if getattr(self, name) is not None]
-        if present and absent:
+        parallel = self.parallel
+        if present == ["parallel"] and parallel is not None:
+            # The roles of the dims, for a program that trains by itself.
+            yield from unknown_dims(self.mesh, parallel, broken)
+        elif present and absent:
             yield Problem(
                 "missing" if len(absent) == 1 else f"{len(absent)} sections are missing",
-                "all of [parallel] [model] [data] [train], or none of them: a mesh alone",
+                "all of [parallel] [model] [data] [train], or none of them: a mesh alone, or [parallel] alone: its roles",
                 [
                     f"{verb} " + " ".join(f"[{name}]" for name in names)
                     for verb, names in (("add", absent), ("remove", present))
@@ -74,7 +79,7 @@ class Config(Section):
                 " ".join(f"[{name}]" for name in present),
                 ", ".join(absent),
             )
-        parallel, model, data, train = self.parallel, self.model, self.data, self.train
+        model, data, train = self.model, self.data, self.train
         if parallel is not None and model is not None and train is not None:
             yield from training_problems(Training(self.mesh, parallel, model, data, train, broken))
 

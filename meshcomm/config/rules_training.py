@@ -8,7 +8,7 @@ from itertools import chain, count
 
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, Part, runs
-from meshcomm.config.problems import FURTHEST, Near, Problem, remainder, shared
+from meshcomm.config.problems import FURTHEST, Broken, Near, Problem, remainder, shared
 from meshcomm.config.section import rule
 from meshcomm.config.training import Training
 from meshcomm.config.write import toml, whole_toml
@@ -20,17 +20,21 @@ def training_problems(training: Training) -> Iterator[Problem]:
     if training.broken.touches("mesh.dims", "mesh.views", *(f"parallel.{part}" for part in PARTS)):
         return
     mesh, parallel = training.mesh, training.parallel
-    unknown = [
-        _unknown_dim(mesh, part, dim)
-        for part, dim in parallel.parts.items()
-        if part != "expert" and dim not in mesh.dims
-    ]
+    unknown = list(unknown_dims(mesh, parallel, training.broken))
     if not unknown:
         yield from _unused_dims(mesh, parallel)
     # A dim that plays two parts is reported by the section itself.
     if list(parallel.parts.values()).count(str(parallel.expert)) == 1:
         unknown += _expert_dim(training)
     yield from unknown or training.problems()
+
+
+def unknown_dims(mesh: MeshConfig, parallel: ParallelConfig, broken: Broken) -> Iterator[Problem]:
+    """Parts that dims play which the mesh has not."""
+    if not broken.touches("mesh.dims", *(f"parallel.{part}" for part in PARTS)):
+        for part, dim in parallel.parts.items():
+            if part != "expert" and dim not in mesh.dims:
+                yield _unknown_dim(mesh, part, dim)
 
 
 # -- every part has a dim, and every dim a part -----------------------------------------------------

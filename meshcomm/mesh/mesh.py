@@ -61,6 +61,7 @@ class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
         self.device = runtime.device
         self._launch = runtime.launch
         self._topology = runtime.topology
+        self._data_dims = runtime.data_dims
         self._prefix = runtime.prefix
         self._store = prefixed("mesh", runtime.store)
         self.store = MeshStore(prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s)

@@ -342,6 +342,18 @@ def _create(
                 end=end,
                 alone=joined.pretended,
             )
+    roles = getattr(settings, "parallel", None)
     return Runtime(
-        launch, rank, device, store, prefix, topology, transports, watch, compared, create, resources
+        launch,
+        rank,
+        device,
+        store,
+        prefix,
+        topology,
+        transports,
+        watch,
+        compared,
+        create,
+        resources,
+        None if roles is None else roles.data_dims,
     )

@@ -28,7 +28,8 @@ class Runtime:
     store: of the job, under `prefix`, which is this mesh's own. topology: how ranks lie on machines, as the
     configuration or the launcher says it. validate_calls: how many calls of each kind are compared; None: all, or
     the world does it itself. create: makes one group; its second argument says whether NCCL may split the world
-    for it. resources: gives back all that was made, last first.
+    for it. resources: gives back all that was made, last first. data_dims: the dims along which
+    samples differ, as the configuration's [parallel] says it; None where it says nothing.
     """
 
     launch: Launch
@@ -42,6 +43,7 @@ class Runtime:
     validate_calls: int | None
     create: Callable[[Group, bool], Transport]
     resources: ExitStack
+    data_dims: tuple[str, ...] | None = None
 
 
 class Watching(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, overload
 
-from meshcomm.errors import NotMember
+from meshcomm.errors import LayoutError, NotMember
 from meshcomm.layout import Dims, Layout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.environment import Launch
@@ -17,6 +17,7 @@ class TopologyQueries:
     rank: int
     layout: Layout
     _launch: Launch
+    _data_dims: tuple[str, ...] | None
 
     @property
     def is_member(self) -> bool:
@@ -57,6 +58,35 @@ class TopologyQueries:
     def coord(self, dims: Dims) -> int:
         """This rank's coord along `dims`."""
         return self.layout.coord(self._member(), dims)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's: its coord along the dims that play data and shard, outermost first.
+
+        Equal along tensor, pipeline and context, whose ranks read the same samples: what a DistributedSampler takes as
+        `rank`. Raises LayoutError where the mesh was opened without [parallel], which says the roles.
+        """
+        dims = self._samples_differ_along()
+        return self.coord(dims) if dims else 0
+
+    @property
+    def data_world(self) -> int:
+        """In how many shares the samples are divided: a DistributedSampler's `num_replicas`. Raises as `data_rank`."""
+        dims = self._samples_differ_along()
+        return self.size(dims) if dims else 1
+
+    def _samples_differ_along(self) -> tuple[str, ...]:
+        self._member()
+        if self._data_dims is None:
+            dims = tuple(self.layout.dims)
+            some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
+            raise LayoutError(
+                "the mesh was not told along which dims samples differ",
+                given=f"dims {', '.join(dims)}, and no [parallel] that says the part of each",
+                expected="a mesh that was opened with a configuration that has [parallel]",
+                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which yours do",
+            )
+        return self._data_dims
 
     def ranks(self, dims: Dims) -> list[int]:
         """The global ranks of this rank's group along `dims`; element c has coord c."""

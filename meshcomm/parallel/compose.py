@@ -17,6 +17,7 @@ from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.inputs import check_inputs
 from meshcomm.parallel.meta import materialise
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
@@ -64,6 +65,8 @@ class Trainer:
         between: torch.dtype = getattr(torch, train.compute_dtype or train.dtype)
 
         self.mesh = mesh
+        # The first steps compare what ranks along tensor, pipeline and context were given.
+        self.checked_steps = 2
         sizes = dict(mesh.dims)
         self.data_size = part.copies(sizes)
         self.data_coord = 0
@@ -173,10 +176,14 @@ class Trainer:
                    not count.
         number:    of the step, which random numbers are drawn for.
         Called by: every rank; tokens and targets are equal along tensor, pipeline and context.
-        Raises:    TrainingError where a parameter got no gradient. Where the loss or the gradient norm is not
+        Raises:    TrainingError where a parameter got no gradient, and in the first `checked_steps` steps, 2, where ranks
+                   along these dims have different samples. Where the loss or the gradient norm is not
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
         _, settings, _, train = self.sections
+        if self.checked_steps:
+            self.checked_steps -= 1
+            check_inputs(self.mesh, self.sections.parallel, tokens, targets)
         context = self.splits.context
         self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
         for gradients in self.gradients:

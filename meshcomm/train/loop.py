@@ -82,7 +82,11 @@ def run(mesh: Mesh, config: Config, reporter: Reporter, attempt: Attempt | None 
 def trainer_for(mesh: Mesh, config: Config, *, filled: bool = True) -> Trainer:
     """The trainer of the model that `config` describes. filled: its weights are read or drawn; see Trainer."""
     _, model, data, train = sections(mesh, config)
-    return Trainer(mesh, config, model_of(model, data, train), filled=filled)
+    trainer = Trainer(mesh, config, model_of(model, data, train), filled=filled)
+    if data.build is None:
+        # `Batches` reads by the roles; what a user's function gives is compared.
+        trainer.checked_steps = 0
+    return trainer
 
 
 def batches_of(trainer: Trainer, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
@@ -148,6 +152,7 @@ def _steps(
             seconds,
             out / METRICS,
             skipped=skipped,
+            unit="byte" if corpus.unit == "bytes of text" else "token",
             evaluation=evaluated,
         )
 

@@ -52,7 +52,7 @@ class Step:
     step: int
     """1 for the first."""
     loss: float
-    """Mean over the global batch, in nats per byte, before this step changed the weights."""
+    """Mean over the global batch, in nats per byte or token, before this step changed the weights."""
     gradient_norm: float
     """Of all gradients of the model together, before clipping."""
     lr: float
@@ -100,6 +100,8 @@ class Summary:
     """How many steps those are."""
     skipped: int = 0
     """Steps that were left out, as their gradients were not finite."""
+    unit: str = "byte"
+    """That a loss is the mean over: a byte or a token."""
     evaluation: Evaluation | None = None
     """The last one; None where nothing was evaluated."""
 

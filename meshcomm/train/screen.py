@@ -154,7 +154,7 @@ def resumed_lines(resumed: Resumed) -> list[str]:
 def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     """Final loss, speed, time and the loss curve of a run that did at least one step."""
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per byte")
+    facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}")
     if summary.evaluation is not None:
         last = summary.evaluation
         facts.add_row("validation", f"{last.validation_loss:.4f} after step {last.step}")

@@ -1,0 +1,237 @@
+"""Data by the roles of dims: its rank and world, means over tokens, samples shared out twice, and resuming in an epoch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
+from meshcomm.mesh import Mesh
+from meshcomm.testing import Pool
+from meshcomm.train import Silent, Summary, run, trainer_for
+from tests.train.test_data import tokenizer
+
+BASE: dict[str, Any] = {
+    "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
+    "parallel": {},
+    "model": {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "ff": 32},
+    # 20 samples of 16 tokens: an epoch ends within the third step of 8.
+    "data": {"sequence": 16, "max_bytes": 321},
+    "train": {"steps": 6, "global_batch": 8, "microbatch": 2, "seed": 7, "dtype": "float64"},
+}
+
+
+def on(dims: dict[str, int], *overrides: str, **parallel: Any) -> Config:
+    return load({**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}, overrides)
+
+
+# -- rank and world of the data -------------------------------------------------------------------
+
+
+def shares(config: Config) -> tuple[int, int, int]:
+    with meshcomm.init(config) as mesh:
+        return mesh.rank, mesh.data_rank, mesh.data_world
+
+
+@pytest.mark.parametrize(
+    ("dims", "parallel", "expected"),
+    [
+        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp"}, [0, 0, 1, 1]),
+        ({"fsdp": 2, "dp": 2}, {"data": "dp", "shard": "fsdp"}, [0, 2, 1, 3]),
+        ({"pp": 2, "cp": 2}, {"pipeline": "pp", "context": "cp"}, [0, 0, 0, 0]),
+    ],
+    ids=["tensor", "hybrid", "no data dim"],
+)
+def test_the_rank_and_world_of_the_data_follow_from_the_roles(
+    pool: Pool, dims: dict[str, int], parallel: dict[str, str], expected: list[int]
+) -> None:
+    found = pool.run(shares, on(dims, **parallel), ranks=4)
+    assert [data_rank for _, data_rank, _ in sorted(found)] == expected
+    assert {world for *_, world in found} == {max(expected) + 1}
+
+
+def test_a_mesh_without_roles_says_what_to_ask() -> None:
+    def ask(mesh: Mesh) -> tuple[str, int]:
+        with pytest.raises(LayoutError) as caught:
+            _ = mesh.data_rank
+        with pytest.raises(LayoutError):
+            _ = mesh.data_world
+        return str(caught.value.hint), mesh.coord(("dp", "fsdp"))
+
+    found = meshcomm.simulate(ask, dims={"dp": 2, "fsdp": 2})
+    assert [coord for _, coord in found] == [0, 1, 2, 3]
+    assert found[0][0].startswith('mesh.coord(("dp", "fsdp")) and mesh.size(("dp", "fsdp"))')
+
+
+# -- means ----------------------------------------------------------------------------------------
+
+
+def means(mesh: Mesh) -> list[Any]:
+    rank = mesh.rank
+    weight = torch.tensor(1.5, requires_grad=True, dtype=torch.float64)
+    # So many tokens on each rank, and a loss for each.
+    losses = weight * torch.arange(1, rank + 2, dtype=torch.float64)
+    mean = mesh.mean(("dp", "fsdp"), losses.sum(), rank + 1)
+    (3 * mean).backward()
+    assert weight.grad is not None
+    grad = mesh.all_reduce("dp", mesh.all_reduce("fsdp", weight.grad.clone()))
+    several = mesh.mean("dp", torch.tensor([1.0, rank]), torch.tensor([1, 3]))
+    half = mesh.mean("all", torch.tensor(rank, dtype=torch.bfloat16), 257 if rank else 0)
+    empty = mesh.mean("dp", torch.zeros(()), 0)
+    return [mean.item(), grad.item(), several.tolist(), half, bool(empty.isnan())]
+
+
+def test_a_mean_weights_by_tokens_over_any_dims_and_has_the_gradient_of_the_own_part() -> None:
+    found = meshcomm.simulate(means, dims={"dp": 2, "fsdp": 2}, merge={"all": ["dp", "fsdp"]})
+    every = [loss for rank in range(4) for loss in range(1, rank + 2)]
+    whole = sum(every) / len(every)
+    for rank, (mean, grad, several, half, empty) in enumerate(found):
+        assert mean == pytest.approx(1.5 * whole, rel=1e-15)
+        assert grad == pytest.approx(3 * whole, rel=1e-15)
+        assert several == pytest.approx([1.0, (rank % 2 + rank % 2 + 2) / 6])
+        assert half.dtype == torch.float32 and half.item() == pytest.approx(6 / (3 * 257))
+        assert empty
+
+
+def without_a_group(mesh: Mesh) -> tuple[float, float, int]:
+    before = mesh.stats()
+    along = mesh.mean("dp", torch.tensor(float(mesh.rank)), 1)
+    once = mesh.stats().since(before)
+    calls = sum(int(row["calls"]) for row in once.facts()["rows"])
+    return along.item(), mesh.mean(("dp", "tp"), torch.tensor(float(mesh.rank)), 1).item(), calls
+
+
+def test_a_mean_is_one_message_and_needs_no_group_over_all_its_dims() -> None:
+    found = meshcomm.simulate(without_a_group, dims={"dp": 2, "tp": 2})
+    assert [mean for mean, *_ in found] == [1.0, 2.0, 1.0, 2.0]
+    assert {(mean, calls) for _, mean, calls in found} == {(1.5, 1)}
+
+
+def test_means_that_have_no_meaning_are_refused() -> None:
+    def refuse(mesh: Mesh) -> None:
+        cases: list[tuple[type[MeshcommError], Any]] = [
+            (ShapeError, lambda: mesh.mean("dp", torch.ones(2, dtype=torch.int64), 1)),
+            (ShapeError, lambda: mesh.mean("dp", 3.0, 1)),  # type: ignore[arg-type]
+            (ShapeError, lambda: mesh.mean("dp", torch.ones(2), torch.ones(3))),
+            (AutogradError, lambda: mesh.mean("dp", torch.ones(()), torch.ones((), requires_grad=True))),
+            (UnknownDim, lambda: mesh.mean("ep", torch.ones(()), 1)),
+            (UnknownDim, lambda: mesh.mean(("dp", "ep"), torch.ones(()), 1)),
+        ]
+        for kind, call in cases:
+            with pytest.raises(kind):
+                call()
+
+    meshcomm.simulate(refuse, dims={"dp": 2})
+
+
+# -- samples that are shared out twice ------------------------------------------------------------
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (torch.arange(17) * 7 + index) % 256
+
+
+def with_a_sampler(config: Config, by_role: bool) -> float | str:
+    with meshcomm.init(config) as mesh:
+        trainer = trainer_for(mesh, config)
+        trainer.checked_steps = 2
+        roles = {"num_replicas": mesh.data_world, "rank": mesh.data_rank} if by_role else {}
+        sampler = DistributedSampler(Rows(), shuffle=False, **roles)
+        loader = DataLoader(Rows(), batch_size=8 // (mesh.data_world if by_role else 4), sampler=sampler)
+        try:
+            for step, rows in enumerate(loader, 1):
+                trainer.step(rows[:, :-1], rows[:, 1:], 1e-3, step)
+            return trainer.look()[0].loss
+        except TrainingError as error:
+            return str(error)
+
+
+def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) -> None:
+    config = on({"dp": 2, "tp": 2}, data="dp", tensor="tp")
+    losses = set(pool.run(with_a_sampler, config, True, ranks=4))
+    assert len(losses) == 1
+    (alone,) = pool.run(with_a_sampler, on({"one": 1}), True, ranks=1)
+    # The same samples in the first step, in another order.
+    assert losses.pop() == pytest.approx(alone, rel=1e-12)
+    texts = set(pool.run(with_a_sampler, config, False, ranks=4))
+    assert len(texts) == 1
+    text = str(texts.pop())
+    assert text.startswith("ranks along tp (tensor) have different samples")
+    assert "rank 1 against rank 0, which differ only in their coord along tp" in text
+    assert "DistributedSampler(dataset, num_replicas=mesh.data_world, rank=mesh.data_rank)" in text
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def trained(config: Config) -> Summary:
+    with meshcomm.init(config) as mesh:
+        return run(mesh, config, Silent())
+
+
+def samples(out: Path, step: int) -> int:
+    found: int = json.loads((out / f"checkpoints/step-{step:06d}/lock.json").read_text())["samples"]
+    return found
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_another_batch(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (undisturbed,) = pool.run(trained, on({"one": 1}, f'train.out="{tmp_path}/a"'), ranks=1)
+    assert len(set(undisturbed.losses)) == 6
+    out = f'train.out="{tmp_path}/b"'
+    short = on(
+        {"dp": 2}, out, "train.steps=2", "train.checkpoint_every=1", 'train.schedule="constant"', data="dp"
+    )
+    pool.run(trained, short, ranks=2)
+    assert samples(tmp_path / "b", 2) == 16
+    more = [out, "train.checkpoint_every=1", "train.resume=true", 'train.schedule="constant"']
+    on_four = on({"pp": 2, "tp": 2}, *more, "train.steps=4", pipeline="pp", tensor="tp")
+    results = pool.run(trained, on_four, ranks=4)
+    (again,) = pool.run(
+        trained,
+        on({"one": 1}, f'train.out="{tmp_path}/c"', "train.steps=4", 'train.schedule="constant"'),
+        ranks=1,
+    )
+    assert results[0].losses == pytest.approx(again.losses, rel=1e-10)
+    assert samples(tmp_path / "b", 4) == 32
+    # Another batch goes on behind the samples that were read.
+    larger = on({"dp": 2}, *more, "train.global_batch=12", 'train.resume_changed=["global_batch"]', data="dp")
+    pool.run(trained, larger, ranks=2)
+    assert (samples(tmp_path / "b", 5), samples(tmp_path / "b", 6)) == (44, 56)
+
+
+# -- a tokenizer ----------------------------------------------------------------------------------
+
+
+def run_or_error(config: Config) -> Any:
+    try:
+        return trained(config).losses
+    except TrainingError as error:
+        return str(error)
+
+
+def test_ranks_train_on_text_that_was_tokenised_once(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    words = tokenizer(tmp_path / "model")
+    data = [f'data.files=["{tmp_path}/a.txt"]', f'data.tokenizer="{words}"', "data.max_bytes=4000"]
+    more = ["data.sequence=4", "train.steps=2", f'train.out="{tmp_path}/out"']
+    config = on({"dp": 2, "tp": 2}, *data, *more, "model.vocabulary=6", data="dp", tensor="tp")
+    losses = pool.run(run_or_error, config, ranks=4)
+    assert len(set(losses)) == 1 and len(losses[0]) == 2
+    assert len(list((tmp_path / "out").glob("*tokens-*"))) == 1
+    small = on({"dp": 2, "tp": 2}, *data, *more, "model.vocabulary=4", data="dp", tensor="tp")
+    texts = pool.run(run_or_error, small, ranks=4)
+    assert all("the data has token 4, and the model's vocabulary is 0 to 3" in text for text in texts)
+    assert all("which has 5 tokens; model.vocabulary = 4" in text for text in texts)
