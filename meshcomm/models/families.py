@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from meshcomm.config import ModelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models import gpt2, llama
 from meshcomm.models.spec import ModelSpec
+from meshcomm.predict.stages import part_costs
 
 Family = Callable[[Any, Path | None, int, int], ModelSpec]
 FAMILIES: dict[str, Family] = {
@@ -55,4 +58,6 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     config.use_cache = False
-    return FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, sequence)
+    spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, sequence)
+    # So that stages are those that `plan --schedule` draws.
+    return replace(spec, costs=partial(part_costs, model))

@@ -38,14 +38,20 @@ class Held(NamedTuple):
 
 
 def held(work: Workload, sizes: Sizes) -> Held:
-    """Weights of the largest rank. Experts are split along expert and tensor, the rest along tensor."""
+    """Weights of the largest rank. Experts are split along expert and tensor, the rest along tensor.
+
+    Those of the built-in model, and of Llama and Mistral without biases. Left out of other families: biases, norms of
+    queries and keys, GPT-2's positions; its feed-forward of two matrices counts as SwiGLU's three.
+    """
     layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
     norms, attention = 2 * work.width, work.attention_weights / sizes.tensor
     dense, experts = work.expert_weights / sizes.tensor, work.experts * work.expert_weights
     experts_here = experts / sizes.expert / sizes.tensor
     # One rank of the pipeline has both tables only where there is one rank.
-    tables = work.width * work.vocabulary * (1 if sizes.pipeline > 1 or work.tied else 2) / sizes.tensor
-    ends, routers = tables + work.width, float(with_experts * work.width * work.experts)
+    tables = work.width * work.vocabulary * (1 if sizes.pipeline > 1 or work.tied else 2)
+    # Ranks that do not divide the vocabulary have all of it.
+    split = 1 if work.vocabulary % sizes.tensor else sizes.tensor
+    ends, routers = tables / split + work.width, float(with_experts * work.width * work.experts)
     plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts_here if work.expert_layers else dense)
     return Held(plain, with_experts * experts_here, layer, ends, routers)

@@ -103,7 +103,8 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     # With a pipeline no rank has both tables.
     ends = 1 if sizes.pipeline > 1 else 2
     gathered = layers * (6 if work.recompute else 4) + ends
-    reduced = layers * (5 if work.recompute else 4) + ends
+    # Tables that stay whole give what needs no sum.
+    reduced = layers * (5 if work.recompute else 4) + (0 if work.vocabulary % sizes.tensor else ends)
     size = work.tokens(sizes) * work.width * work.activation_bytes
     if work.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_gather", gathered, size, True, "activations gathered")

@@ -16,6 +16,7 @@ import transformers
 from meshcomm.config import ModelConfig, load
 from meshcomm.errors import ConfigError, MeshcommError, UnsupportedOp
 from meshcomm.testing import Pool
+from tests.comm.test_counters import AGAIN, RING, TRAIN, ULYSSES, predicted, sent
 
 from .families import FAMILIES, config_of, differences, folder_of, logits_of
 
@@ -85,6 +86,33 @@ def test_a_folder_gives_the_logits_that_transformers_gives(pool: Pool, tmp_path:
     (ours,) = pool.run(logits_of, config, tokens, ranks=1)
     assert theirs.abs().max() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", AGAIN]),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING]),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
+    ],
+    ids=["dp tp", "tp sequence again", "ring", "ulysses"],
+)
+def test_llama_sends_what_place_predicts(tmp_path: Path, world: int, overrides: list[str]) -> None:
+    built_in = load(TRAIN, overrides)
+    sizes = built_in.model
+    assert sizes is not None
+    transformers.LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.ff,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+    ).save_pretrained(tmp_path)
+    facts = built_in.model_dump(exclude_unset=True, mode="python")
+    settings = load({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
+    assert sent(settings, world) == sent(built_in, world) == predicted(settings, world)
 
 
 def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> MeshcommError:
