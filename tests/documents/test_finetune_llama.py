@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ def test_what_the_example_makes_can_be_trained_and_opened(tmp_path: Path) -> Non
     shutil.copy(EXAMPLE / "finetune.toml", tmp_path)
     config = load(tmp_path / "finetune.toml")
     assert config.model is not None and config.model.vocabulary == 384 and config.model.tied_embeddings
-    assert "llama: loss on held_out.txt 6." in called("evaluate.py", "llama")
+    # After one step all 384 tokens are still about equally likely.
+    said = called("evaluate.py", "llama").splitlines()[0]
+    assert abs(float(said.removeprefix("llama: loss on held_out.txt ")) - math.log(384)) < 0.2
     lines = (EXAMPLE / "finetune.toml").read_text().splitlines()
     assert f"A config of {len([line for line in lines if line])} lines" in (EXAMPLE / "README.md").read_text()
