@@ -34,6 +34,9 @@ _BLOCKS: Final = (
     "meshcomm.parallel.GradientSync",
     "meshcomm.parallel.tensor.tensor_parallel",
     "meshcomm.parallel.Pipelined",
+    "meshcomm.train.Trainer",
+    "meshcomm.train.Callback",
+    "meshcomm.models.ModelSpec",
     "meshcomm.testing.Pool",
 )
 PACKAGES: Final = (
@@ -41,6 +44,7 @@ PACKAGES: Final = (
     "meshcomm.parallel.tensor",
     "meshcomm.parallel.context",
     "meshcomm.parallel.expert",
+    "meshcomm.models",
     "meshcomm.train",
     "meshcomm.algorithms",
     *(

@@ -88,9 +88,18 @@ def simulate(
         show(traffic_view(facts))
 
 
-@app.command()
+@app.command(cls=ScriptCommand, context_settings=_WORDS)
 def parity(
+    context: typer.Context,
     config: ConfigFile,
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A Python file that makes a meshcomm.train.Trainer on the mesh of meshcomm.init(); what follows it "
+            "is its own, as of meshcomm run.",
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Compare so many steps; 20, or all where there are fewer.")
     ] = None,
@@ -107,7 +116,8 @@ def parity(
     """
     from meshcomm.jobs.running import parity as job
 
-    facts = job(config, overrides or (), world, steps, tolerance)
+    given = None if script is None else Path(script)
+    facts = job(config, overrides or (), world, steps, tolerance, given, context.args)
     if json:
         show_json(facts)
     else:

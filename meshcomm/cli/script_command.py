@@ -25,7 +25,8 @@ class ScriptCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line as it is documented."""
-        return ["[OPTIONS]", "[CONFIG]", "SCRIPT", "[ARGUMENTS]..."]
+        words = ["CONFIG", "[SCRIPT]"] if self.name == "parity" else ["[CONFIG]", "SCRIPT"]
+        return ["[OPTIONS]", *words, "[ARGUMENTS]..."]
 
     def _options_first(self, args: list[str]) -> list[str]:
         flags = {

@@ -22,11 +22,14 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout, Plan
 
 _TRAINING = ("parallel", "model", "data", "train")
+# What a section cannot be without; a model, and with it data, may come from code.
+_BESIDE = {"parallel": ("train",), "train": ("parallel",), "data": ("parallel", "train")}
+_BESIDE["model"] = _BESIDE["data"] + ("data",)
 
 
 class Config(Section):
-    """One file for all commands. `mesh` is needed; the training sections come all four or not at all, or [parallel]
-    alone, which says the roles of the dims.
+    """One file for all commands. `mesh` is needed; training needs `parallel` and `train`, and `model` and `data` where
+    code brings none; `parallel` alone says the roles of the dims.
 
     Raises ConfigError with every problem found.
     """
@@ -62,16 +65,20 @@ class Config(Section):
                 for problem in section.problems(broken.under(name)):
                     yield problem.under(name)
         yield from super().problems(broken)
-        absent = [name for name in _TRAINING if getattr(self, name) is None and not broken.touches(name)]
         present = [name for name in _TRAINING if getattr(self, name) is not None]
         parallel = self.parallel
+        needed = {name for each in present for name in _BESIDE[each]}
+        absent = [
+            name for name in _TRAINING if name in needed.difference(present) and not broken.touches(name)
+        ]
         if present == ["parallel"] and parallel is not None:
             # The roles of the dims, for a program that trains by itself.
             yield from unknown_dims(self.mesh, parallel, broken)
         elif present and absent:
             yield Problem(
                 "missing" if len(absent) == 1 else f"{len(absent)} sections are missing",
-                "all of [parallel] [model] [data] [train], or none of them: a mesh alone, or [parallel] alone: its roles",
+                "all of [parallel] [model] [data] [train], without [model] and [data] where code brings them, or a mesh "
+                "alone, or [parallel] alone: its roles",
                 [
                     f"{verb} " + " ".join(f"[{name}]" for name in names)
                     for verb, names in (("add", absent), ("remove", present))
@@ -80,7 +87,7 @@ class Config(Section):
                 ", ".join(absent),
             )
         model, data, train = self.model, self.data, self.train
-        if parallel is not None and model is not None and train is not None:
+        if parallel is not None and train is not None:
             yield from training_problems(Training(self.mesh, parallel, model, data, train, broken))
 
     def layout(self, world: int | None) -> Layout:

@@ -26,7 +26,7 @@ class Training:
 
     A rule of it needs settings by their paths (`"model.heads"`) and parts by their names (`"tensor"`): it is
     skipped where a setting is wrong by itself, a section is missing, or the size of a part is open.
-    model: of any kind that `demand` knows. data: None where the file has no such section yet. broken: settings
+    model: of any kind that `demand` knows. model, data: None where the file has no such section. broken: settings
     that are wrong by themselves.
     """
 

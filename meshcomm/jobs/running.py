@@ -26,10 +26,17 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
     max_restarts: how often all ranks are started again after one of them has failed.
     """
     settings = load(config, overrides)
-    if settings.train is None:
+    if settings.train is None or settings.model is None:
+        what = (
+            "training"
+            if settings.train is None
+            else "a model: a script can bring one, by meshcomm.train.Trainer"
+        )
         raise ConfigError(
-            f"{config} says nothing about training",
-            given="a mesh without [parallel], [model], [data] and [train]",
+            f"{config} says nothing about {what}",
+            given="a mesh without [parallel], [model], [data] and [train]"
+            if settings.train is None
+            else "no [model]",
             expected="all four sections",
             hint="configs/quickstart.toml has them all",
         )
@@ -109,10 +116,20 @@ def simulate(
 
 
 def parity(
-    config: Path, overrides: Sequence[str], world: int | None, steps: int | None, tolerance: float
+    config: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    steps: int | None,
+    tolerance: float,
+    script: Path | None = None,
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Compare the training of `config` on its mesh with one process; returns `Parity.facts`."""
-    settings = load(config, overrides)
+    """Compare a training on the mesh of `config` with one process; returns `Parity.facts`.
+
+    script: makes the Trainer, on the mesh of meshcomm.init(); None: the training that `config` describes.
+    """
+    # A script's ranks read the configuration from another folder.
+    settings = load(config if script is None else config.resolve(), overrides)
     if world is not None:
         settings.resolved(world)
     from meshcomm.jobs.starting import label_of, world_of
@@ -135,7 +152,8 @@ def parity(
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
         return launch(list(words), count, 0, lambda rank: label_of(part, rank, count))
 
-    return prove(resolved, steps, tolerance, start).facts()
+    made = None if script is None else (script.resolve(), arguments)
+    return prove(resolved, steps, tolerance, start, made).facts()
 
 
 def _announce(settings: Config | None, world: int | None) -> None:

@@ -1,6 +1,6 @@
 """Data, tensor and pipeline parallelism along dims of a mesh, and what composes them."""
 
-from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, split_layers
 from meshcomm.parallel.tensor import (
@@ -22,6 +22,7 @@ from meshcomm.parallel.tied import TiedWeight
 __all__ = [
     "Accumulate",
     "ColumnParallel",
+    "Engine",
     "GradientSync",
     "Pipelined",
     "RowParallel",
@@ -29,7 +30,6 @@ __all__ = [
     "Stage",
     "TensorSplit",
     "TiedWeight",
-    "Trainer",
     "VocabParallelEmbedding",
     "assign",
     "columns",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
-from meshcomm.errors import ConfigError, LayoutError
+from meshcomm.errors import ConfigError, LayoutError, ShapeError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import together
@@ -29,19 +29,24 @@ from meshcomm.parallel.tied import TiedWeight
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
+# Makes an optimiser of parameter groups, as those of torch.optim do.
+MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+# (outputs, targets) of a microbatch -> the mean of its losses.
+LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
+
 
 class Sections(NamedTuple):
-    """The sections of a configuration that training needs."""
+    """The sections of a configuration that training needs; model and data may come from code."""
 
     parallel: ParallelConfig
-    model: ModelConfig
-    data: DataConfig
+    model: ModelConfig | None
+    data: DataConfig | None
     train: TrainConfig
 
 
 @final
-class Trainer:
-    """One rank's share of a hybrid-parallel training run. Order of things, outermost first:
+class Engine:
+    """One rank's share of a hybrid-parallel training step. Order of things, outermost first:
 
     the pipeline's dim says which layers this rank builds, as one stage or several; the tensor's dim
     splits their weights while they are built, the context's dim their sequence, the expert's dim
@@ -50,17 +55,29 @@ class Trainer:
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: what the mesh was opened with, with the four training sections.
+        config: what the mesh was opened with, with at least [parallel] and [train].
         model: how a stage is built and filled. No rank holds more of it than its own part.
+        optimizer: makes one of this rank's parameter groups; None: the one that [train] says. Each group's lr is what
+            a step's lr is to train.lr.
         filled: False: parameters get memory and no values, for a state that is put back before the first step.
 
-    Raises as `sections`; TrainingError on every rank where one of them could not fill its part.
+    Raises as `sections`; ConfigError where a pipeline is not told the length of a sample; TrainingError on every rank
+    where one of them could not fill its part.
     """
 
-    def __init__(self, mesh: Mesh, config: Config, model: Model, *, filled: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config,
+        model: Model,
+        optimizer: MakeOptimizer | None = None,
+        *,
+        filled: bool = True,
+    ) -> None:
         self.sections = sections(mesh, config)
         self.model = model
         part, settings, data, train = self.sections
+        sequence = 1 if data is None else data.sequence
         dtype: torch.dtype = getattr(torch, train.dtype)
         between: torch.dtype = getattr(torch, train.compute_dtype or train.dtype)
 
@@ -78,12 +95,12 @@ class Trainer:
 
         split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel)
         context = ContextSplit(mesh, part.context, part.attention)
-        weight = settings.balance_loss if settings.experts else 0.0
+        weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         self.split = split
         share = weight / (self.microbatches * self.data_size)
         self.splits = Splits(split, context, part.expert, share, part.data_dims)
         model.check(self.splits, ranks * each)
-        costs = model.costs(data.sequence)
+        costs = model.costs(sequence)
         layers = split_layers(
             model.layers, ranks * each, costs.layers, first=costs.embedding, last=costs.head
         )
@@ -131,7 +148,14 @@ class Trainer:
         before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
         self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh)
         if part.pipeline and ranks > 1:
-            here = (train.microbatch, data.sequence // context.size)
+            if data is None:
+                raise ConfigError(
+                    "a pipeline must be told how long a sample is",
+                    given=f"parallel.pipeline = {part.pipeline!r} without [data]",
+                    expected="data.sequence: stages receive into memory that is there before",
+                    hint="[data] sequence = 128",
+                )
+            here = (train.microbatch, sequence // context.size)
             tokens = here[1] // split.size if split.sequence_parallel else here[1]
             self._run = Pipelined(
                 mesh,
@@ -143,8 +167,14 @@ class Trainer:
                 shapes=(here, (here[0], tokens, model.width), (*here, model.outputs(self.splits))),
                 dtype=between,
             )
-        rates = (train.lr, train.betas, train.eps, train.weight_decay)
-        self.optimizer = torch.optim.AdamW(decay_groups(self.modules), *rates, fused=True)
+        groups = decay_groups(self.modules)
+        if optimizer is None:
+            rates = (train.lr, train.betas, train.eps, train.weight_decay)
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, *rates, fused=True)
+        else:
+            self.optimizer = optimizer(groups)
+        self._rates = [group["lr"] / train.lr for group in self.optimizer.param_groups]
+        self._leaves_out = takes_found_inf(self.optimizer)
         named = self.named_parameters()
         self._norm = GradientNorm(mesh, named, pipeline=part.pipeline, skip=self._copies)
         place = {"stage": self.stages[-1].index, "vocabulary": model.vocabulary}
@@ -167,34 +197,45 @@ class Trainer:
         copies = {id(weight) for weight in self._copies}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
 
-    def step(self, tokens: Tensor, targets: Tensor, lr: float, number: int = 0) -> None:
+    def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int = 0) -> None:
         """One optimiser step on this rank's share of the global batch; `look` tells what it gave.
 
-        Where calls are queued, as with NCCL, this queues them and waits for nothing.
+        Where calls are queued, as with NCCL, this queues them and waits for nothing; but for one look where the
+        optimiser cannot leave out a step by itself, as only torch's fused ones can.
 
-        Shape:     tokens and targets (microbatches * microbatch, sequence) int64; targets of -100 do
-                   not count.
+        Shape:     (microbatches * microbatch, ...). Of tokens: (.., sequence) int64 both; targets of -100 do not count.
+        lr:        what train.lr has become; None: the optimiser's groups have it.
         number:    of the step, which random numbers are drawn for.
-        Called by: every rank; tokens and targets are equal along tensor, pipeline and context.
-        Raises:    TrainingError where a parameter got no gradient, and in the first `checked_steps` steps, 2, where ranks
-                   along these dims have different samples. Where the loss or the gradient norm is not
+        Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
+        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, and in
+                   the first `checked_steps` steps, 2, where ranks along these dims have different samples. Where the
+                   loss or the gradient norm is not
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
         _, settings, _, train = self.sections
         if self.checked_steps:
             self.checked_steps -= 1
-            check_inputs(self.mesh, self.sections.parallel, tokens, targets)
+            check_inputs(self.mesh, self.sections.parallel, inputs, targets)
         context = self.splits.context
+        share = self.microbatches * train.microbatch
+        if {len(inputs), len(targets)} != {share}:
+            raise ShapeError(
+                "a step does not get this rank's share of the global batch",
+                given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
+                expected=f"{share} of both: train.global_batch = {train.global_batch} / {self.data_size} ranks along "
+                "data and shard",
+                hint=f"train.global_batch = {len(inputs) * self.data_size}",
+            )
         self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
         for gradients in self.gradients:
             gradients.start()
         more: dict[str, Any] = {}
-        if settings.dropout:
+        if settings is not None and settings.dropout:
             for module in self.modules:
                 module.step = number  # type: ignore[assignment]
-            first = self.data_coord * len(tokens)
-            more["samples"] = torch.arange(first, first + len(tokens), device=tokens.device)
-        loss = self._run(context.split(tokens, 1), context.split(targets, 1), **more)
+            first = self.data_coord * len(inputs)
+            more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
+        loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:
@@ -202,13 +243,19 @@ class Trainer:
         if self._tied is not None:
             self._tied.sum_gradients()
         norm = self._norm.norm() if train.clip_norm is None else self._norm.clip_(train.clip_norm)
-        counted = targets.where(targets != -100, 0)
-        spoilt = self._results.add(number, lr, loss, norm, self.split.dtype, tokens, counted)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # Fused optimisers leave out a step by it, state and all.
-        self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
-        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if lr is not None:
+                group["lr"] = lr * rate
+        now = float(self.optimizer.param_groups[0]["lr"]) if lr is None else lr
+        # Only of tokens is it known which there are.
+        ids = (inputs, targets.where(targets != -100, 0)) if self.model.vocabulary else ()
+        spoilt = self._results.add(number, now, loss, norm, self.split.dtype, *ids)
+        if self._leaves_out:
+            # Fused optimisers leave out a step by it, state and all.
+            self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not spoilt.item():
+            self.optimizer.step()
 
     def look(self) -> list[Done]:
         """What the steps since the last look gave, in order. This waits for the device.
@@ -233,8 +280,8 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.modules.eval()
         try:
-            for tokens, targets in batches:
-                loss = self._run.forward(context.split(tokens, 1), context.split(targets, 1))
+            for inputs, targets in batches:
+                loss = self._run.forward(context.split(inputs, 1), context.split(targets, 1))
                 sums[0] += 0 if loss is None else loss.double()
                 sums[1] += self.model.count(targets, self.microbatches)
         finally:
@@ -260,7 +307,7 @@ class Trainer:
         into the tensors is how a state is put back. The learning rate is not among them, as every
         step is told its own; nor are random numbers, which follow from the seed and the step.
         """
-        if not self.optimizer.state:
+        if not any(self.optimizer.state.values()):
             # The optimiser makes its state in its first step; with gradients and a rate of zero
             # that step changes nothing else.
             for _, parameter in self.named_parameters():
@@ -269,12 +316,15 @@ class Trainer:
                 group["lr"] = 0.0
             self.optimizer.step()
             for state in self.optimizer.state.values():
-                state["step"].zero_()
+                for key, value in _AT_START.items():
+                    if isinstance(state.get(key), Tensor):
+                        state[key].fill_(value)
         found: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             found[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
-                found[f"optimizer.{name}.{key}"] = value
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{name}.{key}"] = value
         found |= {f"model.{name}": buffer for name, buffer in self._kept_buffers()}
         return found
 
@@ -328,6 +378,15 @@ class Trainer:
         return total.to(self.split.dtype)
 
 
+# What an optimiser's step with gradients and a rate of zero changes all the same.
+_AT_START = {"step": 0, "mu_product": 1}
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step leaves out what is marked as not finite: torch's fused Adam and AdamW do, for DTensors too."""
+    return bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.Adam)
+
+
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     """Dims of size above 1, for one call along all of them: a group is created where none was declared.
 
@@ -347,7 +406,7 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 def sections(mesh: Mesh, config: Config) -> Sections:
     """The training sections of `config`, checked against the sizes of the open mesh.
 
-    Raises ConfigError where there are none or they do not fit the mesh, LayoutError where the
+    Raises ConfigError where there is no [parallel] and [train] or they do not fit the mesh, LayoutError where the
     mesh was opened with other dims than `config` has.
     """
     given, live = config.mesh.dims, mesh.layout.dims
@@ -359,11 +418,11 @@ def sections(mesh: Mesh, config: Config) -> Sections:
             hint=f"meshcomm.config.load(config, ['mesh.dims={toml_dims(live)}'])",
         )
     known = load(config, [f"mesh.dims={toml_dims(live)}"])
-    if known.parallel is None or known.model is None or known.data is None or known.train is None:
+    if known.parallel is None or known.train is None:
         raise ConfigError(
             "this configuration describes a mesh and no training",
-            given=f"{config.source} without [parallel] [model] [data] [train]",
-            expected="all four sections",
-            hint="configs/quickstart.toml has them",
+            given=f"{config.source} without [parallel] and [train]",
+            expected="both, and [model] and [data] where they do not come from code",
+            hint="configs/quickstart.toml has all four",
         )
     return Sections(known.parallel, known.model, known.data, known.train)

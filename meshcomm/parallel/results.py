@@ -21,7 +21,7 @@ class Done(NamedTuple):
     """One optimiser step.
 
     loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients
-    together, before clipping. fault: "" where the step was applied; where one of both is not finite, so that
+    together, before clipping. lr: that it was made with. fault: "" where the step was applied; where one of both is not finite, so that
     it was left out, which rank's gradient of which parameter is not. All are equal on every rank.
     """
 
@@ -29,6 +29,7 @@ class Done(NamedTuple):
     loss: float
     gradient_norm: float
     fault: str = ""
+    lr: float = 0.0
 
 
 class _Step(NamedTuple):
@@ -102,7 +103,9 @@ class Results:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
         ends = (
-            torch.stack([end for each in ids for end in each.aminmax()]) if self._mesh.asynchronous else None
+            torch.stack([end for each in ids for end in each.aminmax()])
+            if ids and self._mesh.asynchronous
+            else None
         )
         self._steps.append(_Step(number, lr, values, self._norm.each, loss, ends))
         now = (~values.isfinite().all()).float()
@@ -123,7 +126,7 @@ class Results:
         for step, (mean, elsewhere, norm) in zip(
             steps, torch.stack([step.values for step in steps]).tolist(), strict=True
         ):
-            done = Done(step.number, mean, norm + elsewhere)
+            done = Done(step.number, mean, norm + elsewhere, lr=step.lr)
             if not math.isfinite(mean + done.gradient_norm):
                 done = done._replace(fault=self._fault(step))
                 if self._stop:

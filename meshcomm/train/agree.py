@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks train the same thing, and how many share this host?"""
+"""Before the first step: do all ranks train the same thing on the same data, and how many share this host?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
+from meshcomm.mesh.together import of_every_rank, ranks_of, together
 from meshcomm.parallel.compose import Sections, sections
 from meshcomm.train.data import Corpus, load
-from meshcomm.train.run_files import check_folder
 
 # What may differ between hosts.
-_PATHS = {"files", "tokens", "dataset", "tokenizer", "validation_files", "out"}
+_PATHS = {"files", "tokens", "dataset", "tokenizer", "validation_files", "pretrained", "out"}
 # Settings that an error lists.
 _SHOWN = 8
 
@@ -33,49 +32,50 @@ class Facts:
     """What the ranks agreed on."""
 
     sections: Sections
-    corpus: Corpus
     ranks_here: int
     """Ranks of the mesh on this rank's host, itself included."""
+    lowest: bool
+    """Whether this is the lowest of them."""
 
 
 def agree(mesh: Mesh, config: Config) -> Facts:
-    """Check the configuration, load the data, and compare both with every other rank.
+    """Check the configuration, and compare it with every other rank.
 
     Called by: every rank of the mesh.
     Raises:    on every rank where one of them cannot start: its own error on that rank, and
                TrainingError naming it on the others; TrainingError naming the settings that
-               differ, or data.sha256, that of the text, with the values of both. Paths may differ: hosts have different folders.
+               differ, with the values of both. Paths may differ: hosts have different folders.
     """
-
+    known = together(mesh, "start the training", lambda: sections(mesh, config))
+    _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
     hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
-
-    def check() -> Sections:
-        known = sections(mesh, config)
-        if is_first(mesh):
-            check_folder(Path(known.train.out))
-        return known
-
-    known = together(mesh, "start the training", check)
     own = hosts[ranks_of(mesh).index(mesh.rank)]
     lowest = min(rank for rank, host in zip(ranks_of(mesh), hosts, strict=True) if host == own)
-    if known.data.tokenizer is not None:
+    return Facts(known, hosts.count(own), mesh.rank == lowest)
+
+
+def agreed_corpus(mesh: Mesh, facts: Facts) -> Corpus:
+    """Load the data, and compare them with those of every other rank. There is a [data].
+
+    Called by: every rank of the mesh.
+    Raises:    as `agree`, where they cannot be loaded, or naming data.sha256, that of the text, where it differs.
+    """
+    known = facts.sections
+    if known.data is not None and known.data.tokenizer is not None:
         # What the lowest rank of each host has tokenised, the others find in its folder.
-        together(mesh, "tokenise the data", lambda: _load(mesh, known) if mesh.rank == lowest else None)
-    corpus = together(mesh, "start the training", lambda: _load(mesh, known))
-    settings = {name: _settings(section) for name, section in known._asdict().items()}
-    settings["data"]["sha256"] = corpus.digest.hex()
+        together(mesh, "tokenise the data", lambda: corpus_of(mesh, known) if facts.lowest else None)
+    corpus = together(mesh, "start the training", lambda: corpus_of(mesh, known))
+    digests = {"sha256": corpus.digest.hex()}
     if corpus.validation is not None:
-        settings["data"]["validation_sha256"] = corpus.validation.digest.hex()
-    digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
-    if len(set(digests)) > 1:
-        # Every rank sees the same table, so all of them come here.
-        raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
-    return Facts(known, corpus, hosts.count(own))
+        digests["validation_sha256"] = corpus.validation.digest.hex()
+    _same(mesh, {"data": digests})
+    return corpus
 
 
-def _load(mesh: Mesh, known: Sections) -> Corpus:
+def corpus_of(mesh: Mesh, known: Sections) -> Corpus:
     """The data, as this rank reads it."""
     part, model, data, train = known
+    assert data is not None
     rank = 0
     for dim in part.data_dims:
         rank = rank * mesh.size(dim) + mesh.coord(dim)
@@ -83,16 +83,25 @@ def _load(mesh: Mesh, known: Sections) -> Corpus:
     return load(data, vocabulary=vocabulary_of(model), cache=Path(train.out), facts=facts)
 
 
-def vocabulary_of(model: ModelConfig) -> int | None:
+def vocabulary_of(model: ModelConfig | None) -> int | None:
     """Token ids are below it; None where nobody has said it."""
+    if model is None:
+        return None
     said = model.build is None or "vocabulary" in model.model_fields_set
     return model.vocabulary if said else None
 
 
-def _settings(section: object) -> dict[str, Any]:
+def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
+    """Raise on every rank where the settings differ."""
+    digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        # Every rank sees the same table, so all of them come here.
+        raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
+
+
+def _settings(section: BaseModel | None) -> dict[str, Any]:
     """A section as plain data, without what may differ between hosts."""
-    assert isinstance(section, BaseModel)
-    return section.model_dump(mode="json", exclude=_PATHS)
+    return {} if section is None else section.model_dump(mode="json", exclude=_PATHS)
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:

@@ -124,10 +124,12 @@ class Lock:
 def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     """The lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the data."""
     settings = {
-        name: getattr(config, name).model_dump(mode="json", exclude=_LEFT_OUT.get(name)) for name in _SECTIONS
+        name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))
+        for name in _SECTIONS
+        if (section := getattr(config, name)) is not None
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)
-    settings["data"]["sha256"] = digest.hex()
+    settings.setdefault("data", {})["sha256"] = digest.hex()
     if config.model is not None and config.model.pretrained is not None:
         settings[PRETRAINED] = json.loads((Path(config.model.pretrained) / "config.json").read_text())
     libraries = {"meshcomm": __version__, "torch": torch.__version__, "numpy": np.__version__}

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import random
+import runpy
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
+import numpy
 import torch
 from torch import Tensor
 
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.train.agree import vocabulary_of
 from meshcomm.train.data import Corpus
 from meshcomm.train.data import load as load_data
-from meshcomm.train.loop import batches_of, learning_rate, trainer_for
+from meshcomm.train.loop import batches_of
+from meshcomm.train.schedule import learning_rate
+from meshcomm.train.trainer import RECORDER, Recorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
@@ -105,6 +111,50 @@ def reference(config: Config) -> Config:
     )
 
 
+class _Enough(BaseException):
+    """Ends a script whose steps are recorded: no `except Exception` of it keeps it running."""
+
+
+@final
+class _Recorder(Recorder):
+    def __init__(self, config: Config, steps: int) -> None:
+        self.config, self._steps = load(config, ['train.nonfinite="skip"']), steps
+        self.done: list[Done] = []
+        self.found: Record | None = None
+
+    def stepped(self, engine: Engine) -> None:
+        self.done += engine.look()
+        self.found = _recorded(engine, self.done)
+        if len(self.done) >= self._steps:
+            raise _Enough
+
+
+def record_script(script: Path, arguments: Sequence[str], config: Config, steps: int) -> Record | None:
+    """Run a script until its Trainer has done so many steps, as `config` says whatever it says itself.
+
+    Called by: every rank. Random numbers of Python, NumPy and torch begin with train.seed; the last record is that
+               of the last step that was done. None where it has no Trainer, as on a rank that a mesh leaves out.
+    """
+    recorder = _Recorder(config, steps)
+    seed = 0 if config.train is None else config.train.seed
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    token = RECORDER.set(recorder)
+    try:
+        sys.argv = [str(script), *arguments]
+        sys.path.insert(0, str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
+    except _Enough:
+        pass
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    finally:
+        RECORDER.reset(token)
+    return recorder.found
+
+
 def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
@@ -112,19 +162,25 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     Nothing is written, and no checkpoint is read.
     """
     # What is not finite is compared too.
-    trainer = trainer_for(mesh, load(config, ['train.nonfinite="skip"']))
-    train = trainer.sections.train
-    batches = batches_of(trainer, _data(trainer) if corpus is None else corpus)
+    engine = Trainer(mesh, load(config, ['train.nonfinite="skip"'])).engine
+    train = engine.sections.train
+    if engine.sections.data is None:
+        raise _no_training(config)
+    batches = batches_of(engine, _data(engine) if corpus is None else corpus)
     done: list[Done] = []
     for step in range(1, steps + 1):
-        trainer.step(*batches(step), learning_rate(train, step), step)
-        done += trainer.look()
+        engine.step(*batches(step), learning_rate(train, step), step)
+        done += engine.look()
         mesh.step(step)
+    return _recorded(engine, done)
+
+
+def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
     weights, gradients = {}, {}
-    for name, parameter in trainer.named_parameters():
-        assert parameter.grad is not None
+    for name, parameter in engine.named_parameters():
         weights[name] = whole(parameter).detach().double().cpu()
-        gradients[name] = whole(parameter.grad, of=parameter).double().cpu()
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients[name] = whole(grad, of=parameter).double().cpu()
     return Record(
         tuple(each.loss for each in done), tuple(each.gradient_norm for each in done), weights, gradients
     )
@@ -157,9 +213,10 @@ class Difference:
         return f"{self.kind} of {self.name}"
 
 
-def _data(trainer: Trainer) -> Corpus:
-    _, model, data, train = trainer.sections
-    facts = {"seed": train.seed, "data_rank": trainer.data_coord, "data_world": trainer.data_size}
+def _data(engine: Engine) -> Corpus:
+    _, model, data, train = engine.sections
+    assert data is not None
+    facts = {"seed": train.seed, "data_rank": engine.data_coord, "data_world": engine.data_size}
     return load_data(data, vocabulary=vocabulary_of(model), facts=facts)
 
 

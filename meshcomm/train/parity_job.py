@@ -22,15 +22,29 @@ from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingErr
 from meshcomm.launch.rank import as_rank
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
-from meshcomm.train.parity import Difference, Record, compare, first, in_float64, record, reference, worst
+from meshcomm.mesh.source import CONFIG_VARIABLE
+from meshcomm.train.parity import (
+    Difference,
+    Record,
+    compare,
+    first,
+    in_float64,
+    record,
+    record_script,
+    reference,
+    worst,
+)
 
 STEPS = 20
 _REFERENCE = "reference.pt"
 _JOB = "job.json"
+_CONFIG = "config.json"
 # What belongs to the ranks of the whole mesh and has no place on a part of it.
 _OF_ALL_RANKS: Final = ("rank_order", "ranks")
 
 Start: TypeAlias = Callable[[Config, Sequence[str]], int]
+# A file, and its arguments.
+Script: TypeAlias = tuple[Path, Sequence[str]]
 Run: TypeAlias = Callable[[Config], Sequence[Difference]]
 
 
@@ -106,10 +120,14 @@ class Parity:
         }
 
 
-def prove(config: Config, steps: int | None, tolerance: float, start: Start) -> Parity:
-    """Run the same steps on one process, which is this one, and on the mesh of `config`, and compare.
+def prove(
+    config: Config, steps: int | None, tolerance: float, start: Start, script: Script | None = None
+) -> Parity:
+    """Run the same steps on one process and on the mesh of `config`, and compare.
 
     config: with every size known. steps: None: 20, or all where the training has fewer.
+    script: what makes a Trainer, on the mesh that meshcomm.init() gives; None: what `config` says. On one process
+            it finds all dims of the mesh, of size 1.
     start:  runs `python WORDS` as all ranks of a configuration's mesh; returns the exit code, after
             it has said what went wrong.
     Where they differ, smaller meshes are started too, until a dim is to blame. Nothing stays behind.
@@ -129,9 +147,13 @@ def prove(config: Config, steps: int | None, tolerance: float, start: Start) -> 
         )
     with tempfile.TemporaryDirectory(prefix="meshcomm-parity-") as name:
         folder = Path(name)
-        one = reference(exact)
-        with init(one) as mesh:
-            known = record(mesh, one, count)
+        if script is None:
+            one = reference(exact)
+            with init(one) as mesh:
+                known = record(mesh, one, count)
+        else:
+            alone = _job(only(exact, ()), count, folder, start, script)
+            known = Record.read(alone / _REFERENCE)
         for (kind, name), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
@@ -141,7 +163,7 @@ def prove(config: Config, steps: int | None, tolerance: float, start: Start) -> 
                     hint=f"a smaller train.lr, or --steps {max(1, int(name.split()[1]) - 1)}",
                 )
         known.save(folder / _REFERENCE)
-        run = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start)
+        run = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start, script=script)
         found = run(exact)
         ahead = first(found, tolerance)
         blamed = None if ahead is None else blame(exact, run, tolerance)
@@ -149,11 +171,22 @@ def prove(config: Config, steps: int | None, tolerance: float, start: Start) -> 
 
 
 def _on_mesh(
-    config: Config, *, steps: int, reference: Record, folder: Path, start: Start
+    config: Config, *, steps: int, reference: Record, folder: Path, start: Start, script: Script | None
 ) -> list[Difference]:
+    place = _job(config, steps, folder, start, script)
+    of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
+    return worst([[Difference(**each) for each in found] for found in of_ranks], reference.weights)
+
+
+def _job(config: Config, steps: int, folder: Path, start: Start, script: Script | None) -> Path:
+    """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
     place = Path(tempfile.mkdtemp(dir=folder))
     facts = config.model_dump(mode="json", exclude_unset=True)
-    (place / _JOB).write_text(json.dumps({"config": facts, "steps": steps}))
+    job = {"config": facts, "steps": steps}
+    if script is not None:
+        (place / _CONFIG).write_text(json.dumps(facts))
+        job["script"] = [str(script[0]), list(script[1])]
+    (place / _JOB).write_text(json.dumps(job))
     code = start(config, ["-m", "meshcomm.train.parity_job", str(place)])
     if code:
         dims = " ".join(f"{dim}={size}" for dim, size in config.mesh.dims.items())
@@ -161,10 +194,11 @@ def _on_mesh(
             f"there is nothing to compare: the run on {dims} failed",
             given=f"exit code {code}; what was the cause stands above",
             expected=f"{steps} steps of training",
-            hint="meshcomm train with the same configuration",
+            hint="meshcomm train with the same configuration"
+            if script is None
+            else "meshcomm run CONFIG SCRIPT",
         )
-    of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
-    return worst([[Difference(**each) for each in found] for found in of_ranks], reference.weights)
+    return place
 
 
 def _steps(config: Config, given: int | None) -> int:
@@ -289,13 +323,37 @@ def differences(config: Config, steps: int, reference: Path) -> list[Difference]
         return compare(record(mesh, config, steps), Record.read(reference), mesh.rank)
 
 
+def _of_script(
+    folder: Path, facts: dict[str, Any], reference: Path | None, rank: int
+) -> list[Difference] | None:
+    """As `differences`, of what a script trains. Without a reference its record is written instead."""
+    os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
+    path, arguments = facts["script"]
+    found = record_script(Path(path), arguments, load(facts["config"]), facts["steps"])
+    if reference is not None:
+        return None if found is None else compare(found, Record.read(reference), rank)
+    if found is None:
+        raise TrainingError(
+            "the script makes no step of a Trainer, so there is nothing to compare",
+            given=path,
+            expected="meshcomm.train.Trainer, and run() or step()",
+            hint="with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
+        )
+    found.save(folder / _REFERENCE)
+    return None
+
+
 def main(folder: Path) -> None:
     """Run as a rank, and leave its differences in `folder`."""
     here = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
 
     def body() -> None:
-        found = differences(load(facts["config"]), facts["steps"], folder.parent / _REFERENCE)
+        known = folder.parent / _REFERENCE
+        if "script" in facts:
+            found = _of_script(folder, facts, known if known.is_file() else None, here.rank)
+        else:
+            found = differences(load(facts["config"]), facts["steps"], known)
         if found is not None:
             # Read in the order of the ranks: of equal differences, the first rank's counts.
             (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))

@@ -20,7 +20,6 @@ from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
 from meshcomm.models import model_of
 from meshcomm.models.declared import Declared
 from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.compose import Trainer
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
@@ -28,6 +27,7 @@ from meshcomm.parallel.tensor.plan import sizes_of_parts
 from meshcomm.train.checkpoint_reader import Kind, Saved
 from meshcomm.train.export import Moved, find_checkpoint, write_file
 from meshcomm.train.lock import PRETRAINED, Lock
+from meshcomm.train.trainer import Trainer
 
 CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
@@ -69,18 +69,20 @@ def save_pretrained(
     Raises:      ConfigError where the model is of no such folder; TrainingError on every rank where one of them could
                  not write, or `folder` is there. Nothing is left of it then.
     """
-    target, mesh, model = Path(folder), trainer.mesh, trainer.model
+    engine = trainer.engine
+    target, mesh, model = Path(folder), trainer.mesh, engine.model
     what = f"write {target}"
-    source = trainer.sections.model.pretrained
+    named = engine.sections.model
+    source = None if named is None else named.pretrained
     if source is None or not isinstance(model, Declared):
         raise _not_pretrained("the model of this trainer")
-    parameters = dict(trainer.own_parameters())
+    parameters = dict(engine.own_parameters())
     draft = target.with_name(f".{target.name}.part")
 
     def plan() -> tuple[dict[str, Any], list[list[_Piece]]]:
         known = json.loads((Path(source) / CONFIG).read_text())
         fused: dict[str, tuple[int, ...]] = {}
-        for module in trainer.modules:
+        for module in engine.modules:
             fused |= fused_sizes(module)
         pieces = [
             piece
@@ -92,7 +94,7 @@ def save_pretrained(
         return known, _shards(pieces, shard_bytes)
 
     known, shards = together(mesh, what, plan)
-    pipeline = trainer.sections.parallel.pipeline
+    pipeline = engine.sections.parallel.pipeline
     writes = all(coord == 0 for dim, coord in mesh.coords.items() if dim != pipeline)
     counts = of_every_rank(mesh, len(shards) if writes else 0)
     first = sum(counts[: ranks_of(mesh).index(mesh.rank)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from meshcomm.mesh.stats import Stats
 
@@ -111,25 +111,70 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Reporter:
-    """Who is told. Called on every rank; only rank 0 has one that prints. What a subclass leaves out tells nobody."""
+class Callback:
+    """Is told what a run does, on every rank alike. What a subclass leaves out tells nobody.
 
-    def start(self, start: Start) -> None:
+    trainer: the Trainer that it was given to.
+    stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
+    """
+
+    trainer: Any = None
+    stop: bool = False
+
+    def on_start(self, start: Start) -> None:
         """Before the first step."""
 
-    def step(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         """After every `log_every`-th step, the first, the last, and each that was left out."""
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def on_eval(self, evaluation: Evaluation) -> None:
         """After every `eval_every`-th step and the last."""
 
-    def finish(self, summary: Summary) -> None:
-        """After the last step."""
+    def on_save(self, step: int, folder: Path) -> None:
+        """A checkpoint is complete, or with train.checkpoint_async under way."""
 
-    def interrupted(self, summary: Summary) -> None:
-        """The run ends early: by Ctrl-C, or by an exception that follows."""
+    def on_end(self, summary: Summary, error: BaseException | None) -> None:
+        """After the last step; or the run ends early, by Ctrl-C or by another error, which is raised next."""
 
 
 @final
-class Silent(Reporter):
-    """A reporter for ranks that do not print."""
+class Silent(Callback):
+    """For ranks that do not print."""
+
+
+@final
+class Told(Callback):
+    """Several callbacks as one, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._all = tuple(callbacks)
+
+    @property
+    def stops(self) -> bool:
+        """Whether one of them ends the run."""
+        return any(each.stop for each in self._all)
+
+    def on_start(self, start: Start) -> None:
+        """See Callback."""
+        for each in self._all:
+            each.on_start(start)
+
+    def on_step(self, step: Step) -> None:
+        """See Callback."""
+        for each in self._all:
+            each.on_step(step)
+
+    def on_eval(self, evaluation: Evaluation) -> None:
+        """See Callback."""
+        for each in self._all:
+            each.on_eval(evaluation)
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """See Callback."""
+        for each in self._all:
+            each.on_save(step, folder)
+
+    def on_end(self, summary: Summary, error: BaseException | None) -> None:
+        """See Callback."""
+        for each in self._all:
+            each.on_end(summary, error)

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.train.report import Evaluation, Reporter, Resumed, Start, Step, Summary
+from meshcomm.train.report import Callback, Evaluation, Resumed, Start, Step, Summary
 
 _ROWS = 10
 _COLUMNS = 60
@@ -31,8 +31,8 @@ _QUIET_S = 30.0
 
 
 @final
-class TrainingReporter(Reporter):
-    """The `Reporter` of the rank that prints.
+class TrainingReporter(Callback):
+    """The callback of the rank that prints.
 
     On a terminal it draws a bar with step, loss, tokens per second and time left. Elsewhere it
     prints a plain line for the first and last step, every tenth of the run, and every 30 s.
@@ -45,7 +45,7 @@ class TrainingReporter(Reporter):
         self._start: Start | None = None
         self._said: Step | None = None
 
-    def start(self, start: Start) -> None:
+    def on_start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
         self._start = start
         self._say(
@@ -80,7 +80,7 @@ class TrainingReporter(Reporter):
             )
             self._progress.start()
 
-    def step(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         """Move the bar, or print a line now and then, and one for a step that was left out."""
         if step.fault:
             self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
@@ -105,22 +105,24 @@ class TrainingReporter(Reporter):
                 f"{duration(left)} left"
             )
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def on_eval(self, evaluation: Evaluation) -> None:
         """Print a line."""
         self._say(
             f"step {evaluation.step}  validation loss {evaluation.validation_loss:.4f} over "
             f"{evaluation.validation_tokens:,} tokens, {duration(evaluation.seconds)}"
         )
 
-    def finish(self, summary: Summary) -> None:
-        """Close the bar and print the summary."""
+    def on_end(self, summary: Summary, error: BaseException | None) -> None:
+        """Close the bar, and print the summary or how far the run came."""
+        if error is not None:
+            self._interrupted(summary)
+            return
         self._close()
         self._console.print(summary_panel(summary, braille=self._console.encoding.startswith("utf")))
         if summary.traffic is not None and summary.traffic.rows:
             self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
 
-    def interrupted(self, summary: Summary) -> None:
-        """Close the bar and say how far the run came."""
+    def _interrupted(self, summary: Summary) -> None:
         self._close()
         steps = self._start.steps if self._start else 0
         loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""

@@ -21,7 +21,7 @@ from meshcomm.predict.traffic import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
 from meshcomm.testing import Pool
-from meshcomm.train import trainer_for
+from meshcomm.train import Trainer
 from meshcomm.train.agree import agree
 from meshcomm.train.loop import batches_of
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
@@ -348,7 +348,7 @@ def sent(
 
     def body(mesh: Mesh) -> Stats:
         facts = agree(mesh, settings)
-        trainer = trainer_for(mesh, settings)
+        trainer = Trainer(mesh, settings).engine
         batches = batches_of(trainer, facts.corpus)
         trainer.step(*batches(1), 1e-3, 1)
         before = mesh.stats()
@@ -385,7 +385,7 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
     torch.set_num_threads(1)
     with meshcomm.init(settings) as mesh:
         facts = agree(mesh, settings)
-        trainer = trainer_for(mesh, settings)
+        trainer = Trainer(mesh, settings).engine
         batches = batches_of(trainer, facts.corpus)
         trainer.step(*batches(1), 1e-3, 1)
         before = mesh.stats()

@@ -38,12 +38,13 @@ import meshcomm
 from meshcomm.collectives import ROWS, Call
 from meshcomm.config import Config, load
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.context import gather_sequence, ring_attention, split_sequence
 from meshcomm.testing import emulated_nccl as emulation
+from meshcomm.train import Trainer
 from meshcomm.train.checkpoint_writer import parts_of, value_of
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of, trainer_for
+from meshcomm.train.loop import batches_of
 from meshcomm.transport.process_group import ProcessGroupTransport
 from tests.mesh import queued_program
 from tests.testing import test_emulated_nccl as queued
@@ -314,7 +315,7 @@ def training(**changed: Any) -> Config:
 def several_steps(config: Config, warm: int, more: int) -> list[float]:
     """The losses of `warm` steps, and of `more` in which the host may not wait; then it looks."""
     with meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, text(trainer.sections.data))
         given = [batches(step) for step in range(1, warm + more + 1)]
 
@@ -412,7 +413,7 @@ def peak_flops() -> float | None:
     return next((flops for word, flops in known.items() if word in name), None)
 
 
-def one_step(trainer: Trainer, given: list[tuple[Tensor, Tensor]], number: int) -> None:
+def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -> None:
     trainer.step(*given[number - 1], 1e-4, number)
 
 
@@ -444,7 +445,7 @@ def speed() -> None:
         with case("compiled" if compiled else "eager") as row:
             config = training(**changed, **{"train.compile": str(compiled).lower()})
             with meshcomm.init(config) as mesh:
-                trainer = trainer_for(mesh, config)
+                trainer = Trainer(mesh, config).engine
                 parameters = sum(each.numel() for _, each in trainer.named_parameters())
                 row["parameters"] = parameters
                 batches = batches_of(trainer, text(trainer.sections.data))

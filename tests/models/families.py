@@ -126,7 +126,7 @@ def logits_of(config: Config, tokens: Any) -> Any:
     import torch
 
     import meshcomm
-    from meshcomm.train import trainer_for
+    from meshcomm.train import Trainer
 
     with meshcomm.init(config) as mesh, torch.no_grad():
-        return trainer_for(mesh, config).modules[0](tokens)
+        return Trainer(mesh, config).engine.modules[0](tokens)

@@ -15,10 +15,10 @@ from meshcomm.config import Config, TrainConfig, load
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models import ModelSpec
 from meshcomm.models.declared import Declared
-from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
-from meshcomm.train import trainer_for
+from meshcomm.train import Trainer
 
 from .families import config_of, differences
 
@@ -71,7 +71,7 @@ def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     spec = ModelSpec(module=Net, loss=F.cross_entropy)
     with meshcomm.init(config) as mesh:
         assert config.train is not None
-        trainer = Trainer(mesh, config, Declared(spec, config.train, 8))
+        trainer = Engine(mesh, config, Declared(spec, config.train, 8))
         each = IMAGES // trainer.data_size
         here = slice(trainer.data_coord * each, (trainer.data_coord + 1) * each)
         losses = []
@@ -148,7 +148,7 @@ def test_a_module_of_thirty_lines_is_the_same_on_a_mesh(
 
 def _started(config: Config) -> str:
     with pytest.raises(UnsupportedOp) as caught, meshcomm.init(config) as mesh:
-        trainer_for(mesh, config)
+        _ = Trainer(mesh, config).engine
     return str(caught.value)
 
 

@@ -19,7 +19,7 @@ from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE, Folder, write
 from meshcomm.parallel.tensor import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
-from meshcomm.train import trainer_for
+from meshcomm.train import Trainer
 
 NAMES = {"a.weight": (8, 6), "a.bias": (8,), "b.weight": (6, 8)}
 
@@ -261,7 +261,7 @@ def config_of(folder: Path, dims: dict[str, int], **train: Any) -> Config:
 
 def weights_of(config: Config) -> dict[str, Tensor]:
     with meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         return {name: whole(parameter).clone() for name, parameter in trainer.named_parameters()}
 
 
@@ -283,7 +283,7 @@ def refused(configs: dict[int, Config]) -> tuple[str, str, str]:
     config = configs.get(rank, configs[-1])
     with meshcomm.init(config) as mesh:
         try:
-            trainer_for(mesh, config)
+            _ = Trainer(mesh, config).engine
         except (TrainingError, ShapeError) as error:
             return error.what, error.given or "", error.hint or ""
     return "", "", ""

@@ -61,12 +61,12 @@ def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
 
 @bug("cp2 dp2 tp2", "loss of step 1", "cp")
 def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
-    right = compose.Trainer._sum_over_data
+    right = compose.Engine._sum_over_data
 
-    def wrong(self: compose.Trainer, count: Tensor) -> float:
+    def wrong(self: compose.Engine, count: Tensor) -> float:
         return right(self, count) / self.splits.context.size
 
-    return patch.object(compose.Trainer, "_sum_over_data", wrong)
+    return patch.object(compose.Engine, "_sum_over_data", wrong)
 
 
 @bug("pp2 dp2 tp2", "loss of step 1", "pp")

@@ -31,15 +31,15 @@ from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import (
     Attempt,
-    Reporter,
+    Callback,
     Resumed,
     Silent,
     Start,
     Step,
     Summary,
+    Trainer,
     checkpoint_writer,
     run,
-    trainer_for,
 )
 from meshcomm.train.checkpoint import Checkpoints, find_attempt
 from meshcomm.train.checkpoint_reader import Saved, unpickle
@@ -61,18 +61,18 @@ def tiny(out: Path, *overrides: str) -> Config:
     return load(TINY, [f'train.out="{out}"', *overrides])
 
 
-class Notes(Reporter):
+class Notes(Callback):
     """Remembers how the run started; stops it after a step, if told to."""
 
     def __init__(self, stop: int = 0) -> None:
         self.resumed: Resumed | None = None
-        self.stop = stop
+        self.last = stop
 
-    def start(self, start: Start) -> None:
+    def on_start(self, start: Start) -> None:
         self.resumed = start.resumed
 
-    def step(self, step: Step) -> None:
-        if step.step == self.stop:
+    def on_step(self, step: Step) -> None:
+        if step.step == self.last:
             raise KeyboardInterrupt
 
 
@@ -168,7 +168,7 @@ def loaded_and_continued(config: Config, path: Path) -> Any:
     with meshcomm.init(config) as mesh:
         if not mesh.is_member:
             return None
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         state = trainer.state()
         assert config.train is not None
         Checkpoints(mesh, config.train).load(path, state)

@@ -15,7 +15,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Summary, run, trainer_for
+from meshcomm.train import Silent, Summary, Trainer, run
 from tests.train.test_data import tokenizer
 
 BASE: dict[str, Any] = {
@@ -144,7 +144,7 @@ class Rows(Dataset[torch.Tensor]):
 
 def with_a_sampler(config: Config, by_role: bool) -> float | str:
     with meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         trainer.checked_steps = 2
         roles = {"num_replicas": mesh.data_world, "rank": mesh.data_rank} if by_role else {}
         sampler = DistributedSampler(Rows(), shuffle=False, **roles)

@@ -13,8 +13,8 @@ import meshcomm
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Summary, run, trainer_for
-from meshcomm.train.agree import agree
+from meshcomm.train import Silent, Summary, Trainer, run
+from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.loop import batches_of
 
 BASE: dict[str, Any] = {
@@ -47,8 +47,8 @@ def trained(config: Config) -> Summary:
 def by_hand(config: Config) -> tuple[float, float]:
     """The loss of the first three batches of the validation part after two steps, with torch alone; and with dropout on."""
     with meshcomm.init(config) as mesh:
-        corpus = agree(mesh, config).corpus
-        trainer = trainer_for(mesh, config)
+        corpus = agreed_corpus(mesh, agree(mesh, config))
+        trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, corpus)
         from meshcomm.train import learning_rate
 

@@ -12,11 +12,11 @@ import pytest
 import meshcomm
 from meshcomm.config import Config, load
 from meshcomm.errors import TrainingError
-from meshcomm.mesh import Mesh
-from meshcomm.parallel.compose import Trainer
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
-from meshcomm.train import Reporter, Step, Summary, loop, run
+from meshcomm.train import Callback, Step, Summary, run
+from meshcomm.train import trainer as trainers
 from tests.train.test_checkpoint import TINY, names
 
 Plant = tuple[str, int, str, range]
@@ -39,10 +39,10 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
     Returns the summary or the error, and the faults that the reporter was told.
     """
     how, rank, name, steps = plant
-    make = loop.trainer_for
+    make = trainers.Engine
 
-    def trainer_for(mesh: Mesh, config: Config) -> Trainer:
-        trainer: Any = make(mesh, config)
+    def engine(*args: Any, **named: Any) -> Engine:
+        trainer: Any = make(*args, **named)
         step, finish = trainer.step, trainer.gradients[-1].finish
         now = [0]
 
@@ -51,7 +51,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
             return step(*args)
 
         trainer.step = stepping
-        if mesh.rank == rank:
+        if trainer.mesh.rank == rank:
             parameter = dict(trainer.named_parameters())[name]
 
             def finishing() -> None:
@@ -65,22 +65,22 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
                 trainer.gradients[-1].finish = finishing
         return trainer
 
-    class Told(Reporter):
+    class Told(Callback):
         faults: list[str] = []  # noqa: RUF012
 
-        def step(self, step: Step) -> None:
+        def on_step(self, step: Step) -> None:
             self.faults += [step.fault] * bool(step.fault)
 
     told = Told()
     told.faults = []
-    loop.trainer_for = trainer_for
+    trainers.Engine = engine  # type: ignore[assignment, misc]
     try:
         with meshcomm.init(config) as mesh:
             return run(mesh, config, told), told.faults
     except TrainingError as error:
         return str(error), told.faults
     finally:
-        loop.trainer_for = make
+        trainers.Engine = make  # type: ignore[misc]
 
 
 WQ = "layers.0.attn.wq.weight"

@@ -19,7 +19,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, run, save_pretrained, trainer_for
+from meshcomm.train import Silent, Trainer, run, save_pretrained
 from meshcomm.train.export import find_checkpoint
 from meshcomm.train.lock import Lock
 from meshcomm.train.pretrained import export_pretrained
@@ -66,7 +66,7 @@ def logits(folder: Path) -> Tensor:
 
 def through(config: Config, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     with meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config)
         save_pretrained(trainer, target, dtype=dtype, shard_bytes=shard_bytes)
 
 
@@ -102,11 +102,8 @@ def trained(config: Config, target: Path | None) -> list[str]:
         known = Known()
         run(mesh, config, known)
         if target is not None:
-            trainer = trainer_for(mesh, config, filled=False)
-            from meshcomm.train.checkpoint import read
-
-            state = trainer.state()
-            read(mesh, state, find_checkpoint(Path(config.train.out if config.train else "")))
+            trainer = Trainer(mesh, config)
+            trainer.load(find_checkpoint(Path(config.train.out if config.train else "")))
             save_pretrained(trainer, target)
         return known.changes
 
@@ -114,7 +111,7 @@ def trained(config: Config, target: Path | None) -> list[str]:
 class Known(Silent):
     changes: list[str]
 
-    def start(self, start: Any) -> None:
+    def on_start(self, start: Any) -> None:
         self.changes = [] if start.resumed is None else list(start.resumed.differences)
 
 
@@ -164,7 +161,7 @@ def refused(config: Config, target: Path | None = None) -> tuple[str, str, str]:
             if target is None:
                 run(mesh, config, Silent())
             else:
-                save_pretrained(trainer_for(mesh, config), target)
+                save_pretrained(Trainer(mesh, config), target)
         except MeshcommError as error:
             return error.what, error.given or "", error.hint or ""
     return "", "", ""
@@ -200,7 +197,7 @@ def failing(config: Config, target: Path) -> tuple[str, str, str]:
         patch.object(pretrained, "_write", full if mesh.coord("pp") else pretrained._write),
     ):
         try:
-            save_pretrained(trainer_for(mesh, config), target)
+            save_pretrained(Trainer(mesh, config), target)
         except TrainingError as error:
             return error.what, error.given or "", error.hint or ""
     return "", "", ""

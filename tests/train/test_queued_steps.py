@@ -16,8 +16,9 @@ from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import local, whole
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
+from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of, learning_rate, trainer_for
+from meshcomm.train.loop import batches_of
 from tests.train.test_checkpoint import TINY
 
 WARM = 8
@@ -33,7 +34,7 @@ def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[
     """Steps of which the first are compared; the host syncs of those after them; some weights."""
     nccl = config.mesh.backend == NAME
     with emulated_nccl() if nccl else nullcontext(), meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, text(trainer.sections.data))
         given = [batches(step) for step in range(1, STEPS + 1)]
 
@@ -83,7 +84,7 @@ def test_a_step_that_logs_nothing_waits_for_nothing(pool: Pool, dims: str) -> No
 def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
     """Six steps, the fourth spoilt, and then a look: the error or the faults, steps looked at, whether 4 to 6 changed weights."""
     with emulated_nccl(), meshcomm.init(config) as mesh:
-        trainer = trainer_for(mesh, config)
+        trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, text(trainer.sections.data))
         now = [0]
         if how == "gradient" and mesh.rank == 3:

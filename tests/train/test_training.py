@@ -25,7 +25,7 @@ from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
-from meshcomm.train import Reporter, Silent, Start, Step, Summary, run
+from meshcomm.train import Callback, Silent, Start, Step, Summary, run
 from meshcomm.train.run_files import MetricsFile, put_aside
 from meshcomm.train.screen import TrainingReporter, curve, summary_panel
 
@@ -127,24 +127,21 @@ def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
 # -- a run ----------------------------------------------------------------------------------------
 
 
-class Notes(Reporter):
+class Notes(Callback):
     """Remembers what it is told."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def start(self, start: Start) -> None:
+    def on_start(self, start: Start) -> None:
         self.calls.append(("start", start))
 
-    def step(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         self.calls.append(("step", step))
         self.precision = torch.get_float32_matmul_precision()
 
-    def finish(self, summary: Summary) -> None:
-        self.calls.append(("finish", summary))
-
-    def interrupted(self, summary: Summary) -> None:
-        self.calls.append(("interrupted", summary))
+    def on_end(self, summary: Summary, error: BaseException | None) -> None:
+        self.calls.append(("interrupted" if error else "finish", summary))
 
 
 def run_once(config: Config) -> tuple[Summary, list[tuple[str, Any]]]:
@@ -280,8 +277,8 @@ def test_ranks_that_would_train_something_else_are_named_before_the_first_step(
 
 def interrupt(config: Config) -> list[tuple[str, Any]]:
     class Stop(Notes):
-        def step(self, step: Step) -> None:
-            super().step(step)
+        def on_step(self, step: Step) -> None:
+            super().on_step(step)
             if step.step == 2:
                 raise KeyboardInterrupt
 
@@ -333,10 +330,10 @@ def shown(terminal: bool, tell: Callable[[TrainingReporter], None]) -> str:
 
 
 def whole_run(reporter: TrainingReporter) -> None:
-    reporter.start(START)
+    reporter.on_start(START)
     for step in range(1, 31):
-        reporter.step(Step(step, 5.5 - step / 10, 2.0, 0.1, step * 100, 40.0, step * 2.5))
-    reporter.finish(SUMMARY)
+        reporter.on_step(Step(step, 5.5 - step / 10, 2.0, 0.1, step * 100, 40.0, step * 2.5))
+    reporter.on_end(SUMMARY, None)
 
 
 def test_without_a_terminal_a_line_comes_now_and_then() -> None:
@@ -353,9 +350,9 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
 
     # Slow steps are not kept quiet.
     def slow(reporter: TrainingReporter) -> None:
-        reporter.start(dataclasses.replace(START, steps=1000))
+        reporter.on_start(dataclasses.replace(START, steps=1000))
         for step in range(1, 6):
-            reporter.step(Step(step, 5.0, 2.0, 0.1, step * 100, 40.0, step * 20.0))
+            reporter.on_step(Step(step, 5.0, 2.0, 0.1, step * 100, 40.0, step * 20.0))
 
     steps = [
         int(line.split("/")[0][5:]) for line in shown(False, slow).splitlines() if line.startswith("step")
@@ -372,9 +369,9 @@ def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
 
 def test_an_interrupted_run_is_closed_with_one_line() -> None:
     def tell(reporter: TrainingReporter) -> None:
-        reporter.start(START)
-        reporter.step(Step(1, 5.4, 2.0, 0.1, 100, 40.0, 2.5))
-        reporter.interrupted(dataclasses.replace(SUMMARY, steps=1, losses=(5.4,)))
+        reporter.on_start(START)
+        reporter.on_step(Step(1, 5.4, 2.0, 0.1, 100, 40.0, 2.5))
+        reporter.on_end(dataclasses.replace(SUMMARY, steps=1, losses=(5.4,)), KeyboardInterrupt())
 
     last = "stopped after step 1 of 30, loss 5.4000; metrics in runs/x/metrics.jsonl"
     assert shown(False, tell).splitlines()[-1] == last

@@ -1,0 +1,110 @@
+"""A module that the user has already made, with its weights, as a model that can be trained on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshcomm.config import ParallelConfig, TrainConfig
+from meshcomm.errors import UnsupportedOp
+from meshcomm.parallel.batch_norm import synchronise
+from meshcomm.parallel.compose import along
+from meshcomm.parallel.model import Model
+from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits
+from meshcomm.parallel.tensor import local
+from meshcomm.parallel.tensor.parameters import split_dims
+
+_SPEC = "meshcomm.models.ModelSpec(module=..., ...), which says how to build it in parts"
+
+
+@final
+class Given(Model):
+    """A module with weights; those of the first rank along data and shard become those of all of them.
+
+    loss: (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits (batch, ..., classes), over all
+          targets that are not -100, of the whole batch.
+
+    Along the tensor's dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `stage` for what
+    needs to know more of it.
+    """
+
+    layers, width, vocabulary = 1, 0, 0
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        loss: Callable[[Any, Tensor], Tensor] | None = None,
+    ) -> None:
+        self._module, self._parallel, self._train, self._loss = module, parallel, train, loss
+
+    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
+        """See Model. Called by every rank, for here the weights are sent."""
+        self._check(splits, stage)
+        module, train = self._module, self._train
+        module.to(splits.mesh.device, getattr(torch, train.dtype))
+        with torch.no_grad():
+            held = [local(each) for each in (*module.parameters(), *module.buffers())]
+            for dim in self._parallel.data_dims:
+                if splits.mesh.size(dim) > 1:
+                    splits.mesh.broadcast(dim, [each for each in held if each.numel()], src=0)
+        synchronise(module, splits.mesh, along(splits.mesh, splits.data))
+        if train.compute_dtype is not None:
+            compute = getattr(torch, train.compute_dtype)
+            module.forward = _mixed(module.forward, compute)
+        return module
+
+    def fill(self, module: nn.Module, stage: Stage) -> None:
+        """See Model: it is filled already."""
+
+    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
+        """See Model."""
+        if self._loss is not None:
+            return self._loss(logits, targets)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+
+    def count(self, targets: Tensor, microbatches: int) -> Tensor:
+        """See Model."""
+        if self._loss is not None:
+            return torch.tensor(microbatches, device=targets.device)
+        return super().count(targets, microbatches)
+
+    def _check(self, splits: Splits, stage: Stage) -> None:
+        module, parallel, train = self._module, self._parallel, self._train
+        split = {dim for each in module.parameters() for dim in split_dims(each)}
+        asked = {
+            "parallel.pipeline": stage.count > 1,
+            "parallel.context": splits.context.size > 1,
+            "parallel.expert": splits.expert is not None,
+            "train.recompute": bool(train.recompute),
+            "train.compile": train.compile,
+        }
+        for setting in (setting for setting, wanted in asked.items() if wanted):
+            raise UnsupportedOp(
+                f"a module that is already made cannot be trained with {setting}",
+                given=f"{setting}, and a {type(module).__name__} as the model",
+                expected="a model whose layers are known",
+                hint=f"{_SPEC}, or remove {setting}",
+            )
+        if splits.tensor.size > 1 and splits.tensor.dim not in split:
+            dim = splits.tensor.dim
+            raise UnsupportedOp(
+                f"no parameter of the module is split along {dim}, which plays parallel.tensor",
+                given=f"a {type(module).__name__}, parallel.tensor = {parallel.tensor!r}",
+                expected="a module that tensor_parallel has split",
+                hint=f'meshcomm.parallel.tensor_parallel(module, mesh, "{dim}", {{"up": "column", "down": "row"}})',
+            )
+
+
+def _mixed(forward: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
+    def mixed(x: Tensor, *args: Any, **named: Any) -> Any:
+        with torch.autocast(x.device.type, compute):
+            return forward(x, *args, **named)
+
+    return mixed

@@ -1,0 +1,75 @@
+"""Data that the user brings: what is each step made of?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import TrainingError
+from meshcomm.parallel.compose import Engine
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+# What the step of this number is made of, from 1 on, or one step after the other.
+Data: TypeAlias = Callable[[int], Batch] | Iterable[Batch]
+
+
+def placed(engine: Engine, *tensors: Tensor) -> list[Tensor]:
+    """Tensors on the device of the mesh, those of a floating type in train.dtype."""
+    device, dtype = engine.mesh.device, engine.split.dtype
+    return [
+        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        for each in tensors
+    ]
+
+
+@final
+class Given:
+    """Batches of the user's, called and told as `Batches` are.
+
+    after: the steps that were done before this attempt; of an iterable, theirs are taken first.
+    """
+
+    def __init__(self, data: Data, engine: Engine, after: int) -> None:
+        self._engine, self._of = engine, data
+        if isinstance(data, Iterable):
+            follow = _again(data)
+            for _ in range(after):
+                next(follow)
+            self._of = lambda step: next(follow)
+
+    def __call__(self, step: int) -> Batch:
+        """Raises TrainingError where there is nothing, or for what is not two tensors."""
+        assert callable(self._of)
+        found = self._of(step)
+        if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(map(torch.is_tensor, found)):
+            raise TrainingError(
+                f"the data of step {step} are not inputs and targets",
+                given=f"a {type(found).__name__}"
+                + (f" of {len(found)}" if isinstance(found, (tuple, list, dict)) else ""),
+                expected="two tensors, each with this rank's samples of the step along axis 0",
+                hint="a generator that yields (inputs, targets)",
+            )
+        inputs, targets = placed(self._engine, *found)
+        return inputs, targets
+
+    def read(self, step: int) -> None:
+        """Where in its data a step ends: only the steps are counted."""
+        return
+
+
+def _again(data: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        empty = True
+        for each in data:
+            empty = False
+            yield each
+        if empty:
+            raise TrainingError(
+                "the data have ended before the training",
+                given="an iterable that gives nothing more",
+                expected="train.steps batches, or an iterable that can begin again, such as a DataLoader or a list",
+                hint="a class with __iter__ in place of a generator",
+            )

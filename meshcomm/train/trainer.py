@@ -1,0 +1,291 @@
+"""What users train with: a mesh, a configuration, and whichever of model, optimiser, loss and data is theirs."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.models import ModelSpec, model_of
+from meshcomm.models.declared import Declared
+from meshcomm.models.given import Given
+from meshcomm.parallel.compose import Engine, LossOf, MakeOptimizer, Sections, sections
+from meshcomm.parallel.model import Model
+from meshcomm.parallel.results import Done
+from meshcomm.train import checkpoint, loop
+from meshcomm.train.agree import agree, corpus_of
+from meshcomm.train.checkpoint import Attempt
+from meshcomm.train.given_data import Data, placed
+from meshcomm.train.report import Callback, Summary
+from meshcomm.train.schedule import learning_rate
+
+MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+
+class Recorder(ABC):
+    """Takes over the trainers of a program: their configuration, and when they have done enough."""
+
+    config: Config
+
+    @abstractmethod
+    def stepped(self, engine: Engine) -> None:
+        """After each step. Raises what ends the program once it has seen enough."""
+
+
+# Of this context's trainers: what `meshcomm parity` compares.
+RECORDER: ContextVar[Recorder | None] = ContextVar("meshcomm_recorder", default=None)
+
+
+@final
+class Trainer:
+    """Trains a model on a mesh: `meshcomm train` with what is yours put in.
+
+        with meshcomm.init("train.toml") as mesh:
+            Trainer(mesh, meshcomm.load("train.toml"), module, loss=loss).run(batches)
+
+    Args:
+        mesh: an open mesh that this rank is a member of.
+        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed, [model] where no model is given, [data]
+            where no data is given to `run`, where [model] is there, and for a pipeline, whose stages must know
+            data.sequence.
+        model: None: that of [model]. A ModelSpec or Model: built in parts, so that all kinds of parallelism can be
+            had which it tells of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has
+            split it. The weights of the first rank along data and shard become those of all of them.
+        optimizer: (parameter groups) -> an optimiser; None: that of [train]. There are two groups or more: vectors
+            have weight_decay 0. Its lr follows train's schedule from what it is set to here, train.lr being what the
+            schedule is a share of.
+        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean of those of all microbatches of
+            all ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
+        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule; a function of the step is
+            `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step, and where a run goes on
+            from a checkpoint as often as there were steps: it must follow from their number alone.
+        callbacks: told what happens, on every rank, in this order.
+
+    Called by: every rank of the mesh, with equal arguments.
+    Raises:    ConfigError, LayoutError where config, model and mesh do not fit; TrainingError where ranks have
+               different settings; UnsupportedOp for what the model does not allow.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config | None = None,
+        model: nn.Module | ModelSpec | Model | None = None,
+        *,
+        optimizer: MakeOptimizer | None = None,
+        loss: LossOf | None = None,
+        scheduler: MakeScheduler | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self._recorder = RECORDER.get()
+        config = _of_the_job(config) if self._recorder is None else self._recorder.config
+        self._facts = agree(mesh, config)
+        self._mesh, self._config = mesh, config
+        self._model = _model(mesh, config, model, loss)
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._made: tuple[Engine, LRScheduler | None] | None = None
+        if isinstance(model, nn.Module):
+            self._make(True)
+        self.callbacks = tuple(callbacks)
+        for callback in self.callbacks:
+            callback.trainer = self
+        self._steps = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it trains on."""
+        return self._mesh
+
+    @property
+    def engine(self) -> Engine:
+        """What a step is made of: this rank's stages, how their gradients are summed, and the optimiser.
+
+        A model that is given in parts is built when this, or what needs it, is first asked for: every rank then asks.
+        """
+        return self._make(True)[0]
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Torch's, where one was given."""
+        return self._make(True)[1]
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """This rank's stages, one or several."""
+        return self.engine.modules
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of this rank's parameters."""
+        return self.engine.optimizer
+
+    def run(self, data: Data | None = None, attempt: Attempt | None = None) -> Summary:
+        """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
+
+        data:      what each step is made of, this rank's share of the global batch: (step) -> (inputs, targets), or
+                   an iterable of (inputs, targets), such as a DataLoader, which begins again at its end, and of
+                   which a run that goes on from a checkpoint takes those of the steps before first. Equal along
+                   tensor, pipeline and context. None: that of [data].
+        attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
+        Called by: every rank of the mesh.
+        Returns:   the same losses on every rank. The first rank has written metrics.jsonl, and beside it
+                   config.json and run.json, into train.out; see meshcomm.train.run_files.
+        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different
+                   data, a parameter gets no gradient, the loss or the gradient norm is not finite (see
+                   train.nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
+                   called differently in a step.
+        """
+        if self._recorder is not None:
+            corpus = None
+            if data is None:
+                loop.needs_data(self._config, self._facts)
+                corpus = corpus_of(self._mesh, self._facts.sections)
+            batches = loop.batches_for(self.engine, corpus, data)
+            # The recorder ends it.
+            for step in count(1):
+                self.step(*batches(step))
+        return loop.run(
+            self._mesh,
+            self._config,
+            self._facts,
+            self._make,
+            self.callbacks,
+            data=data,
+            attempt=attempt or Attempt(),
+        )
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        """One step of a loop of your own; `look` tells what it gave.
+
+        Shape:     (global_batch / ranks along data and shard, ...): this rank's share of the global batch. On any
+                   device; what is of a floating type is taken in train.dtype.
+        Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
+        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient.
+        """
+        engine, scheduler = self._make(True)
+        self._steps += 1
+        lr = None if scheduler is not None else learning_rate(engine.sections.train, self._steps)
+        inputs, targets = placed(engine, inputs, targets)
+        engine.step(inputs, targets, lr, self._steps)
+        if scheduler is not None:
+            scheduler.step()
+        if self._recorder is not None:
+            self._recorder.stepped(engine)
+
+    def look(self) -> list[Done]:
+        """What the steps since the last look gave, in order. This waits for the device.
+
+        Called by: every rank.
+        Raises:    TrainingError on every rank, with train.nonfinite = "stop", where the loss or the gradient norm
+                   of one of them is not finite. It was not applied then, nor were those after it.
+        """
+        return self.engine.look()
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """The mean loss over some global batches, by forward passes alone, with the modules in eval mode.
+
+        batches:   this rank's shares, shaped as for `step`; as many on every rank.
+        Called by: every rank.
+        Returns:   the same on every rank. This waits for the device.
+        """
+        return self.engine.evaluate(batches)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a step changes: this rank's weights and the optimiser's state, by global names. See Engine.state."""
+        return self.engine.state()
+
+    def save(self, folder: str | Path) -> None:
+        """Write `state` into a new folder, which `load` reads on any mesh. Called by: every rank."""
+        checkpoint.write(self.mesh, self.state(), Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Fill `state` from a folder that `save` or a run's checkpoint made on any mesh. Called by: every rank.
+
+        What it has is not read from elsewhere, nor drawn, before: call this first.
+        """
+        checkpoint.read(self.mesh, self._make(False)[0].state(), Path(folder))
+
+    def _make(self, filled: bool) -> tuple[Engine, LRScheduler | None]:
+        if self._made is None:
+            engine = Engine(self._mesh, self._config, self._model, self._optimizer, filled=filled)
+            make = self._scheduler
+            self._made = engine, None if make is None else _scheduler(make, engine.optimizer)
+        return self._made
+
+
+def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
+    """Train what `config` says: `Trainer(mesh, config, callbacks=[callback]).run()`."""
+    return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)
+
+
+def _model(
+    mesh: Mesh, config: Config, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
+) -> Model:
+    known = sections(mesh, config)
+    if isinstance(given, Model) or (given is None and loss is not None):
+        if loss is not None:
+            raise ConfigError(
+                "the loss of this model is its own",
+                given=f"loss, and {'the model of [model]' if given is None else 'a Model'}",
+                expected="a module, or a ModelSpec, whose loss can be replaced",
+                hint="ModelSpec(module=..., loss=...)",
+            )
+        assert given is not None
+        return given
+    if given is None:
+        return _configured(config, known)
+    sequence = 1 if known.data is None else known.data.sequence
+    if isinstance(given, ModelSpec):
+        spec = given if loss is None else replace(given, loss=loss)
+        return Declared(spec, known.train, sequence)
+    return Given(given, known.parallel, known.train, loss)
+
+
+def _of_the_job(config: Config | None) -> Config:
+    if config is not None:
+        return config
+    path = os.environ.get(CONFIG_VARIABLE)
+    if path is None:
+        raise ConfigError(
+            "the trainer was not told how to train",
+            given="no config, and no config from meshcomm run",
+            expected="one of both",
+            hint='Trainer(mesh, meshcomm.load("train.toml"), ...), or meshcomm run CONFIG script.py',
+        )
+    return load(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
+
+
+def _configured(config: Config, known: Sections) -> Model:
+    if known.model is None or known.data is None:
+        raise ConfigError(
+            "no model is given, and the configuration names none",
+            given=f"{config.source} without [model]",
+            expected="one of both",
+            hint="Trainer(mesh, config, model), or [model] and [data] as in configs/quickstart.toml",
+        )
+    return model_of(known.model, known.data, known.train)
+
+
+def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
+    found = make(optimizer)
+    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+        raise UnsupportedOp(
+            f"the scheduler is a {type(found).__name__}",
+            given=f"scheduler(optimizer) returned a {type(found).__name__}",
+            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
+            hint="lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+        )
+    return found

@@ -1,0 +1,96 @@
+"""A script that makes a Trainer, compared with itself on one process: `meshcomm parity CONFIG SCRIPT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[mesh]
+dims = { dp = 2, tp = 1 }
+device = "cpu"
+timeout_s = 60
+[parallel]
+data = "dp"
+tensor = "tp"
+[train]
+steps = 30
+global_batch = 8
+microbatch = 2
+schedule = "constant"
+"""
+SCRIPT = """
+import sys
+import meshcomm
+import torch
+from torch import nn
+from meshcomm.parallel import tensor_parallel
+from meshcomm.train import Trainer
+
+how = sys.argv[1]
+with meshcomm.init() as mesh:
+    if how == "nothing":
+        sys.exit()
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    tensor_parallel(net, mesh, "tp", {"0": "column", "2": "row"})
+    make = lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+    trainer = Trainer(mesh, model=net, loss=nn.functional.mse_loss, optimizer=make)
+
+    def batch(step):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        x = x.chunk(mesh.size("dp"))[0 if how == "wrong" else mesh.coord("dp")]
+        return x, x.square().sum(1, keepdim=True)
+
+    try:
+        trainer.run(batch)
+    except Exception:
+        pass
+"""
+
+
+def parity(folder: Path, how: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.toml").write_text(CONFIG)
+    (folder / "mine.py").write_text(SCRIPT)
+    words = ["parity", *options, "--steps", "2", "--json", "mine.toml", "mine.py", how]
+    return subprocess.run(
+        [sys.executable, "-m", "meshcomm", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_script_is_compared_with_itself_on_one_process(tmp_path: Path) -> None:
+    done = parity(tmp_path, "right")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 0 and facts["agrees"] and facts["steps"] == 2, done.stderr
+    assert {one["name"] for one in facts["differences"] if one["kind"] == "weight"} == {
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    }  # fmt: skip
+    # Nothing is written beside the script.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]
+
+
+@pytest.mark.timeout(300)
+def test_samples_that_ranks_share_are_found_and_their_dim_is_named(tmp_path: Path) -> None:
+    done = parity(tmp_path, "wrong")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert facts["first"]["kind"] == "loss" and facts["first"]["name"] == "step 1"
+    assert facts["blame"]["dims"] == ["dp"]
+
+
+@pytest.mark.timeout(300)
+def test_a_script_without_a_trainer_is_told(tmp_path: Path) -> None:
+    done = parity(tmp_path, "nothing")
+    assert done.returncode != 0
+    assert "the script makes no step of a Trainer, so there is nothing to compare" in done.stderr
+    assert "Traceback" not in done.stderr

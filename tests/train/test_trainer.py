@@ -1,0 +1,255 @@
+"""The Trainer with what is the user's: a module, an optimiser, a loss, a schedule, data and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.mesh import Mesh
+from meshcomm.models import ModelSpec
+from meshcomm.parallel import tensor_parallel, whole
+from meshcomm.testing import Pool
+from meshcomm.train import Callback, Start, Step, Summary, Trainer
+
+BATCH, STEPS = 8, 4
+
+
+def sections(dims: str, parallel: str, out: Path | str = "unused", *more: str) -> Config:
+    """A mesh, its roles, and [train]: model and data come from code."""
+    train = f'{{ steps = {STEPS}, global_batch = {BATCH}, microbatch = 2, lr = 0.05, dtype = "float64", out = "{out}" }}'
+    mesh = f'{{ dims = {dims}, device = "cpu", timeout_s = 60.0 }}'
+    return load({}, [f"mesh={mesh}", f"parallel={parallel}", f"train={train}", *more])
+
+
+ONE = sections("{ one = 1 }", "{}")
+MESHES = {
+    "dp": ("{ dp = 2 }", '{ data = "dp" }'),
+    "fsdp": ("{ fs = 2 }", '{ shard = "fs" }'),
+    "hybrid": ("{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }'),
+    "tp": ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
+    "tp fsdp": ("{ fs = 2, tp = 2 }", '{ shard = "fs", tensor = "tp" }'),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.down(self.up(x).relu()))
+        return y
+
+
+def loss(y: Tensor, targets: Tensor) -> Tensor:
+    return (y - targets).square().mean()
+
+
+def net(seed: int = 0) -> Net:
+    made = Net(seed)
+    del made.norm
+    return made
+
+
+def samples(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
+    return x, x[:, :3].sin()
+
+
+def mine(trainer: Trainer) -> Any:
+    """This rank's share of it, as a function of the step."""
+    each = BATCH // trainer.engine.data_size
+    here = slice(trainer.engine.data_coord * each, (trainer.engine.data_coord + 1) * each)
+    return lambda step: tuple(part[here] for part in samples(step))
+
+
+def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def falls(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def trained(config: Config, scheduled: bool) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    """Losses and whole weights of a user's module; ranks begin with different weights."""
+    with meshcomm.init(config) as mesh:
+        assert config.parallel is not None
+        split = config.parallel.tensor
+        module = net(0 if mesh.rank == 0 or split else mesh.rank)
+        if split is not None:
+            tensor_parallel(module, mesh, split, {"up": "column", "down": "row"})
+        more: dict[str, Any] = {"optimizer": sgd, "scheduler": falls} if scheduled else {}
+        trainer = Trainer(mesh, config, module, loss=loss, **more)
+        done = []
+        for step in range(1, STEPS + 1):
+            trainer.step(*mine(trainer)(step))
+            done += trainer.look()
+        named = trainer.engine.named_parameters()
+        return tuple(each.loss for each in done), {name: whole(p).detach() for name, p in named}
+
+
+def by_hand() -> tuple[list[float], dict[str, Tensor]]:
+    """What `trained` gives with sgd and its schedule, in plain torch."""
+    module = net().double()
+    groups = [
+        {"params": [p for p in module.parameters() if p.ndim > 1]},
+        {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = sgd(groups)
+    schedule, losses = falls(optimizer), []
+    for step in range(1, STEPS + 1):
+        x, targets = samples(step)
+        optimizer.zero_grad()
+        value = loss(module(x), targets)
+        value.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(value.item())
+    return losses, {name: p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_a_module_trains_as_in_plain_torch_on_every_mesh(pool: Pool, case: str) -> None:
+    dims, parallel = MESHES[case]
+    config = sections(dims, parallel)
+    ranks = pool.run(trained, config, True, ranks=config.mesh.layout(None).world_size)
+    losses, weights = by_hand()
+    for ours, held in ranks:
+        assert ours == pytest.approx(losses, rel=1e-12)
+        assert set(held) == set(weights)
+        for name, value in held.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-13)
+
+
+def test_without_an_optimiser_the_configuration_has_one(pool: Pool) -> None:
+    (alone,) = pool.run(trained, ONE, False, ranks=1)
+    for losses, _ in pool.run(trained, sections(*MESHES["hybrid"]), False, ranks=4):
+        assert losses == pytest.approx(alone[0], rel=1e-9)
+
+
+class Notes(Callback):
+    def __init__(self, last: int = 0) -> None:
+        self.last, self.calls = last, []  # type: ignore[var-annotated]
+
+    def on_start(self, start: Start) -> None:
+        self.calls.append(("start", start.parameters))
+
+    def on_step(self, step: Step) -> None:
+        self.calls.append(("step", step.step, step.lr))
+        self.stop = step.step == self.last
+
+    def on_save(self, step: int, folder: Path) -> None:
+        self.calls.append(("save", step))
+
+    def on_end(self, summary: Summary, error: BaseException | None) -> None:
+        self.calls.append(("end", summary.steps))
+
+
+class Endless:
+    """Batches one after the other, as a loader gives them; two steps are an epoch."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.of(1), self.of(2)])
+
+
+def ran(config: Config, last: int = 0) -> tuple[Summary, list[Any]]:
+    notes = Notes(last)
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, net(), loss=loss, optimizer=sgd, scheduler=falls, callbacks=[notes])
+        assert notes.trainer is trainer
+        return trainer.run(Endless(mine(trainer))), notes.calls
+
+
+def test_a_run_is_told_stopped_and_resumed_with_its_schedule_and_its_data(pool: Pool, tmp_path: Path) -> None:
+    every, (dims, parallel) = "train.checkpoint_every=1", MESHES["dp"]
+    whole_run = pool.run(ran, sections(dims, parallel, tmp_path / "whole", every), ranks=2)
+    assert whole_run[0][1][:4] == [
+        ("start", 6 * 16 + 16 + 16 * 3 + 3 + 12),
+        ("step", 1, 0.1),
+        ("save", 1),
+        ("step", 2, 0.05),
+    ]
+    assert whole_run[0][1][-1] == ("end", STEPS)
+    for summary, calls in pool.run(ran, sections(dims, parallel, tmp_path / "cut", every), 2, ranks=2):
+        assert summary.steps == 2 and calls[-2:] == [("save", 2), ("end", 2)]
+    resumed = pool.run(ran, sections(*MESHES["fsdp"], tmp_path / "cut", every, "train.resume=true"), ranks=2)
+    for (summary, calls), (first, all_calls) in zip(resumed, whole_run, strict=True):
+        assert summary.losses == pytest.approx(first.losses, rel=1e-12)
+        assert calls[1:] == all_calls[5:]
+
+
+def refused(config: Config, what: str) -> str:
+    try:
+        with meshcomm.init(config) as mesh:
+            _try(mesh, config, what)
+    except MeshcommError as error:
+        return str(error)
+    return "nothing"
+
+
+def _try(mesh: Mesh, config: Config, what: str) -> None:
+    if what == "no model":
+        Trainer(mesh, config)
+    elif what == "no data":
+        Trainer(mesh, config, net(), loss=loss).run()
+    elif what == "share":
+        Trainer(mesh, config, net(), loss=loss).step(*samples(1))
+    elif what == "end":
+        Trainer(mesh, config, net(), loss=loss).run(iter([samples(1), samples(1)]))
+    elif what == "not split" or what == "pipeline":
+        Trainer(mesh, config, net(), loss=loss)
+    elif what == "plateau":
+        plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
+        Trainer(mesh, config, net(), loss=loss, scheduler=plateau)
+    elif what == "spec":
+        Trainer(mesh, config, ModelSpec(module=net), loss=loss)
+
+
+REFUSED = [
+    ("no model", "dp", "no model is given, and the configuration names none"),
+    ("no data", "dp", "no data are given, and the configuration names none"),
+    ("share", "dp", "a step does not get this rank's share of the global batch"),
+    ("not split", "tp", "no parameter of the module is split along tp, which plays parallel.tensor"),
+    ("plateau", "dp", "the scheduler is a ReduceLROnPlateau"),
+]
+
+
+@pytest.mark.parametrize(("what", "case", "words"), REFUSED)
+def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path, what: str, case: str, words: str) -> None:
+    config = sections(*MESHES[case], tmp_path)
+    for said in pool.run(refused, config, what, ranks=config.mesh.layout(None).world_size):
+        lines = said.splitlines()
+        assert lines[0] == f"{words}" and lines[-1].startswith("  try: ")
+
+
+def test_data_that_end_are_told(pool: Pool, tmp_path: Path) -> None:
+    config = sections("{ one = 1 }", "{}", tmp_path)
+    (said,) = pool.run(refused, config, "end", ranks=1)
+    assert said.splitlines()[0] == "the data have ended before the training"
+
+
+def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) -> None:
+    from meshcomm.jobs.running import train
+
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 1\nglobal_batch = 2\nmicrobatch = 1\n'
+    )
+    with pytest.raises(ConfigError, match="says nothing about a model: a script can bring one"):
+        train(path, [], None)
