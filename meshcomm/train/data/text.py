@@ -236,5 +236,5 @@ def _missing(package: str, given: str) -> TrainingError:
         f"{package} is not installed",
         given=given,
         expected=f"the package {package}",
-        hint="pip install 'meshcomm[hf]'",
+        hint="pip install datasets" if package == "datasets" else "pip install 'meshcomm[hf]'",
     )
