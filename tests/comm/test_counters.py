@@ -22,7 +22,7 @@ from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from meshcomm.train.agree import agree
+from meshcomm.train.data import load as text
 from meshcomm.train.loop import batches_of
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 
@@ -347,9 +347,8 @@ def sent(
     """Bytes of all ranks in a second step, by dim and operation; calls are put into `calls`."""
 
     def body(mesh: Mesh) -> Stats:
-        facts = agree(mesh, settings)
         trainer = Trainer(mesh, settings).engine
-        batches = batches_of(trainer, facts.corpus)
+        batches = batches_of(trainer, text(trainer.sections.data))
         trainer.step(*batches(1), 1e-3, 1)
         before = mesh.stats()
         trainer.step(*batches(2), 1e-3, 2)
@@ -384,9 +383,8 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
     """Calls and bytes of a second step that FSDP2 and pipelining made past the mesh, by dim and operation."""
     torch.set_num_threads(1)
     with meshcomm.init(settings) as mesh:
-        facts = agree(mesh, settings)
         trainer = Trainer(mesh, settings).engine
-        batches = batches_of(trainer, facts.corpus)
+        batches = batches_of(trainer, text(trainer.sections.data))
         trainer.step(*batches(1), 1e-3, 1)
         before = mesh.stats()
         trainer.step(*batches(2), 1e-3, 2)
