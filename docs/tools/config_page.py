@@ -10,7 +10,12 @@ from meshcomm.config.root import Config
 from meshcomm.config.write import toml
 
 # A section inside a section: the key under which it lies, by the name of its model.
-_INSIDE: Final = {"DimOptions": "options.NAME", "Links": "links", "Link": "NAME"}
+_INSIDE: Final = {
+    "DimOptions": "options.NAME",
+    "Links": "links",
+    "Link": "NAME",
+    "GroupConfig": "groups.PATTERN",
+}
 _KINDS: Final = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 
 # By section; every key of a section is in one of its examples, and each example is right by itself
@@ -260,6 +265,29 @@ resume = true
 resume_changed = ["global_batch"]
 eval_every = 100
 eval_batches = 20
+""",
+        """\
+[train]
+steps = 600
+global_batch = 32
+microbatch = 4
+schedule = "wsd"
+decay_steps = 100
+optimizer = "sgd"
+optimizer_args = { momentum = 0.9 }
+groups = { "embed*" = { lr = 0.1 } }
+""",
+    ),
+    "train.groups.PATTERN": (
+        """\
+[train]
+steps = 600
+global_batch = 32
+microbatch = 4
+
+[train.groups."embed*"]
+lr = 0.1
+weight_decay = 0.0
 """,
     ),
 }

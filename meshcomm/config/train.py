@@ -190,8 +190,16 @@ no_effect(
 )
 
 
+class GroupConfig(Section):
+    """One of `[train.groups]`: parameters that learn otherwise."""
+
+    place = "train.groups"
+    lr: float = setting(1.0, "What the learning rate is multiplied by.", ge=0)
+    weight_decay: float = setting(1.0, "What the weight decay is multiplied by.", ge=0)
+
+
 class TrainConfig(Section):
-    """`[train]`: AdamW on batches whose size does not depend on the mesh."""
+    """`[train]`: steps on batches whose size does not depend on the mesh."""
 
     place = "train"
     steps: int = Field(ge=1, description="Optimiser steps.", examples=[60])
@@ -199,15 +207,39 @@ class TrainConfig(Section):
     microbatch: int = Field(ge=1, description="Samples of one rank in one micro step.", examples=[4])
     lr: float = setting(3e-3, "Learning rate after the warm-up.", gt=0)
     warmup_steps: int = setting(0, "Steps in which the learning rate rises to lr.", ge=0)
-    schedule: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "How the learning rate falls after the warm-up."
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = setting(
+        "cosine",
+        "How the learning rate falls after the warm-up. wsd: it stays, and falls in the last decay_steps.",
     )
     min_lr_ratio: Share = setting(
-        0.1, "With cosine and linear: the last step's learning rate as a share of lr."
+        0.1, "With cosine, linear and wsd: the last step's learning rate as a share of lr."
     )
-    weight_decay: float = setting(0.1, "AdamW's weight decay.", ge=0)
-    betas: Pair[Fraction] = setting((0.9, 0.95), "AdamW's two decay rates.")
-    eps: float = setting(1e-8, "AdamW's epsilon.", gt=0)
+    decay_steps: int | None = setting(
+        None, "With wsd: the last steps, in which the learning rate falls. None: a tenth of all.", ge=1
+    )
+    optimizer: Literal[
+        "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta", "adafactor"
+    ] = setting("adamw", "The class of torch.optim. Any other: meshcomm.train.Trainer(optimizer=...).")
+    optimizer_args: FrozenTable[float | int | bool] = Field(
+        default_factory=Table,
+        description="What the optimizer is made with besides lr, weight_decay, betas and eps, by the names of torch.optim.",
+        examples=[{"momentum": 0.9}],
+    )
+    weight_decay: float = setting(
+        0.1, "The optimizer's weight decay. Default 0.1 for adamw, torch's for any other.", ge=0
+    )
+    betas: Pair[Fraction] = setting(
+        (0.9, 0.95), "Adam's two decay rates. Default [0.9, 0.95] for adamw, torch's for its relatives."
+    )
+    eps: float = setting(
+        1e-8, "The optimizer's epsilon. Default 1e-08 for adamw, torch's for any other.", gt=0
+    )
+    groups: FrozenTable[GroupConfig] = Field(
+        default_factory=Table,
+        description="By patterns of parameters' names, what lr and weight_decay are multiplied by; the first that "
+        "matches counts.",
+        examples=[{"embed*": {"lr": 0.1}}],
+    )
     clip_norm: float | None = setting(
         None, "Gradients whose norm over all weights is larger are scaled down to it. None: never.", gt=0
     )
@@ -272,6 +304,45 @@ def _warm_up(train: TrainConfig) -> Iterator[Problem]:
             f"the warm-up is longer than the training: {train.warmup_steps} > {train.steps}",
             f"0 to {train.steps}",
             [f"train.warmup_steps = {train.steps}", f"train.steps = {train.warmup_steps}"],
+        )
+
+
+no_effect(
+    TrainConfig,
+    "betas",
+    "optimizer",
+    lambda train: train.optimizer in ("adamw", "adam", "nadam", "radam", "adamax"),
+    "an optimizer with betas",
+    'train.optimizer = "adamw"',
+)
+no_effect(
+    TrainConfig,
+    "eps",
+    "optimizer",
+    lambda train: train.optimizer not in ("sgd", "adafactor"),
+    "an optimizer with one epsilon",
+    'train.optimizer = "adamw"',
+)
+no_effect(
+    TrainConfig,
+    "decay_steps",
+    "schedule",
+    lambda train: train.schedule == "wsd",
+    'schedule = "wsd" beside it',
+    'train.schedule = "wsd"',
+)
+
+
+@rule(TrainConfig, "decay_steps", "warmup_steps", "steps")
+def _decay(train: TrainConfig) -> Iterator[Problem]:
+    most = train.steps - train.warmup_steps
+    if train.decay_steps is not None and train.decay_steps > most >= 0:
+        yield Problem(
+            f"the warm-up and the decay are longer than the training: {train.warmup_steps} + {train.decay_steps} > "
+            f"{train.steps}",
+            f"1 to {most}",
+            [f"train.decay_steps = {most}"] * (most > 0)
+            + [f"train.steps = {train.warmup_steps + train.decay_steps}"],
         )
 
 

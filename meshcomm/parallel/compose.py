@@ -12,15 +12,23 @@ from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from meshcomm.errors import ConfigError, LayoutError, ShapeError
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import together
+from meshcomm.mesh.together import of_every_rank, together
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded
-from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.expert import separate
 from meshcomm.parallel.inputs import check_inputs
 from meshcomm.parallel.meta import materialise
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
+from meshcomm.parallel.optimizer import (
+    MakeOptimizer,
+    begin_state,
+    check_patterns,
+    decay_groups,
+    optimizer_of,
+    scale,
+    takes_found_inf,
+)
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
 from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.splits import Splits
@@ -29,8 +37,6 @@ from meshcomm.parallel.tied import TiedWeight
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
-# Makes an optimiser of parameter groups, as those of torch.optim do.
-MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 # (outputs, targets) of a microbatch -> the mean of its losses.
 LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
@@ -167,12 +173,13 @@ class Engine:
                 shapes=(here, (here[0], tokens, model.width), (*here, model.outputs(self.splits))),
                 dtype=between,
             )
-        groups = decay_groups(self.modules)
-        if optimizer is None:
-            rates = (train.lr, train.betas, train.eps, train.weight_decay)
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, *rates, fused=True)
-        else:
-            self.optimizer = optimizer(groups)
+        if train.groups:
+            mine = [name for name, _ in self.named_parameters()]
+            check_patterns(train.groups, [name for names in of_every_rank(mesh, mine) for name in names])
+        patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
+        make = optimizer_of(train, mesh.device) if optimizer is None else optimizer
+        self.optimizer = make(decay_groups(self.modules, patterns))
+        scale(self.optimizer)
         self._rates = [group["lr"] / train.lr for group in self.optimizer.param_groups]
         self._leaves_out = takes_found_inf(self.optimizer)
         named = self.named_parameters()
@@ -308,17 +315,7 @@ class Engine:
         step is told its own; nor are random numbers, which follow from the seed and the step.
         """
         if not any(self.optimizer.state.values()):
-            # The optimiser makes its state in its first step; with gradients and a rate of zero
-            # that step changes nothing else.
-            for _, parameter in self.named_parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.0
-            self.optimizer.step()
-            for state in self.optimizer.state.values():
-                for key, value in _AT_START.items():
-                    if isinstance(state.get(key), Tensor):
-                        state[key].fill_(value)
+            begin_state(self.optimizer)
         found: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             found[f"model.{name}"] = parameter.detach()
@@ -376,15 +373,6 @@ class Engine:
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)
         return total.to(self.split.dtype)
-
-
-# What an optimiser's step with gradients and a rate of zero changes all the same.
-_AT_START = {"step": 0, "mu_product": 1}
-
-
-def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step leaves out what is marked as not finite: torch's fused Adam and AdamW do, for DTensors too."""
-    return bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.Adam)
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:

@@ -22,8 +22,9 @@ from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.declared import Declared
 from meshcomm.models.given import Given
-from meshcomm.parallel.compose import Engine, LossOf, MakeOptimizer, Sections, sections
+from meshcomm.parallel.compose import Engine, LossOf, Sections, sections
 from meshcomm.parallel.model import Model
+from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint, loop
 from meshcomm.train.agree import agree, corpus_of

@@ -21,10 +21,10 @@ from meshcomm.config import TrainConfig
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit, assign, whole
-from meshcomm.parallel.decay import decay_groups
 from meshcomm.parallel.dropout import Dropout, Drops, _number
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.norm import GradientNorm
+from meshcomm.parallel.optimizer import decay_groups
 from meshcomm.parallel.tensor.parameters import parameter_of, split_dims
 from meshcomm.testing import Pool
 from meshcomm.train import learning_rate
