@@ -218,7 +218,7 @@ class TrainConfig(Section):
         None, "With wsd: the last steps, in which the learning rate falls. None: a tenth of all.", ge=1
     )
     optimizer: Literal[
-        "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta", "adafactor"
+        "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta"
     ] = setting("adamw", "The class of torch.optim. Any other: meshcomm.train.Trainer(optimizer=...).")
     optimizer_args: FrozenTable[float | int | bool] = Field(
         default_factory=Table,
@@ -319,7 +319,7 @@ no_effect(
     TrainConfig,
     "eps",
     "optimizer",
-    lambda train: train.optimizer not in ("sgd", "adafactor"),
+    lambda train: train.optimizer != "sgd",
     "an optimizer with one epsilon",
     'train.optimizer = "adamw"',
 )

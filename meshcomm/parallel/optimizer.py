@@ -22,7 +22,7 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): getattr(torch.optim, name)
     for name in (
         *("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
-        *("SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor"),
+        *("SGD", "RMSprop", "Adagrad", "Adadelta"),
     )
 }
 # What [train] says in settings of its own, or meshcomm decides.

@@ -22,8 +22,6 @@ from meshcomm.train.parity import compare, in_float64, record, reference
 from tests.train.test_training import TINY
 
 MESHES = ["{ pp = 1, dp = 2, tp = 2 }", "{ pp = 1, dp = 4, tp = 1 }"]
-# Their state is not a whole tensor's, so not yet.
-WITH_STATE = [name for name in KINDS if name != "adafactor"]
 
 
 def config_of(name: str, dims: str, *more: str) -> Config:
