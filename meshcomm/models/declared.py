@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -58,7 +57,6 @@ class Declared(Model):
         # What transformers says of a class: names in older folders, and of its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
-        self._drawn: Mapping[str, Tensor] | None = None
 
     def costs(self, sequence: int) -> PartCosts:
         """See Model."""
@@ -121,12 +119,8 @@ class Declared(Model):
             draw = spec.initialise
             write(module, draw)
         else:
-            if self._drawn is None:
-                self._drawn = default_values(spec, self._train.seed)
-            drawn = self._drawn
+            drawn = default_values(spec, self._train.seed)
             write(module, lambda name, shape: drawn[name])
-        if stage.is_last:
-            self._drawn = None
 
     def _experts(self, module: nn.Module, splits: Splits) -> dict[str, Experts]:
         """What takes the places of parts of `module`."""
@@ -221,6 +215,10 @@ class Declared(Model):
             wanted.append(
                 ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}")
             )
+        if self._train.recompute and (not spec.layers or spec.forward is None):
+            wanted.append(("train.recompute", "layers and forward", "which blocks run again in backward"))
+        if self._train.compile and not spec.layers:
+            wanted.append(("train.compile", "layers", "which blocks are compiled"))
         if splits.expert and spec.experts is None:
             wanted.append(("parallel.expert", "experts", "which weights are an expert's"))
         if wanted:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from functools import partial
 
 from torch import nn
@@ -12,6 +9,7 @@ from torch import nn
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.declared import Declared
+from meshcomm.models.named import function_of
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.transformer import BuiltIn
 from meshcomm.parallel.meta import on_meta
@@ -37,12 +35,8 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
 
 def _built(config: ModelConfig) -> ModelSpec | Model:
     assert config.build is not None
-    where, _, name = config.build.partition(":")
-    if os.getcwd() not in sys.path:  # as for a script that is run there
-        sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(where), name)
-        build = partial(function, **config.args)
+        build = partial(function_of(config.build), **config.args)
         with on_meta():
             made = build()
     except MeshcommError:

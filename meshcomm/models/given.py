@@ -29,7 +29,7 @@ class Given(Model):
     loss: (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits (batch, ..., classes), over all
           targets that are not -100, of the whole batch.
 
-    Along the tensor's dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `stage` for what
+    Along the tensor's dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `check` for what
     needs to know more of it.
     """
 
@@ -46,7 +46,6 @@ class Given(Model):
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model. Called by every rank, for here the weights are sent."""
-        self._check(splits, stage)
         module, train = self._module, self._train
         module.to(splits.mesh.device, getattr(torch, train.dtype))
         with torch.no_grad():
@@ -75,11 +74,12 @@ class Given(Model):
             return torch.tensor(microbatches, device=targets.device)
         return super().count(targets, microbatches)
 
-    def _check(self, splits: Splits, stage: Stage) -> None:
+    def check(self, splits: Splits, stages: int) -> None:
+        """See Model."""
         module, parallel, train = self._module, self._parallel, self._train
         split = {dim for each in module.parameters() for dim in split_dims(each)}
         asked = {
-            "parallel.pipeline": stage.count > 1,
+            "parallel.pipeline": stages > 1,
             "parallel.context": splits.context.size > 1,
             "parallel.expert": splits.expert is not None,
             "train.recompute": bool(train.recompute),

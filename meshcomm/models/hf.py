@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
+from meshcomm.models.drawn import normal
 from meshcomm.models.spec import Attend
 
 ATTENTION = "meshcomm"
@@ -74,7 +73,4 @@ def initialise(std: float, seed: int, name: str, shape: tuple[int, ...]) -> Tens
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
-    return torch.from_numpy(
-        np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
-    )
+    return normal(seed, name, shape, std)

@@ -67,7 +67,7 @@ class ModelSpec:
                 that is made with: width, ff, experts, experts_per_token and so on.
     tied:       names of the embedding's weight and the head's, where these are one.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
-                after torch.manual_seed(train.seed), for which every rank makes the whole model once.
+                after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
     weights:    a folder of safetensors with these parameters. None: they are drawn.
     stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed. For one of
                 three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names.

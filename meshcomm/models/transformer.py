@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from typing import Any, final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
+from meshcomm.models.drawn import normal
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.meta import on_meta
@@ -284,7 +283,4 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
             std /= (2 * config.layers) ** 0.5
         elif name.startswith("head"):
             std /= 5
-        # NumPy's generators give the same numbers on every kind of processor; torch's need not.
-        key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
-        values = np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
-        assign(parameter, torch.from_numpy(values))
+        assign(parameter, normal(seed, name, shape, std))

@@ -92,9 +92,7 @@ class Engine:
         self.checked_steps = 2
         sizes = dict(mesh.dims)
         self.data_size = part.copies(sizes)
-        self.data_coord = 0
-        for dim in part.data_dims:
-            self.data_coord = self.data_coord * mesh.size(dim) + mesh.coord(dim)
+        self.data_coord = mesh.coord(part.data_dims) if part.data_dims else 0
         self.microbatches = train.global_batch // (self.data_size * train.microbatch)
         ranks, coord = (mesh.size(part.pipeline), mesh.coord(part.pipeline)) if part.pipeline else (1, 0)
         each = part.stages_per_rank if ranks > 1 else 1
@@ -254,8 +252,9 @@ class Engine:
             if lr is not None:
                 group["lr"] = lr * rate
         now = float(self.optimizer.param_groups[0]["lr"]) if lr is None else lr
-        # Only of tokens is it known which there are.
-        ids = (inputs, targets.where(targets != -100, 0)) if self.model.vocabulary else ()
+        # Only of tokens is it known which there are; elsewhere the layers look at them.
+        looks = self.model.vocabulary and self.mesh.asynchronous
+        ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, now, loss, norm, self.split.dtype, *ids)
         if self._leaves_out:
             # Fused optimisers leave out a step by it, state and all.
@@ -280,8 +279,9 @@ class Engine:
         Called by: every rank.
         Returns:   the same on every rank; nan where there is no target that counts. This waits for the device.
         """
-        part, context = self.sections.parallel, self.splits.context
-        were = [module.training for module in self.modules]
+        parallel, context = self.sections.parallel, self.splits.context
+        # Of each part: a user may have put some of them into eval mode for good.
+        were = {part: part.training for part in self.modules.modules()}
         # loss divides by it
         before, self._tokens = self._tokens, torch.ones_like(self._tokens)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -293,16 +293,16 @@ class Engine:
                 sums[1] += self.model.count(targets, self.microbatches)
         finally:
             self._tokens = before
-            for module, was in zip(self.modules, were, strict=True):
-                module.train(was)
+            for part, was in were.items():
+                part.training = was
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
         # Ranks along context have other tokens, and each counts those of all of them.
-        for dim in part.gradient_dims:
+        for dim in parallel.gradient_dims:
             self.mesh.all_reduce(dim, sums)
-        if part.pipeline is not None:
-            sums = self.mesh.broadcast(part.pipeline, sums, src=self.mesh.size(part.pipeline) - 1)
+        if parallel.pipeline is not None:
+            sums = self.mesh.broadcast(parallel.pipeline, sums, src=self.mesh.size(parallel.pipeline) - 1)
         return float((sums[0] / (sums[1] / context.size)).item())
 
     def state(self) -> dict[str, Tensor]:

@@ -31,8 +31,8 @@ class Model(ABC):
         """A stage's module, split, its parameters on the meta device: see `meta.on_meta`.
 
         It takes int64 tokens or hidden states of one microbatch and gives hidden states, or on the last stage this
-        rank's slice of the logits, both in train.compute_dtype, or else in train.dtype. Its `layers`, a ModuleDict or ModuleList, are what shard gathers one at a time.
-        Where something is dropped it is also given `samples`, int64 (microbatch,), the samples' numbers in
+        rank's slice of the logits, both in train.compute_dtype, or else in train.dtype. Its `layers`, a ModuleDict
+        or ModuleList, are what shard gathers one at a time. Where something is dropped it is also given `samples`, int64 (microbatch,), the samples' numbers in
         the global batch. Parameters have one name in all stages of all meshes.
         """
 

@@ -86,7 +86,7 @@ class Results:
         pipeline, and what travels beside the loss those along which gradients are summed.
 
         dtype:     of the losses.
-        ids:       tokens and targets, looked at where the layers cannot: on devices other than cpu.
+        ids:       tokens and targets, looked at here where the layers cannot, on a queue of work.
         Called by: every rank of the mesh. Nothing waits for the device, but for one look in a hundred steps.
         Returns:   float32 (): 0, or 1 where the step must not be applied; the same on every rank.
         """
@@ -102,11 +102,7 @@ class Results:
         if pipeline is not None:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
-        ends = (
-            torch.stack([end for each in ids for end in each.aminmax()])
-            if ids and self._mesh.asynchronous
-            else None
-        )
+        ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
         self._steps.append(_Step(number, lr, values, self._norm.each, loss, ends))
         now = (~values.isfinite().all()).float()
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now

@@ -300,14 +300,15 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
-            # Gloo may have a call under its older name only (torch 2.13).
-            names = (each for each, (other, _) in _METHODS.items() if other == kind)
-            name = (
-                method
-                if hasattr(self._connected, method)
-                else next(each for each in names if hasattr(self._connected, each))
-            )
-            getattr(self._connected, name)(*given).wait()
+            # Gloo may have a call under its older name only (torch 2.13), or for one tensor at a time (torch 2.11).
+            names = [method, *(each for each, (other, _) in _METHODS.items() if other == kind)]
+            name = next((each for each in names if hasattr(self._connected, each)), None)
+            if name is not None:
+                getattr(self._connected, name)(*given).wait()
+                return
+            single = "_allgather_base" if kind.startswith("ALLGATHER") else "_reduce_scatter_base"
+            for out, x in zip(*arguments, strict=True):
+                getattr(self._connected, single)(out, x, options).wait()
 
         blocking = options is not None and not getattr(options, "asyncOp", True)
         return self._call(kind, run, tensors, ins, outs if inputs else [], root, blocking)

@@ -76,9 +76,7 @@ def corpus_of(mesh: Mesh, known: Sections) -> Corpus:
     """The data, as this rank reads it."""
     part, model, data, train = known
     assert data is not None
-    rank = 0
-    for dim in part.data_dims:
-        rank = rank * mesh.size(dim) + mesh.coord(dim)
+    rank = mesh.coord(part.data_dims) if part.data_dims else 0
     facts = {"seed": train.seed, "data_rank": rank, "data_world": part.copies(dict(mesh.dims))}
     return load(data, vocabulary=vocabulary_of(model), cache=Path(train.out), facts=facts)
 

@@ -59,9 +59,9 @@ class Trainer:
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed, [model] where no model is given, [data]
-            where no data is given to `run`, where [model] is there, and for a pipeline, whose stages must know
-            data.sequence.
+        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed,
+            [model] where no model is given, [data] where no data is given to `run`, where [model] is there, and for
+            a pipeline, whose stages must know data.sequence.
         model: None: that of [model]. A ModelSpec or Model: built in parts, so that all kinds of parallelism can be
             had which it tells of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has
             split it. The weights of the first rank along data and shard become those of all of them.

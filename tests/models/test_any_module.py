@@ -158,11 +158,14 @@ def _started(config: Config) -> str:
         ("tp=2", "parallel.tensor", "ModelSpec without split"),
         ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
         ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
+        ("recompute", "train.recompute", "ModelSpec without layers and forward"),
+        ("compile", "train.compile", "ModelSpec without layers"),
     ],
 )
 def test_what_a_module_does_not_say_is_asked_for_by_name(
     pool: Pool, dims: str, what: str, missing: str
 ) -> None:
-    for told in pool.run(_started, config_of(ALONE, dims), ranks=2):
+    setting = {} if "=" in dims else {"train": {dims: True}}
+    for told in pool.run(_started, config_of(ALONE, "dp=2" if setting else dims, **setting), ranks=2):
         assert f"cannot be trained with {what}" in told
         assert missing in told

@@ -140,6 +140,19 @@ def test_without_an_optimiser_the_configuration_has_one(pool: Pool) -> None:
         assert losses == pytest.approx(alone[0], rel=1e-9)
 
 
+def modes(config: Config) -> tuple[bool, bool]:
+    module = net()
+    module.up.eval()
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, module.double(), loss=loss)
+        trainer.evaluate([samples(1)])
+    return module.training, module.up.training
+
+
+def test_evaluation_leaves_what_is_in_eval_mode_there(pool: Pool) -> None:
+    assert pool.run(modes, ONE, ranks=1) == [(True, False)]
+
+
 class Notes(Callback):
     def __init__(self, last: int = 0) -> None:
         self.last, self.calls = last, []  # type: ignore[var-annotated]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from meshcomm.config import DataConfig
 from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.models.named import function_of
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, outside
 from meshcomm.train.data.order import permuted
 
@@ -32,10 +32,9 @@ def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) 
     Raises TrainingError where it cannot be called or returns something else.
     """
     assert config.build is not None
-    module, _, name = config.build.partition(":")
     given = f"build = {config.build!r}, args = {dict(config.args)}"
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = function_of(config.build)
         taken = inspect.signature(function).parameters
         known = {key: value for key, value in facts.items() if key in taken and key not in config.args}
         found = function(**known, **config.args)
@@ -46,7 +45,7 @@ def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) 
             f"data.build could not be called: {type(error).__name__}: {error}",
             given=given,
             expected="a function that can be imported where the ranks run, and takes args by name",
-            hint="its module beside the script, or in PYTHONPATH",
+            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
         ) from error
     if isinstance(found, torch.utils.data.DataLoader):
         raise _no_dataset(config.build, "a DataLoader, which gives batches", "return its dataset")
