@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import dropouts_of, sizes_of
+from meshcomm.config.pretrained import dropouts_of, sizes_of, windows_of
 from meshcomm.config.problems import Near, Problem, nearest, remainder, shared
 from meshcomm.config.section import Fraction, FrozenTable, Section, Table, Text, no_effect, rule, setting
 from meshcomm.config.training import Training, demand
@@ -87,6 +87,14 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Elements of one head."""
         return self.width // self.heads if self.head is None else self.head
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, how many keys a query meets at most; None: all before it."""
+        if self.pretrained is not None:
+            with contextlib.suppress(ValueError, OSError):
+                return windows_of(Path(self.pretrained), self.layers)
+        return (None,) * self.layers
 
     @property
     def is_built_in(self) -> bool:

@@ -22,6 +22,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "experts_every": ("decoder_sparse_step",),
 }
 
+# The layers of these have a window each by `use_sliding_window`; of the first two those from `max_window_layers` on.
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
+_LATER_LAYERS = 28
+
 
 def sizes_of(folder: Path) -> dict[str, Any]:
     """The settings of `[model]` that follow from `folder`/config.json.
@@ -56,6 +60,25 @@ def dropouts_of(folder: Path) -> dict[str, float]:
         for name, value in said.items()
         if name.endswith(("dropout", "_pdrop")) and not name.startswith("summary") and value
     }
+
+
+def windows_of(folder: Path, layers: int) -> tuple[int | None, ...]:
+    """Of each layer, the sliding window that `folder`/config.json says, as transformers reads it. Raises as `sizes_of`."""
+    _, said = _said(folder)
+    kind, window = said.get("model_type"), said.get("sliding_window")
+    if kind == "mistral":
+        window = said.get("sliding_window", 4096)
+    if kind in _SWITCHED:
+        window = said.get("sliding_window", 4096) if said.get("use_sliding_window") else None
+    elif kind not in ("mistral", "mixtral"):
+        window = None
+    if kind not in _SWITCHED[:2]:
+        return (window,) * layers
+    first = said.get("max_window_layers", _LATER_LAYERS)
+    named = said.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+    ]
+    return tuple(window if each == "sliding_attention" else None for each in named)
 
 
 def _said(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -32,8 +32,7 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
     """The spec of the causal language model whose config.json lies in `model.pretrained`.
 
     With model.random_weights they are drawn by their names from the seed; else they are read from the folder.
-    Raises: UnsupportedOp for a type that is none of FAMILIES, a sliding window shorter than the sequence, and what
-            a family cannot do.
+    Raises: UnsupportedOp for a type that is none of FAMILIES, and what a family cannot do.
     """
     assert model.pretrained is not None
     folder = Path(model.pretrained)
@@ -44,14 +43,6 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
             given=f'model_type = "{config.model_type}" in {folder}/config.json',
             expected=f"one of {', '.join(FAMILIES)}",
             hint='[model] build = "module:function", which returns a meshcomm.models.ModelSpec',
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and sequence > window:
-        raise UnsupportedOp(
-            "attention within a sliding window is not computed",
-            given=f"sliding_window = {window} in {folder}/config.json, data.sequence = {sequence}",
-            expected=f"samples of at most {window} tokens, where each token sees all before it",
-            hint=f"data.sequence = {window}, or sliding_window = null for attention to all tokens",
         )
     # The configuration asks for [model] dropout = 0 where the folder's says otherwise.
     for name, value in config.to_dict().items():

@@ -22,11 +22,13 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q (batch, heads, s, head), k and v alike -> (batch, s, heads, head)."""
     attend: Attend = module.meshcomm_attend
-    return attend(query, key, value, causal=True, scale=scaling).transpose(1, 2).contiguous(), None
+    found = attend(query, key, value, causal=True, scale=scaling, window=sliding_window)
+    return found.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -21,7 +21,14 @@ class Attend(Protocol):
     """Attention of this rank's queries over the whole sequence; see `ContextSplit.attend`."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor: ...
 
 

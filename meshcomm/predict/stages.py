@@ -122,14 +122,19 @@ def part_costs(model: ModelConfig, sequence: int) -> PartCosts:
     """What the matrices of each part cost; norms, rotations and the loss are not counted.
 
     sequence: tokens of a sample: each query meets all of their keys, also those that the causal
-    mask then hides. The embedding looks rows up and multiplies nothing.
+    mask then hides; within a window, which is computed some queries at a time, twice as many as it has.
+    The embedding looks rows up and multiplies nothing.
     """
     queries = model.heads * model.head_size
     keys = model.kv_heads * model.head_size
-    attention = 2 * model.width * (queries + keys) + 2 * sequence * queries
+    projections = 2 * model.width * (queries + keys)
+    met = [sequence if window is None else min(sequence, 2 * window) for window in model.windows]
     dense = 3 * model.width * model.ff
     experts = model.width * model.experts + min(model.experts_per_token, model.experts) * dense
-    layers = (attention + (experts if model.has_experts(i) else dense) for i in range(model.layers))
+    layers = (
+        projections + 2 * each * queries + (experts if model.has_experts(i) else dense)
+        for i, each in enumerate(met)
+    )
     return PartCosts(0, tuple(layers), model.width * model.vocabulary)
 
 

@@ -126,10 +126,30 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
         yield Flow("context", along, "all_to_all", calls, rows * query, True, "results for tokens")
         return
     block = tokens * 2 * work.kv_heads / sizes.tensor * work.head_size
-    turns = layers * (sizes.context - 1) * (forward + 1)
-    yield Flow("context", along, "sendrecv", turns, block * element, True, "keys and values")
-    back = layers * sizes.context if sizes.context > 1 else 0
+    # Of all layers, for one that has a window needs fewer; a rank's share of them, rounded up.
+    windows = work.windows or (None,) * work.layers
+    turns = sum(len(ring_turns(sizes.context, True, int(tokens / work.microbatch), each)) for each in windows)
+    turns = -(-layers * turns // work.layers)
+    size = block * element
+    yield Flow("context", along, "sendrecv", (turns - layers) * (forward + 1), size, True, "keys and values")
+    back = turns if sizes.context > 1 else 0
     yield Flow("context", along, "sendrecv", back, block * max(element, 4), True, "their gradients")
+
+
+def ring_turns(ranks: int, zigzag: bool, tokens: int, window: int | None) -> list[int]:
+    """At which turns of ring attention some rank computes something; at turn t each has the keys of the t-th rank before it.
+
+    tokens: of each rank. window: keys that a query meets, of its own sequence; None: all before it.
+
+    >>> ring_turns(4, False, tokens=8, window=9), ring_turns(8, True, tokens=8, window=4)
+    ([0, 1], [0, 1, 7])
+    """
+    if window is None:
+        return list(range(ranks))
+    size = tokens // 2 if zigzag else tokens
+    # The farthest chunk of which a query of this one meets a key. The next one even if it meets none: keys go somewhere.
+    far = max(1, (window + size - 2) // size)
+    return [turn for turn in range(ranks) if turn <= far or (zigzag and ranks - turn <= far)]
 
 
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -140,8 +160,10 @@ def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """One activation forward and its gradient backward for each stage of a rank."""
-    each = 2 * work.stages_per_rank if sizes.pipeline > 1 else 0
+    """Sends and receives: each stage of a rank takes an activation and gives one on, and gradients back; the first
+    stage of all takes none, and the last gives none on, which of two ranks each has one of.
+    """
+    each = 4 * work.stages_per_rank - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
     split = sizes.tensor if work.sequence_parallel else 1
     size = work.tokens(sizes) * work.width * work.activation_bytes / split
     yield Flow("pipeline", ("pipeline",), "sendrecv", each, size, True, "activations and their gradients")

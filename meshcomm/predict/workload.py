@@ -30,7 +30,8 @@ class Workload(NamedTuple):
     """Everything that the model of place reads; from a Config by `workload`, or made by hand.
 
     parts: those that the configuration plays. layer_macs, head_macs: multiply-adds of a forward pass for
-    each token, as the mean over the layers, and of the head. expert_layers: those with experts.
+    each token, as the mean over the layers, and of the head. expert_layers: those with experts. windows: of each layer,
+    the keys that a query meets at most; None: all before it, as with no windows at all.
     activation_bytes: of one element in a message and in memory, and of a weight that FSDP has gathered;
     weight_bytes: of a weight; reduced_bytes: of a gradient that FSDP adds up.
     """
@@ -60,11 +61,13 @@ class Workload(NamedTuple):
     ulysses: bool
     recompute: bool
     bucket_bytes: float
+    windows: tuple[int | None, ...] = ()
+    head: int | None = None
 
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return self.width // self.heads
+        return self.head or self.width // self.heads
 
     @property
     def attention_weights(self) -> int:
@@ -137,6 +140,8 @@ def workload(settings: Config) -> Workload:
         ulysses=parallel.attention == "ulysses",
         recompute=train.recompute,
         bucket_bytes=parallel.bucket_mb * 1e6,
+        windows=model.windows,
+        head=model.head,
     )
 
 

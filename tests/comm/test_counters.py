@@ -376,6 +376,7 @@ def predicted(settings: Config, world: int) -> dict[tuple[str, str], int]:
 
 SHARDED = ("parallel.data=", 'parallel.shard="fs"', "parallel.tensor=")
 HYBRID = ('parallel.data="dp"', 'parallel.shard="fs"', "parallel.tensor=")
+SEVERAL = ("parallel.stages_per_rank=2", "model.layers=4")
 PIPELINED = ('parallel.pipeline="pp"', "parallel.tensor=")
 
 
@@ -413,6 +414,9 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
         ("mesh.dims={ fs = 4 }", *SHARDED, "model.experts=4", AGAIN),
         ("mesh.dims={ dp = 2, fs = 2 }", *HYBRID),
         ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED),
+        ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="zero_bubble"'),
+        ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="interleaved_1f1b"'),
+        ("mesh.dims={ pp = 4, dp = 1 }", *PIPELINED, "model.layers=4"),
         (
             "mesh.dims={ pp = 2, fs = 2 }",
             *SHARDED,
@@ -421,7 +425,10 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
             "model.layers=4",
         ),
     ],
-    ids=["fsdp", "reduced in bf16", "experts", "hybrid", "pipeline", "pipeline of shards"],
+    ids=[
+        *("fsdp", "reduced in bf16", "experts", "hybrid", "pipeline"),
+        *("zero bubble", "interleaved", "pipeline of four", "pipeline of shards"),
+    ],
 )
 def test_torch_s_own_calls_are_those_that_place_predicts(
     pool: Pool, overrides: tuple[str, ...], narrow: tuple[str, ...]
@@ -435,6 +442,10 @@ def test_torch_s_own_calls_are_those_that_place_predicts(
         key = "_".join(each.dims), each.operation
         calls, nbytes = wanted.get(key, (0, 0))
         wanted[key] = calls + each.calls, nbytes + round(each.step_bytes)
+    if settings.mesh.dims.get("pp") == 4:
+        # Those with a stage on either side.
+        assert everyone[1:3] == [wanted] * 2
+        return
     # The largest rank is predicted: of a pipeline the last, which has the last norm.
     assert everyone[2:] == [wanted] * 2
     assert everyone[:2] == [wanted] * 2 or {"pp", "fs"} <= set(settings.mesh.dims)

@@ -39,7 +39,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {"sliding_window": 32, "head_dim": 4}),
+    "mistral window": ("MistralConfig", {"sliding_window": 10, "head_dim": 8}),
     "qwen2": ("Qwen2Config", {}),
+    "qwen2 window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3 layers": (
+        "Qwen3Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "gpt2": ("GPT2Config", {}),
     "qwen3_moe": (
@@ -47,6 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EXPERTS, "moe_intermediate_size": 16, "head_dim": 8, "decoder_sparse_step": 2},
     ),
     "mixtral": ("MixtralConfig", {**_EXPERTS, "intermediate_size": 16}),
+    "mixtral window": ("MixtralConfig", {**_EXPERTS, "intermediate_size": 16, "sliding_window": 12}),
 }
 
 
@@ -116,7 +130,8 @@ def differences(pool: Any, config: Config, alone: Any = None) -> list[Difference
     """Of every rank from one process, in every quantity; every weight of the one is on some rank."""
     if alone is None:
         (alone,) = pool.run(recorded, reference(config), ranks=1)
-    ranks = pool.run(recorded, config, ranks=math.prod(config.mesh.dims.values()))
+    count = math.prod(config.mesh.dims.values())
+    ranks = pool.run(recorded, config, ranks=count, timeout_s=60.0 * max(1, count // 4))
     assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
     return [each for rank in ranks for each in compare(rank, alone)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from meshcomm.config import ModelConfig, load
+from meshcomm.config.pretrained import windows_of
 from meshcomm.errors import ConfigError, MeshcommError, UnsupportedOp
 from meshcomm.testing import Pool
 from tests.comm.test_counters import AGAIN, RING, TRAIN, ULYSSES, predicted, sent
@@ -28,10 +30,13 @@ ALWAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "dp=2 tp=2", {"sequence_parallel": True}),
     ("gpt2", "pp=2 tp=2", {"sequence_parallel": True}),
     ("qwen3_moe", "pp=2 dp=2", {"expert": "ep", "views": _EXPERT}),
+    ("mistral window", "cp=4", {}),
+    ("qwen3 layers", "cp=2 tp=2", {"attention": "ulysses"}),
 ]
 
-_ALL = ("llama", "qwen3", "gpt2", "qwen3_moe")
-_REST = ("llama tied", "llama 3", "mistral", "qwen2", "mixtral")
+_ALL = ("llama", "qwen2", "qwen3", "gpt2", "qwen3_moe", "mixtral")
+_REST = ("llama tied", "llama 3", "mistral")
+_WINDOWS = ("mistral window", "qwen2 window", "qwen3 layers", "mixtral window")
 _MESHES: list[tuple[str, dict[str, Any]]] = [
     ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
     ("pp=2 cp=2 tp=2", {}),
@@ -47,7 +52,19 @@ PARITY += [(family, dims, more) for family in _REST for dims, more in (_MESHES[0
 PARITY += [
     ("qwen3_moe", "dp=4 tp=2", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}}),
     ("mixtral", "dp=2 cp=2", {"expert": "ep", "views": {"expert": {"edp": 1, "ep": 4}}}),
+    ("mixtral", "dp=4 tp=2", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}}),
+    ("mixtral", "pp=2 dp=2", {"expert": "ep", "views": _EXPERT}),
+    ("mixtral", "pp=2 dp=2 cp=2", {"expert": "ep", "views": {"expert": {"pp": 2, "edp": 1, "ep": 4}}}),
 ]
+_LONG: list[tuple[str, dict[str, Any]]] = [
+    ("dp=2 cp=2", {}),
+    ("cp=4 tp=2", {}),
+    ("pp=2 cp=4", {"schedule": "zero_bubble", "stages_per_rank": 2}),
+    ("fsdp=2 cp=4", {"train": {"recompute": True}}),
+    ("cp=4", {"attention": "ulysses"}),
+    ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
+]
+PARITY += [(family, dims, more) for family in _WINDOWS for dims, more in _LONG]
 
 
 def _is_the_same(pool: Pool, path: Path, family: str, dims: str, more: dict[str, Any]) -> None:
@@ -89,6 +106,75 @@ def test_a_folder_gives_the_logits_that_transformers_gives(pool: Pool, tmp_path:
 
 
 @pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.split()[-1] in ("window", "layers")]
+)
+def test_windows_in_float64_are_those_of_transformers(pool: Pool, tmp_path: Path, family: str) -> None:
+    folder = folder_of(family, tmp_path, weights=True)
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(3))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    theirs = []
+    for window in (config.sliding_window, None):
+        config.sliding_window = window
+        if window is None and hasattr(config, "layer_types"):
+            config.layer_types = ["full_attention"] * 4
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float64, experts_implementation="eager"
+        )
+        for part in model.modules():
+            # Its norms round to float32.
+            if type(part).__name__.endswith("RMSNorm"):
+                part.forward = partial(_wide_norm, part)
+        with torch.no_grad():
+            theirs.append(model.eval()(tokens).logits)
+    own = config_of({"pretrained": str(folder)}, "dp=1")
+    (ours,) = pool.run(logits_of, own, tokens, ranks=1)
+    # The router of a Mixtral rounds to float32.
+    torch.testing.assert_close(ours, theirs[0], rtol=0, atol=1e-7 if "mixtral" in family else 1e-9)
+    assert (ours - theirs[1]).abs().max() > 1e-3
+
+
+def _wide_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+    return y
+
+
+def test_windows_of_layers_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    for place, (kind, said) in enumerate(
+        [
+            ("mistral", {}),
+            ("mistral", {"sliding_window": None}),
+            ("mixtral", {}),
+            ("mixtral", {"sliding_window": 8}),
+            ("llama", {"sliding_window": 8}),
+            ("qwen2", {"sliding_window": 8}),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+            ("qwen3", {"use_sliding_window": True, "sliding_window": 8}),
+            (
+                "qwen3",
+                {"use_sliding_window": True, "layer_types": [*["full_attention"] * 3, "sliding_attention"]},
+            ),
+            ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4}),
+        ]
+    ):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **said}))
+        made = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(made)
+        theirs = tuple(
+            (
+                getattr(layer.self_attn, "sliding_window", None)
+                if "qwen" in kind
+                else getattr(made, "sliding_window", None)
+            )
+            for layer in model.model.layers
+        )
+        assert windows_of(folder, 4) == (theirs if kind != "llama" else (None,) * 4), (kind, said)
+
+
+@pytest.mark.parametrize(
     ("world", "overrides"),
     [
         (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
@@ -115,6 +201,16 @@ def test_llama_sends_what_place_predicts(tmp_path: Path, world: int, overrides: 
     assert sent(settings, world) == sent(built_in, world) == predicted(settings, world)
 
 
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_layers_with_windows_send_what_place_predicts(tmp_path: Path, attention: str) -> None:
+    built_in = load(TRAIN, ["mesh.dims={ dp = 1, cp = 8, tp = 1 }", RING])
+    folder_of("mistral window", tmp_path)
+    facts = built_in.model_dump(exclude_unset=True, mode="python")
+    facts["parallel"]["attention"], facts["data"]["sequence"] = attention, 128
+    settings = load({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
+    assert sent(settings, 8) == predicted(settings, 8)
+
+
 def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> MeshcommError:
     from meshcomm.models.families import hugging_face
 
@@ -127,9 +223,6 @@ def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> Mes
 
 
 def test_what_a_family_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
-    found = str(_refused(tmp_path / "a", "mistral", sequence=64))
-    assert "sliding_window = 32" in found
-    assert "data.sequence = 64" in found
     found = str(_refused(tmp_path / "b", "gpt2", sequence=128))
     assert "n_positions = 64" in found
     assert "data.sequence = 64" in found

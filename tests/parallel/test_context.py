@@ -27,13 +27,15 @@ from meshcomm.parallel.context import (
     zigzag_positions,
 )
 from meshcomm.parallel.context.block import (
+    Band,
     attend_block,
     block_gradients,
     plain_attention,
     plain_gradients,
     wide,
 )
-from meshcomm.parallel.context.ring import block_at
+from meshcomm.parallel.context.ring import blocks_at
+from meshcomm.predict.traffic import ring_turns
 from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]
@@ -51,12 +53,24 @@ def draw(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[
 
 
 def one_process(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None = None,
 ) -> list[Tensor]:
     """The result and its gradients for q, k, v, by torch on the whole sequence."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    seen = {"is_causal": causal} if window is None else {"attn_mask": pairs_within(q.shape[2], window)}
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **seen)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def pairs_within(sequence: int, window: int) -> Tensor:
+    """Which query meets which key."""
+    return torch.ones(sequence, sequence, dtype=torch.bool).tril().triu(1 - window)
 
 
 def split_up(
@@ -97,6 +111,29 @@ def test_split_attention_is_that_of_one_process(n: int) -> None:
     # Values are about 1; sums of 24 terms in another order differ by some 1e-15.
     for found in meshcomm.simulate(every_case, dims={"cp": n}):
         assert len(found) == 24
+        assert [case for case, error in found if not error < 1e-12] == []
+
+
+def every_window(mesh: Mesh) -> list[tuple[Any, float]]:
+    found = []
+    for kind, order, window in product(KINDS, ("zigzag", "contiguous"), (*range(1, 14), 18, 23, 24, 99)):
+        whole = draw(12, 2)
+        mine = split_up(mesh, "cp", KINDS[kind], order, whole, window=window)
+        found.append(((kind, order, window), farthest(mine, one_process(*whole, True, None, window))))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 6])
+def test_windows_are_those_of_one_process(n: int) -> None:
+    for found in meshcomm.simulate(every_window, dims={"cp": n}):
+        assert [case for case, error in found if not error < 1e-12] == []
+
+
+def test_a_window_of_a_sequence_that_is_not_split_is_computed_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshcomm.parallel.context.block._ROWS", 3)
+    for found in meshcomm.simulate(every_window, dims={"cp": 1}):
         assert [case for case, error in found if not error < 1e-12] == []
 
 
@@ -149,7 +186,9 @@ def test_narrow_dtypes(dtype: torch.dtype, autocast: bool, bound: float) -> None
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("causal", "keys"), [(True, 10), (False, 6)])
+@pytest.mark.parametrize(
+    ("causal", "keys"), [(True, 10), (False, 6), (Band(0, 4), 10), (Band(5, 7), 12), (Band(0, 99), 4)]
+)
 def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys: int, strided: bool) -> None:
     torch.manual_seed(0)
     q, dout = torch.randn(2, BATCH, 6, 10, HEAD).to(dtype)
@@ -184,23 +223,67 @@ def test_the_formula_carries_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocks_cover_each_pair_once(n: int, order: Any, causal: bool) -> None:
     length = 4
-    counted = torch.zeros(n * length, n * length, dtype=torch.int64)
-    area = torch.zeros(n, n)
-    for coord, turn in product(range(n), range(n)):
-        block = block_at(turn, n, coord, order, causal, length, length)
-        if block is None:
-            continue
-        queries, keys, masked = block
-        mine = sequence_positions(n * length, n, coord, order)[queries]
-        theirs = sequence_positions(n * length, n, (coord - turn) % n, order)[keys]
-        assert turn or len(mine) == length
-        pairs = torch.ones(len(mine), len(theirs), dtype=torch.int64)
-        area[coord, turn] = pairs.numel() / (2 if masked else 1)
-        counted[mine[:, None], theirs] += pairs.tril() if masked else pairs
+    counted, area, _ = covered(n, order, causal, length)
     wanted = torch.ones_like(counted)
     assert torch.equal(counted, wanted.tril() if causal else wanted)
     if causal and order == "zigzag":
         assert (area == length * length / 2).all()
+
+
+def covered(
+    n: int, order: Any, causal: bool, length: int, window: int | None = None
+) -> tuple[Tensor, Tensor, set[int]]:
+    """How often each query meets each key; how many pairs a rank computes at a turn; turns at which some rank does."""
+    counted = torch.zeros(n * length, n * length, dtype=torch.int64)
+    area, turns = torch.zeros(n, n), set()
+    for coord, turn in product(range(n), range(n)):
+        for place, block in enumerate(blocks_at(turn, n, coord, order, causal, length, length, window)):
+            queries, keys, seen = block
+            mine = sequence_positions(n * length, n, coord, order)[queries]
+            theirs = sequence_positions(n * length, n, (coord - turn) % n, order)[keys]
+            assert turn or place or queries.start == 0
+            pairs = torch.ones(len(mine), len(theirs), dtype=torch.int64)
+            if isinstance(seen, Band):
+                own = pairs.tril(seen.offset).triu(seen.offset - seen.window + 1)
+                assert (own.sum(1) > 0).all() and (own.sum(0) > 0).all()
+                pairs = own
+            area[coord, turn] += pairs.numel() / (2 if seen is True else 1)
+            counted[mine[:, None], theirs] += pairs.tril() if seen is True else pairs
+            turns.add(turn)
+    return counted, area, turns
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_blocks_within_a_window_and_no_others(n: int, order: Any) -> None:
+    length = 4
+    for window in range(2, n * length):
+        counted, _, turns = covered(n, order, True, length, window)
+        assert torch.equal(counted, pairs_within(n * length, window).long())
+        assert sorted(turns) == ring_turns(n, order == "zigzag", length, window)
+    assert ring_turns(n, order == "zigzag", length, None) == list(range(n))
+
+
+def messages(mesh: Mesh, order: Any, window: int | None) -> int:
+    q, k, v, dout = (split_sequence(x, 2, mesh, "cp", order) for x in draw(2, 1))
+    ring_attention(mesh, "cp", q.requires_grad_(), k, v, order=order, window=window).backward(dout)
+    return sum(row.calls for row in mesh.stats().rows if row.call == "exchange")
+
+
+@pytest.mark.parametrize(
+    ("order", "window", "turns"),
+    [
+        ("contiguous", None, 6),
+        ("contiguous", 5, 2),
+        ("contiguous", 6, 3),
+        ("zigzag", 3, 3),
+        ("zigzag", 24, 6),
+    ],
+)
+def test_no_block_outside_of_a_window_is_sent(order: Any, window: int | None, turns: int) -> None:
+    # Keys and values forward and backward, and their gradients, which go home.
+    sent = 2 * (turns - 1) + turns
+    assert meshcomm.simulate(messages, dims={"cp": 6}, args=(order, window)) == [sent] * 6
 
 
 def both_ways(mesh: Mesh) -> None:
@@ -375,6 +458,20 @@ def refusals(mesh: Mesh) -> None:
         split_sequence(x(6), 0, mesh, "cp", "contiguous")
     with pytest.raises(ShapeError, match="12 % 8 = 4"):
         gather_sequence(x(3), 0, mesh, "cp", "zigzag")
+
+
+def no_windows(mesh: Mesh) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    for attend in (ring_attention, ulysses_attention):
+        with pytest.raises(UnsupportedOp, match=r"attention along .*there is no such window(.|\n)*window=0"):
+            attend(mesh, "cp", q, q, q, window=0)
+    for dim in (None, "cp"):
+        with pytest.raises(UnsupportedOp, match="window=2, causal=False"):
+            ContextSplit(mesh, dim).attend(q, q, q, causal=False, window=2)
+
+
+def test_windows_that_are_none_are_refused() -> None:
+    meshcomm.simulate(no_windows, dims={"cp": 2})
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -312,7 +312,9 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("replica", "all_reduce", 1, spread / 4 * 4, False) in experts
 
     pipeline = sent("interleaved", {"layers": 8}, pipeline=2)
-    assert ("pipeline", "sendrecv", 4, 2 * 48 * 96 * 4, True) in pipeline
+    assert ("pipeline", "sendrecv", 6, 2 * 48 * 96 * 4, True) in pipeline
+    longer = sent("interleaved", {"layers": 8}, pipeline=4)
+    assert ("pipeline", "sendrecv", 8, 2 * 48 * 96 * 4, True) in longer
     once = sent("ulysses", {"stages_per_rank": 1}, pipeline=2, context=4)
     assert ("pipeline", "sendrecv", 2, tokens * 96 * 4, True) in once
     # Buckets of 0.1 MB: as many calls as the gradients need.

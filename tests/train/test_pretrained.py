@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from meshcomm.train import Silent, Trainer, run, save_pretrained
 from meshcomm.train.export import find_checkpoint
 from meshcomm.train.lock import Lock
 from meshcomm.train.pretrained import export_pretrained
+from tests.models.families import folder_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,12 +46,21 @@ def made(path: Path, **options: Any) -> Path:
     return path
 
 
-def config_of(folder: Path, out: Path, dims: dict[str, int], shard: bool = False, **train: Any) -> Config:
+def config_of(
+    folder: Path,
+    out: Path,
+    dims: dict[str, int],
+    shard: bool = False,
+    views: dict[str, Any] | None = None,
+    **train: Any,
+) -> Config:
     return load(
         {
-            "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1} | dims, "device": "cpu", "timeout_s": 60.0},
-            "parallel": {"pipeline": "pp", "shard" if shard else "data": "dp", "tensor": "tp"},
-            "model": {"pretrained": str(folder)},
+            "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1} | dims, "device": "cpu", "timeout_s": 60.0}
+            | ({"views": views} if views else {}),
+            "parallel": {"pipeline": "pp", "shard" if shard else "data": "dp", "tensor": "tp"}
+            | ({"expert": "ep"} if views else {}),
+            "model": {"pretrained": str(folder), "dropout": 0.0},
             "data": {"sequence": 16, "max_bytes": 100_000},
             "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "out": str(out), **train},
         }
@@ -68,6 +79,44 @@ def through(config: Config, target: Path, dtype: torch.dtype | None, shard_bytes
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
         save_pretrained(trainer, target, dtype=dtype, shard_bytes=shard_bytes)
+
+
+_EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2, "tp": 1}}
+# Fused and transposed weights; experts in folders that name each, on a mesh without and with a dim for them.
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", _EXPERT),
+    ("mixtral", {}),
+    ("mixtral", _EXPERT),
+]
+
+
+@pytest.mark.parametrize(("family", "views"), OTHERS, ids=str)
+def test_every_layout_of_weights_comes_out_as_it_went_in(
+    pool: Pool, tmp_path: Path, family: str, views: dict[str, Any]
+) -> None:
+    source, out = folder_of(family, tmp_path / "from", weights=True), tmp_path / "run"
+    dims = {"pp": 2, "dp": 2} if views else {"pp": 2, "tp": 2}
+    pool.run(through, config_of(source, out, dims, views=views), tmp_path / "to", None, 60_000, ranks=4)
+    assert torch.equal(logits(tmp_path / "to"), logits(source))
+    assert logits(source).abs().max() > 0.1
+    theirs, ours = held(source), held(tmp_path / "to")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    # And by way of a checkpoint, in one process.
+    still = {"checkpoint_every": 1, "steps": 1, "lr": 1e-30}
+    pool.run(trained, config_of(source, out, dims, views=views, **still), None, ranks=4)
+    export_pretrained(out, tmp_path / "left")
+    assert torch.equal(logits(tmp_path / "left"), logits(source))
+
+
+def held(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    found: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
 @pytest.mark.parametrize("shard_bytes", [10_000_000, 9_000])

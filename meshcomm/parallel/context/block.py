@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm.comm.checks import check_tensor
-from meshcomm.errors import ShapeError
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.context.order import Order, check_order
@@ -22,6 +23,58 @@ from meshcomm.transport.torch_private import (
 
 # Elements of the scores that the formula holds at once.
 _SCORES = 1 << 24
+# Queries that attend together within a window, at least: fewer would be many small products.
+_ROWS = 128
+
+
+class Band(NamedTuple):
+    """A query at place i meets the keys at places i + offset - window + 1 to i + offset, of which there is one at least."""
+
+    offset: int
+    window: int
+
+
+Seen: TypeAlias = bool | Band
+"""Which keys of a block a query meets: False all of them, True those at its own place and before."""
+
+
+def check_window(call: str, causal: bool, window: int | None) -> None:
+    """Raises UnsupportedOp for a window that is none."""
+    if window is not None and (not causal or window < 1):
+        raise UnsupportedOp(
+            f"{call}: there is no such window",
+            given=f"window={window}, causal={causal}",
+            expected="the number of keys that a query meets, its own and those before it: 1 or more, with causal=True",
+            hint="window=None, for all of them",
+        )
+
+
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None
+) -> Tensor:
+    """torch's scaled_dot_product_attention of a sequence that is not split.
+
+    Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
+    window: keys that a query meets at most, its own the last. Some queries at a time, with the keys that they meet:
+            the work grows as s * window.
+    """
+    count = q.shape[2]
+    if window is None or window >= count:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    outs, step = [], max(window, _ROWS)
+    for first in range(0, count, step):
+        end, begin = min(first + step, count), max(0, first - window + 1)
+        # No fused kernel of CUDA takes both a mask and fewer heads of keys.
+        keys, values = (_repeated(x[:, :, begin:end], q) for x in (k, v))
+        places = torch.arange(begin, end, device=q.device)
+        before = places[first - begin :, None] - places
+        seen = (before >= 0) & (before < window)
+        outs.append(
+            F.scaled_dot_product_attention(q[:, :, first:end], keys, values, attn_mask=seen, scale=scale)
+        )
+    return torch.cat(outs, 2)
 
 
 def prepared(
@@ -83,25 +136,26 @@ def prepared(
     return where, q, k, v
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of this block alone, and the logarithm of its denominator.
 
-    Shape:   q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
+    Shape:   q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where seen is True ->
              (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory:  torch's kernel where it has one, see `attention_kernel`; elsewhere the scores of some queries at a time.
+    Memory:  torch's kernel where it has one, see `attention_kernel`; elsewhere, and for a Band, which no kernel on
+             every device takes, the scores of some queries at a time.
     """
     fq, fk, fv = (_fitted(x) for x in (q, k, v))
-    kernel = attention_kernel(fq, fk, fv, causal)
-    if kernel is None:
-        return plain_attention(q, k, v, causal, scale)
+    kernel = None if isinstance(seen, Band) else attention_kernel(fq, fk, fv, seen)
+    if kernel is None or isinstance(seen, Band):
+        return plain_attention(q, k, v, seen, scale)
     if kernel == "efficient":
         fk, fv = (_repeated(x, q) for x in (fk, fv))
-    out, lse = kernel_attention(kernel, fq, fk, fv, causal, scale)
+    out, lse = kernel_attention(kernel, fq, fk, fv, seen, scale)
     return out[..., : q.shape[-1]], lse
 
 
 def block_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What this block adds to the gradients of q, k, v.
 
@@ -109,13 +163,13 @@ def block_gradients(
     of this block within the whole are exp(scores - lse) (Dao et al. 2022).
     """
     fq, fk, fv = (_fitted(x) for x in (q, k, v))
-    kernel = attention_kernel(fq, fk, fv, causal)
-    if kernel is None:
-        return plain_gradients(dout, q, k, v, out, lse, causal, scale)
+    kernel = None if isinstance(seen, Band) else attention_kernel(fq, fk, fv, seen)
+    if kernel is None or isinstance(seen, Band):
+        return plain_gradients(dout, q, k, v, out, lse, seen, scale)
     if kernel == "efficient":
         fk, fv = (_repeated(x, q) for x in (fk, fv))
     given = (_fitted(dout), fq, fk, fv, _fitted(out), lse)
-    dq, dk, dv = kernel_attention_backward(kernel, *given, causal, scale)
+    dq, dk, dv = kernel_attention_backward(kernel, *given, seen, scale)
     if kernel == "efficient":
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     head = q.shape[-1]
@@ -155,51 +209,59 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     """`attend_block` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
-    for rows, seen in _runs(q, k, causal):
-        scores = _scores(_grouped(q[:, :, rows], k), keys[..., seen, :], rows, causal, scale)
+    for rows, met in _runs(q, k, seen):
+        scores = _scores(_grouped(q[:, :, rows], k), keys[..., met, :], rows, met, seen, scale)
         lse = scores.logsumexp(-1)
         lses.append(lse.flatten(1, 2))
-        outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ values[..., seen, :]).flatten(1, 2))
+        outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ values[..., met, :]).flatten(1, 2))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def plain_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dqueries = []
-    for rows, seen in _runs(q, k, causal):
+    for rows, met in _runs(q, k, seen):
         queries, dout_, out_ = (_grouped(x[:, :, rows], k) for x in (q, dout, out))
-        scores = _scores(queries, keys[..., seen, :], rows, causal, scale)
+        scores = _scores(queries, keys[..., met, :], rows, met, seen, scale)
         weights = scores.sub_(lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
-        dvalues[..., seen, :] += (weights.transpose(-1, -2) @ dout_).sum(2, keepdim=True)
-        dscores = dout_ @ values[..., seen, :].transpose(-1, -2)
+        dvalues[..., met, :] += (weights.transpose(-1, -2) @ dout_).sum(2, keepdim=True)
+        dscores = dout_ @ values[..., met, :].transpose(-1, -2)
         dscores = dscores.sub_((dout_ * out_).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
-        dkeys[..., seen, :] += (dscores.transpose(-1, -2) @ queries).sum(2, keepdim=True)
-        dqueries.append((dscores @ keys[..., seen, :]).flatten(1, 2))
+        dkeys[..., met, :] += (dscores.transpose(-1, -2) @ queries).sum(2, keepdim=True)
+        dqueries.append((dscores @ keys[..., met, :]).flatten(1, 2))
     return torch.cat(dqueries, 2), dkeys.squeeze(2), dvalues.squeeze(2)
 
 
-def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _runs(q: Tensor, k: Tensor, seen: Seen) -> Iterator[tuple[slice, slice]]:
     """Queries whose scores fit into `_SCORES` elements, and the keys that some of them meet."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
     for first in range(0, max(1, count), most):
         end = min(first + most, count)
-        yield slice(first, end), slice(0, end if causal else k.shape[2])
+        if isinstance(seen, Band):
+            begin = max(0, first + seen.offset - seen.window + 1)
+            yield slice(first, end), slice(begin, min(end + seen.offset, k.shape[2]))
+        else:
+            yield slice(first, end), slice(0, end if seen else k.shape[2])
 
 
-def _scores(queries: Tensor, keys: Tensor, rows: slice, causal: bool, scale: float) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, rows: slice, met: slice, seen: Seen, scale: float) -> Tensor:
     scores: Tensor = (queries @ keys.transpose(-1, -2)).mul_(scale)
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + rows.start)
-        scores.masked_fill_(later, -torch.inf)
+    if seen:
+        every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        own = rows.start - met.start + (seen.offset if isinstance(seen, Band) else 0)
+        hidden = every.triu(own + 1)
+        if isinstance(seen, Band):
+            hidden |= every.tril(own - seen.window)
+        scores.masked_fill_(hidden, -torch.inf)
     return scores
 
 

@@ -9,21 +9,33 @@ the zig-zag, whose blocks are rectangles without a mask.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshcomm.comm import Handle
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import attend_block, block_gradients, merge, prepared, wide
+from meshcomm.parallel.context.block import (
+    Band,
+    Seen,
+    attend_block,
+    block_gradients,
+    check_window,
+    merge,
+    prepared,
+    whole_attention,
+    wide,
+)
 from meshcomm.parallel.context.order import Order
+from meshcomm.predict.traffic import ring_turns
 from meshcomm.transport.torch_private import outside_graphs
 
-Block: TypeAlias = tuple[slice, slice, bool]
-"""Which rows of a rank's queries meet which of the keys at hand; True: only keys at or before them."""
+Block: TypeAlias = tuple[slice, slice, Seen]
+"""Which rows of a rank's queries meet which of the keys at hand, and which of these each of them."""
 
 
 @outside_graphs
@@ -37,6 +49,7 @@ def ring_attention(
     causal: bool = True,
     order: Order = "zigzag",
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
@@ -45,45 +58,83 @@ def ring_attention(
                 sequence than q.
     order:      how the sequence lies on the ranks, see `split_sequence`; without causal both are the same.
     scale:      None: 1 / sqrt(head).
+    window:     with causal, keys that a query meets at most, its own the last; None: all before it. Blocks outside of
+                it are neither sent nor computed; those that it cuts are computed by the formula, not by torch's
+                kernels, which take no window on every device.
     Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
     Gradient:   exact, for this rank's q, k, v. Once differentiable. q, k, v, the result and one number
                 for each query are kept for it; scores are computed anew.
     Sent:       n - 1 times this rank's k and v to the next coord, each while a block is computed; in
-                backward again, and n times their gradients, in float32 or wider.
+                backward again, and n times their gradients, in float32 or wider. With a window as often as another
+                rank needs them, over ranks that do not.
     Numbers:    sums over blocks in float32, for float64 in float64. Under autocast in its dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
-    _, q, k, v = prepared(mesh, dim, "ring_attention", q, k, v, causal, order)
+    where, q, k, v = prepared(mesh, dim, "ring_attention", q, k, v, causal, order)
+    check_window(where, causal, window)
     n, coord = mesh.size(dim), mesh.coord(dim)
     if n == 1:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    ring = _Ring(mesh, dim, n, coord, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
+        return whole_attention(q, k, v, causal, scale, window)
+    if window is not None and window >= n * q.shape[2]:
+        window = None
+    ring = _Ring(mesh, dim, n, coord, causal, order, q.shape[-1] ** -0.5 if scale is None else scale, window)
     apply: Any = _RingAttention.apply
     result: Tensor = apply(ring, q, k, v)
     return result
 
 
-def block_at(
-    turn: int, n: int, coord: int, order: Order, causal: bool, queries: int, keys: int
-) -> Block | None:
-    """What coord `coord` of `n` computes at `turn`, of so many queries and keys on each rank; None: nothing.
+def blocks_at(
+    turn: int,
+    n: int,
+    coord: int,
+    order: Order,
+    causal: bool,
+    queries: int,
+    keys: int,
+    window: int | None = None,
+) -> tuple[Block, ...]:
+    """What coord `coord` of `n` computes at `turn`, of so many queries and keys on each rank.
 
-    A ring passes keys upwards, so those at hand are of coord `coord - turn`. At turn 0 it is always a block with
-    all of its queries. In zig-zag order it is, at each turn and on each rank, as much as a half of a rank's
-    queries by all of a rank's keys.
+    A ring passes keys upwards, so those at hand are of coord `coord - turn`. At turn 0 each query meets some, first of
+    all its own. In zig-zag order and without a window it is, at each turn and on each rank, as much as a half of a
+    rank's queries by all of a rank's keys.
     """
     source = (coord - turn) % n
     every_query, every_key = slice(0, queries), slice(0, keys)
+    if window is not None:
+        return tuple(_within(window, source, n, coord, order, queries))
     if not causal or not turn:
-        return every_query, every_key, causal
+        return ((every_query, every_key, causal),)
     if order == "contiguous":
-        return (every_query, every_key, False) if source < coord else None
+        return ((every_query, every_key, False),) if source < coord else ()
     # The source has chunks source and 2n - 1 - source, this rank coord and 2n - 1 - coord.
     if source < coord:
-        return every_query, slice(0, keys // 2), False
-    return slice(queries // 2, queries), every_key, False
+        return ((every_query, slice(0, keys // 2), False),)
+    return ((slice(queries // 2, queries), every_key, False),)
+
+
+def _within(window: int, source: int, n: int, coord: int, order: Order, count: int) -> Iterator[Block]:
+    """Each chunk of the queries with each chunk of the source's keys, without rows and keys that the window hides."""
+    chunks = [(rank,) if order == "contiguous" else (rank, 2 * n - 1 - rank) for rank in (coord, source)]
+    size = count // len(chunks[0])
+    for row, mine in enumerate(chunks[0]):
+        # A query's own chunk first.
+        for column, theirs in sorted(enumerate(chunks[1]), key=lambda each: -each[1]):
+            offset = (mine - theirs) * size
+            if offset < 0 or offset - (size - 1) >= window:
+                continue
+            rows = min(size, size - 1 + window - offset)
+            hidden = max(0, offset - window + 1)
+            seen: Seen = Band(offset - hidden, window)
+            if offset == 0 and window >= size:
+                seen = True
+            elif offset and offset + size - 1 < window:
+                seen = False
+            yield (
+                slice(row * size, row * size + rows),
+                slice(column * size + hidden, (column + 1) * size),
+                seen,
+            )
 
 
 class _Ring(NamedTuple):
@@ -94,14 +145,22 @@ class _Ring(NamedTuple):
     causal: bool
     order: Order
     scale: float
+    window: int | None = None
 
-    def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
-        """Start sending `x` to the next coord; the wait returns what comes from the one before."""
-        coming = [(torch.empty_like(x), (self.coord - 1) % self.n)]
-        return self.mesh.exchange(self.dim, [(x, (self.coord + 1) % self.n)], coming, async_op=True)
+    def pass_on(self, x: Tensor, by: int) -> Handle[list[Tensor]]:
+        """Start sending `x` to the coord that is `by` higher; the wait returns what comes from one as much lower."""
+        coming = [(torch.empty_like(x), (self.coord - by) % self.n)]
+        return self.mesh.exchange(self.dim, [(x, (self.coord + by) % self.n)], coming, async_op=True)
 
-    def block(self, turn: int, q: Tensor, k: Tensor) -> Block | None:
-        return block_at(turn, self.n, self.coord, self.order, self.causal, q.shape[2], k.shape[2])
+    def turns(self, q: Tensor) -> Iterator[tuple[int, int, bool]]:
+        """Each turn, how far keys and values go on behind it, and whether it is the last, behind which they are home."""
+        turns = ring_turns(self.n, self.order == "zigzag", q.shape[2], self.window)
+        for turn, after in pairwise([*turns, self.n]):
+            yield turn, after - turn, after == self.n
+
+    def blocks(self, turn: int, q: Tensor, k: Tensor) -> tuple[Block, ...]:
+        shape = q.shape[2], k.shape[2]
+        return blocks_at(turn, self.n, self.coord, self.order, self.causal, *shape, self.window)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -123,17 +182,18 @@ class _RingAttention(torch.autograd.Function):
 def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     kv = torch.stack([k, v])
     sum_out, sum_lse = torch.empty(0), torch.empty(0)
-    for turn in range(ring.n):
-        coming = ring.pass_on(kv) if turn < ring.n - 1 else None
-        block = ring.block(turn, q, k)
-        if block is not None:
-            mine, theirs, causal = block
+    for turn, by, last in ring.turns(q):
+        coming = None if last else ring.pass_on(kv, by)
+        for mine, theirs, seen in ring.blocks(turn, q, k):
             keys, values = kv[:, :, :, theirs]
-            out, lse = attend_block(q[:, :, mine], keys, values, causal, ring.scale)
-            if turn == 0:
+            out, lse = attend_block(q[:, :, mine], keys, values, seen, ring.scale)
+            if out.shape == q.shape and turn == 0:
                 sum_out, sum_lse = out.to(wide(q.dtype)), lse.contiguous()
-            else:
-                merge(sum_out[:, :, mine], sum_lse[:, :, mine], out, lse)
+                continue
+            if not sum_out.numel():
+                sum_out = torch.zeros_like(q, dtype=wide(q.dtype))
+                sum_lse = sum_out.new_full(q.shape[:3], -torch.inf)
+            merge(sum_out[:, :, mine], sum_lse[:, :, mine], out, lse)
         if coming is not None:
             (kv,) = coming.wait()
     return sum_out.to(q.dtype), sum_lse
@@ -147,22 +207,22 @@ def _backward(
     # What the ranks before have found of the gradients of the keys and values at hand.
     sum_dkv = torch.zeros_like(kv, dtype=wide(q.dtype))
     coming_dkv: Handle[list[Tensor]] | None = None
-    for turn in range(ring.n):
-        coming = ring.pass_on(kv) if turn < ring.n - 1 else None
-        block = ring.block(turn, q, k)
-        if block is not None:
-            mine, theirs, causal = block
+    for turn, by, last in ring.turns(q):
+        coming = None if last else ring.pass_on(kv, by)
+        found = []
+        for mine, theirs, seen in ring.blocks(turn, q, k):
             keys, values = kv[:, :, :, theirs]
             dout_, q_, out_, lse_ = (x[:, :, mine] for x in (dout, q, out, lse))
-            dq, dk, dv = block_gradients(dout_, q_, keys, values, out_, lse_, causal, ring.scale)
+            dq, dk, dv = block_gradients(dout_, q_, keys, values, out_, lse_, seen, ring.scale)
             sum_dq[:, :, mine] += dq
+            found.append((theirs, dk, dv))
         if coming_dkv is not None:
             (sum_dkv,) = coming_dkv.wait()
-        if block is not None:
+        for theirs, dk, dv in found:
             sum_dkv[0, :, :, theirs] += dk
             sum_dkv[1, :, :, theirs] += dv
         # On their way while the next block is computed; after the last turn they come home.
-        coming_dkv = ring.pass_on(sum_dkv)
+        coming_dkv = ring.pass_on(sum_dkv, by)
         if coming is not None:
             (kv,) = coming.wait()
     assert coming_dkv is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, final, get_args
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm.comm.functional import GatherGrad
 from meshcomm.errors import UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.context.block import check_window, whole_attention
 from meshcomm.parallel.context.order import Order, gather_sequence, sequence_positions, split_sequence
 from meshcomm.parallel.context.ring import ring_attention
 from meshcomm.parallel.context.ulysses import ulysses_attention
@@ -70,16 +70,25 @@ class ContextSplit:
         return x if self.size == 1 else gather_sequence(x, axis, self.mesh, self.dim, self.order, grad=grad)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Attention of this rank's queries over the whole sequence. See `ring_attention`, `ulysses_attention`.
 
-        Shape: q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
-               -> like q. Where nothing is split it is torch's scaled_dot_product_attention.
+        Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
+                -> like q. Where nothing is split it is torch's scaled_dot_product_attention.
+        window: with causal, keys that a query meets at most, its own the last; None: all before it.
         """
         if self.size == 1:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            check_window("attend", causal, window)
+            return whole_attention(q, k, v, causal, scale, window)
         attend = ring_attention if self.attention == "ring" else ulysses_attention
-        return attend(self.mesh, self.dim, q, k, v, causal=causal, order=self.order, scale=scale)
+        return attend(
+            self.mesh, self.dim, q, k, v, causal=causal, order=self.order, scale=scale, window=window
+        )

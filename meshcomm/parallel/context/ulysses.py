@@ -9,12 +9,11 @@ from __future__ import annotations
 from math import lcm
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import prepared
+from meshcomm.parallel.context.block import check_window, prepared, whole_attention
 from meshcomm.parallel.context.order import Order, natural, zigzag
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -30,6 +29,7 @@ def ulysses_attention(
     causal: bool = True,
     order: Order = "contiguous",
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
@@ -40,12 +40,14 @@ def ulysses_attention(
                 -> like q. heads is a multiple of n and of kv heads.
     order:      how the sequence lies on the ranks, see `split_sequence`; without causal both are the same.
     scale:      None: 1 / sqrt(head).
+    window:     with causal, keys that a query meets at most, its own the last; None: all before it.
     Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
     Gradient:   exact, for this rank's q, k, v.
     Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     where, q, k, v = prepared(mesh, dim, "ulysses_attention", q, k, v, True, order)
+    check_window(where, causal, window)
     n, heads = mesh.size(dim), q.shape[1]
     if heads % n:
         fit = " or ".join(str(size) for size in range(1, n) if heads % size == 0)
@@ -63,9 +65,7 @@ def ulysses_attention(
     if reorder:
         packed = natural(packed, 2, n)
     q, k, v = packed.split([heads // n, k.shape[1] // n, k.shape[1] // n], 1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = whole_attention(q, k, v, causal, scale, window)
     if reorder:
         out = zigzag(out, 2, n)
     return mesh.functional.all_to_all(dim, out, 2, 1)
