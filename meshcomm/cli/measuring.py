@@ -59,7 +59,18 @@ def bench(
             help="Start jobs of 8 cold and 64 forked processes (or --world) beside init_device_mesh.",
         ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw bandwidth over size.")] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Train on the mesh, beside independent processes and torch's DDP, tensor parallelism and FSDP2.",
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="With --train: steps of a round.")] = 2,
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Draw bandwidth over size, or with --train the ways beside each other."),
+    ] = None,
     fit: Annotated[
         Path | None,
         typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
@@ -75,8 +86,14 @@ def bench(
         from meshcomm.jobs.startup import startup as start_job
 
         unused = {"CONFIG": config, "--op": operation, "--bytes": size, "--dim": dim, "--alone": alone}
-        unused |= {"--svg": svg, "--fit": fit, "--set": overrides}
+        unused |= {"--svg": svg, "--fit": fit, "--set": overrides, "--train": train}
         raise typer.Exit(start_job(world, rounds, json, [name for name, value in unused.items() if value]))
+    if train:
+        from meshcomm.jobs.bench_training import bench_training
+
+        unused = {"--op": operation, "--bytes": size, "--dim": dim, "--alone": alone, "--fit": fit}
+        others = [name for name, value in unused.items() if value]
+        raise typer.Exit(bench_training(config, overrides or (), world, rounds, steps, json, svg, others))
     from meshcomm.jobs.bench import Output
     from meshcomm.jobs.bench import bench as job
 

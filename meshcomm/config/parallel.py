@@ -33,6 +33,11 @@ class ParallelConfig(Section):
         None,
         "With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype.",
     )
+    reshard: bool | None = setting(
+        None,
+        "With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward "
+        "pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline.",
+    )
     tensor: Text | None = setting(None, "The dim along which each layer is split. None: not split.")
     sequence_parallel: bool = setting(
         False, "With tensor: activations between blocks are split along the sequence."
@@ -92,6 +97,10 @@ class ParallelConfig(Section):
             return self.gradient_dims
         return tuple(dim for dim in views[view] if dim not in (self.expert, self.pipeline, self.tensor))
 
+    def reshards(self, ranks: int) -> bool:
+        """Whether gathered weights are let go between a layer's passes. ranks: of the pipeline."""
+        return ranks == 1 if self.reshard is None else self.reshard
+
     def size(self, part: Part, sizes: Mapping[str, int]) -> int:
         """Number of ranks along a part's dim, 1 where no dim plays it.
 
@@ -150,6 +159,7 @@ _of_part("stages_per_rank", "pipeline", off=1)
 _of_part("attention", "context")
 _of_part("bucket_mb", "data", "context", told="shard")
 _of_part("reduce_dtype", "shard")
+_of_part("reshard", "shard")
 no_effect(
     ParallelConfig,
     "bucket_mb",
@@ -159,6 +169,17 @@ no_effect(
     # fully_shard reduces the gradients of one block at once.
     why=" with parallel.shard: sharded gradients are reduced block by block",
 )
+
+
+@rule(ParallelConfig, "reshard", "schedule")
+def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
+    if parallel.reshard and parallel.schedule == "zero_bubble" and parallel.pipeline is not None:
+        yield Problem(
+            "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
+            "weights that stay gathered",
+            ["parallel.reshard = false", 'parallel.schedule = "interleaved_1f1b"'],
+            key="reshard",
+        )
 
 
 @rule(ParallelConfig, "stages_per_rank", "schedule")

@@ -113,14 +113,13 @@ class Engine:
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         schedule = schedule_properties(part.schedule)
         if part.shard is not None:
-            halves = schedule.splits_backward and ranks > 1
             sharded = Sharded(
                 mesh,
                 list(self.modules),
                 part.shard,
                 part.data,
                 part.context,
-                keep_gathered=halves,
+                reshard=part.reshards(ranks),
                 gather_dtype=between,
                 reduce_dtype=getattr(torch, part.reduce_dtype or train.dtype),
             )

@@ -268,9 +268,9 @@ class Sharded:
     Args:
         modules: the root modules of this rank's stages; changed in place.
         shard, replicate, context: dims of the mesh; None: not used.
-        keep_gathered: layers stay gathered from a step's first forward pass to its last backward
-            pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks
-            for the very parameters that the forward pass used.
+        reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
+            last backward pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks for
+            the very parameters that the forward pass used.
         gather_dtype: of gathered weights, which forward and backward compute with; None: the weights' own.
             Routers keep theirs. Inputs of a module stay as they are given: a table of angles must not be rounded.
         reduce_dtype: of gradients while they are added up, over microbatches too, and sent; None: the weights' own.
@@ -285,7 +285,7 @@ class Sharded:
         replicate: str | None,
         context: str | None,
         *,
-        keep_gathered: bool = False,
+        reshard: bool = True,
         gather_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
@@ -296,14 +296,14 @@ class Sharded:
         gathered, summed = gather_dtype or own, reduce_dtype or own
         narrow = MixedPrecisionPolicy(gathered, summed, cast_forward_inputs=False)
         routers = MixedPrecisionPolicy(own, summed, cast_forward_inputs=False)
-        again = not keep_gathered
+        self._reshard = reshard
         self._roots: list[FSDPModule] = []
         for module in modules:
             for layer in _blocks(module):
                 for part in layer.modules() if gathered != own else ():
                     if isinstance(part, Router):
-                        _sum(fully_shard(part, mesh=over, reshard_after_forward=again, mp_policy=routers))
-                _sum(fully_shard(layer, mesh=over, reshard_after_forward=again, mp_policy=narrow))
+                        _sum(fully_shard(part, mesh=over, reshard_after_forward=reshard, mp_policy=routers))
+                _sum(fully_shard(layer, mesh=over, reshard_after_forward=reshard, mp_policy=narrow))
             self._roots.append(_sum(fully_shard(module, mesh=over, mp_policy=narrow)))
         self._parameters = {
             name: parameter for module in modules for name, parameter in module.named_parameters()
@@ -318,6 +318,8 @@ class Sharded:
         """Before a forward pass without a pipeline: gradients are summed over ranks in the last one."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
+            if not self._reshard:
+                root.set_reshard_after_backward(last)
 
     def reshard(self) -> None:
         """Let go of what forward passes without a backward pass have left gathered."""

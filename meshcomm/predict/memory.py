@@ -62,13 +62,14 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
     Weights, gradients and two moments are of the weights' dtype: 16 bytes for each float32 weight.
     Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020) each is divided by the shards, and one layer whole
-    is there besides, of the activations' dtype; with zero_bubble all layers of the rank are, from the first
-    to the last pass.
+    is there besides, of the activations' dtype; where they stay gathered all layers of the rank are, from the first
+    to the last pass of a step.
     """
     here = held(work, sizes)
     share = here.all / sizes.shard * work.weight_bytes
-    kept = sizes.pipeline > 1 and work.schedule == "zero_bubble"
-    gathered = (here.all if kept else here.layer) * work.activation_bytes if sizes.shard > 1 else 0
+    gathered = (
+        (here.layer if work.reshards(sizes) else here.all) * work.activation_bytes if sizes.shard > 1 else 0
+    )
     return Memory(share + gathered, share, 2 * share, _activations(work, sizes))
 
 

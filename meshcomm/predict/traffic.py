@@ -172,14 +172,15 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each layer is gathered forward and backward, what is outside of layers once; gradients are scattered once a step.
 
-    In a pipeline a layer stays gathered from one backward pass to the pass that follows: it is gathered at the first
-    pass of a step, and behind each forward pass; with zero_bubble at the first alone, as are tables with any schedule.
+    Where layers stay gathered, it is at the first pass of a step alone, as are tables. In a pipeline that lets them go a
+    layer stays gathered from one backward pass to the pass that follows: it is gathered again behind each forward pass.
     Routers keep the weights' type, so beside narrower weights they are gathered by themselves.
     """
     here, layers, narrow = held(work, sizes), work.layers_of_rank(sizes), work.activation_bytes
     piped = sizes.pipeline > 1
     stages = work.stages_per_rank if piped else 1
-    often = 2 if not piped else 1 if work.schedule == "zero_bubble" else sizes.microbatches + 1
+    again = work.reshards(sizes)
+    often = (2 if not piped else sizes.microbatches + 1) if again else 1
     apart = here.routers if narrow != work.weight_bytes else 0
     for count, number, gathers, element, what in (
         (here.all - here.ends - apart, layers, often, narrow, "weights"),
@@ -194,7 +195,7 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
                 "all_gather",
                 gathers * number,
                 size * element,
-                not piped,
+                again and not piped,
                 f"{what} gathered",
             )
             scattered = size * work.reduced_bytes

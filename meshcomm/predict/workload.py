@@ -63,6 +63,11 @@ class Workload(NamedTuple):
     bucket_bytes: float
     windows: tuple[int | None, ...] = ()
     head: int | None = None
+    reshard: bool | None = None
+
+    def reshards(self, sizes: Sizes) -> bool:
+        """Whether gathered weights are let go between passes, as ParallelConfig.reshards has it."""
+        return sizes.pipeline == 1 if self.reshard is None else self.reshard
 
     @property
     def head_size(self) -> int:
@@ -142,6 +147,7 @@ def workload(settings: Config) -> Workload:
         bucket_bytes=parallel.bucket_mb * 1e6,
         windows=model.windows,
         head=model.head,
+        reshard=parallel.reshard,
     )
 
 

@@ -378,6 +378,13 @@ SHARDED = ("parallel.data=", 'parallel.shard="fs"', "parallel.tensor=")
 HYBRID = ('parallel.data="dp"', 'parallel.shard="fs"', "parallel.tensor=")
 SEVERAL = ("parallel.stages_per_rank=2", "model.layers=4")
 PIPELINED = ('parallel.pipeline="pp"', "parallel.tensor=")
+PIPED_SHARDS = (
+    "mesh.dims={ pp = 2, fs = 2 }",
+    *SHARDED,
+    'parallel.pipeline="pp"',
+    "train.microbatch=1",
+    "model.layers=4",
+)
 
 
 def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]:
@@ -413,21 +420,17 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
         ("mesh.dims={ fs = 4 }", *SHARDED, 'parallel.reduce_dtype="bfloat16"'),
         ("mesh.dims={ fs = 4 }", *SHARDED, "model.experts=4", AGAIN),
         ("mesh.dims={ dp = 2, fs = 2 }", *HYBRID),
+        ("mesh.dims={ fs = 4 }", *SHARDED, "parallel.reshard=false"),
         ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED),
         ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="zero_bubble"'),
         ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="interleaved_1f1b"'),
         ("mesh.dims={ pp = 4, dp = 1 }", *PIPELINED, "model.layers=4"),
-        (
-            "mesh.dims={ pp = 2, fs = 2 }",
-            *SHARDED,
-            'parallel.pipeline="pp"',
-            "train.microbatch=1",
-            "model.layers=4",
-        ),
+        PIPED_SHARDS,
+        (*PIPED_SHARDS, "parallel.reshard=true"),
     ],
     ids=[
-        *("fsdp", "reduced in bf16", "experts", "hybrid", "pipeline"),
-        *("zero bubble", "interleaved", "pipeline of four", "pipeline of shards"),
+        *("fsdp", "reduced in bf16", "experts", "hybrid", "kept", "pipeline"),
+        *("zero bubble", "interleaved", "pipeline of four", "pipeline of shards", "let go"),
     ],
 )
 def test_torch_s_own_calls_are_those_that_place_predicts(

@@ -295,8 +295,10 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("data", "all_reduce", 7, weights / 4 / 7 / 2, False) in less
     assert ("context", "all_reduce", 1, weights / 4, False) in less
 
-    # In a pipeline what a backward pass has gathered serves the next pass; halves of passes need it all the time.
-    piped = sent("all five", shard=4, pipeline=2, microbatches=8)
+    # In a pipeline they stay for the whole step; where they do not, what a backward pass has gathered serves the next.
+    kept = sent("all five", shard=4, pipeline=2, microbatches=8)
+    assert [n for part, o, n, *_ in kept if part == "shard" and o == "all_gather"] == [3, 1]
+    piped = sent("all five", {"reshard": True}, shard=4, pipeline=2, microbatches=8)
     assert [(o, n, m) for part, o, n, _, m in piped if part == "shard" and o == "all_gather"] == [
         ("all_gather", 3 * 9, False),
         ("all_gather", 1, False),
@@ -372,10 +374,11 @@ def test_memory_by_hand() -> None:
     one = work.attention_weights + work.expert_weights + 2 * work.width
     assert sharded.gradients == 4 * held(work, Sizes()).all / 128
     assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 2 * one
-    # Where backward passes run in halves, all that a rank has stays gathered for the whole step.
-    halves = work._replace(schedule="zero_bubble", stages_per_rank=2)
-    whole = held(halves, Sizes(pipeline=2, microbatches=8)).all
-    assert memory(halves, Sizes(pipeline=2, shard=4, microbatches=8)).weights == whole * (2 + 4 / 4)
+    # In a pipeline all that a rank has stays gathered for the whole step.
+    sizes = Sizes(pipeline=2, shard=4, microbatches=8)
+    whole, layer = held(work, sizes).all, held(work, sizes).layer
+    assert memory(work, sizes).weights == whole * (2 + 4 / 4)
+    assert memory(work._replace(reshard=True), sizes).weights == whole * 4 / 4 + 2 * layer
 
 
 def test_what_memory_does_not_hold_is_left_out() -> None:

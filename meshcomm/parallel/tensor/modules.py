@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.tensor.layers import held
+from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.split import TensorSplit
 
 
@@ -96,7 +97,7 @@ class Around:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
-            return value.to_local()
+            return local(value)
         return value
 
 

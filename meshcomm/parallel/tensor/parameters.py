@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
-from meshcomm.transport.torch_private import offsets
+from meshcomm.transport.torch_private import dtensor_of, offsets, parts_of_dtensor
 
 # On a module: the sizes of the parts of each of its weights that has some.
 FUSED = "meshcomm_fused"
@@ -82,7 +82,28 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
 
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, sharing its memory; gradients flow back into it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter.to_local()
+    held: Tensor = _Local.apply(parameter)
+    return held
+
+
+class _Local(torch.autograd.Function):
+    """`to_local` for a parameter, whose gradient is laid out as it is: what torch asks of each costs ten times as much."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        held, ctx.where = parts_of_dtensor(parameter)
+        return held.view_as(held)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # A gradient that is itself differentiated.
+            return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
+        return dtensor_of(gradient, ctx.where)
 
 
 def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:

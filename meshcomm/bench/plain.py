@@ -1,0 +1,135 @@
+"""The built-in transformer as one writes it in plain PyTorch: what `meshcomm bench --train` measures torch's ways with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from meshcomm.config import ModelConfig
+from meshcomm.models.transformer import rotary_table, rotate
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head, self.grouped = config.head_size, config.heads != config.kv_heads
+        inner, few = config.heads * self.head, config.kv_heads * self.head
+        self.wq = nn.Linear(config.width, inner, bias=False)
+        self.wk = nn.Linear(config.width, few, bias=False)
+        self.wv = nn.Linear(config.width, few, bias=False)
+        self.wo = nn.Linear(inner, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """(batch, sequence, width) -> the same shape."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(
+            rotate(q, rotary), rotate(k, rotary), v, is_causal=True, enable_gqa=self.grouped
+        )
+        out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.width, config.ff, bias=False)
+        self.w3 = nn.Linear(config.width, config.ff, bias=False)
+        self.w2 = nn.Linear(config.ff, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + feed-forward(norm x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.attn = Attention(config)
+        self.ff_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.ff = FeedForward(config)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """(batch, sequence, width) -> the same shape."""
+        x = x + self.attn(self.attn_norm(x), rotary)
+        out: Tensor = x + self.ff(self.ff_norm(x))
+        return out
+
+
+@final
+class Plain(nn.Module):
+    """Some consecutive layers of it, with the embedding before the first and the head behind the last.
+
+    Parameters have the names and shapes of `meshcomm.models.transformer.Transformer`'s. No experts, no dropout.
+    """
+
+    rotary: Tensor
+
+    def __init__(self, config: ModelConfig, sequence: int, layers: Sequence[int]) -> None:
+        super().__init__()
+        first, last = layers[0] == 0, layers[-1] == config.layers - 1
+        self.embed = nn.Embedding(config.vocabulary, config.width) if first else None
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        self.norm = nn.RMSNorm(config.width, config.norm_eps) if last else None
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False) if last else None
+        table = rotary_table(sequence, config.head_size, config.rope_theta)
+        self.register_buffer("rotary", table.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        """(batch, sequence) int64, or hidden states behind the first layer -> hidden states, or logits."""
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.layers.values():
+            x = block(x, self.rotary)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def split_by_torch(module: Plain, over: DeviceMesh, sequence_parallel: bool, split_logits: bool) -> None:
+    """`parallelize_module` as torch's own examples apply it. split_logits: for `loss_parallel`."""
+    between: Any = Shard(1) if sequence_parallel else Replicate()
+    if module.embed is not None:
+        plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        parallelize_module(module.embed, over, plan)
+    for block in module.layers.values():
+        parts: dict[str, Any] = {
+            **{f"attn.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+            "attn.wo": RowwiseParallel(output_layouts=between),
+            **{f"ff.{name}": ColwiseParallel() for name in ("w1", "w3")},
+            "ff.w2": RowwiseParallel(output_layouts=between),
+        }
+        if sequence_parallel:
+            # One gather for all columns that read it.
+            parts["ff"] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+            parts["attn"] = PrepareModuleInput(
+                input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+            )
+            parts |= {"attn_norm": SequenceParallel(), "ff_norm": SequenceParallel()}
+        parallelize_module(block, over, parts)
+    if module.norm is not None and module.head is not None:
+        if sequence_parallel:
+            parallelize_module(module.norm, over, SequenceParallel())
+        logits: Any = Shard(-1) if split_logits else Replicate()
+        head = ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not split_logits
+        )
+        parallelize_module(module.head, over, head)

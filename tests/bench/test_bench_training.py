@@ -1,0 +1,116 @@
+"""`meshcomm bench --train`: all ways train the same model, parts of a step are counted once, mistakes are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.bench.facts import machine_facts
+from meshcomm.bench.training import exposed, measured, parts_of_a_step, ways
+from meshcomm.cli import app
+from meshcomm.comm.spans import Span
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError
+from meshcomm.jobs.bench_training import trained
+from meshcomm.show.bench_training import training_svg, training_view
+from meshcomm.show.page import as_text
+from meshcomm.testing import Pool
+
+MODEL = "model={ layers = 2, width = 32, heads = 4, kv_heads = 2, ff = 64, vocabulary = 64 }"
+
+
+def config_of(dims: str, parallel: str, world: int, *more: str) -> Config:
+    mesh = {"mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0}}
+    base = load(mesh, [f"mesh.dims={dims}", f"parallel={parallel}"])
+    return load(trained(base, world), [MODEL, "data.sequence=16", 'train.dtype="float64"', *more])
+
+
+def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str, Any]]:
+    """Names of the ways; the mean losses of two steps of the mesh's, and of torch's; all facts."""
+    with meshcomm.init(config) as mesh:
+        found, without, engine = ways(mesh, config)
+        for way in (found[0], *found[3:]):
+            way.step()
+            way.step()
+        ours, theirs = list(found[0].losses), list(found[3].losses)
+        if theirs:
+            mine = torch.tensor(theirs, dtype=torch.float64)
+            for dim in engine.sections.parallel.data_dims:
+                mine = mesh.all_reduce(dim, mine, "avg")
+            theirs = mine.tolist()
+        facts: dict[str, Any] = {
+            "mesh": dict(mesh.dims),
+            "model": "m",
+            "machine": machine_facts(mesh),
+            **measured(mesh, found, 1, 1),
+        }
+        facts["step"], facts["lanes"] = parts_of_a_step(mesh, found[0].step, engine, 2)
+        facts["without"] = [each._asdict() for each in without]
+        return [way.name for way in found], ours, theirs, facts
+
+
+@pytest.mark.parametrize(
+    ("dims", "parallel", "torchs"),
+    [
+        ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }', "parallelize_module + fully_shard"),
+        ("{ tp = 2 }", '{ tensor = "tp", sequence_parallel = true }', "parallelize_module"),
+        ("{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }', "fully_shard"),
+        ("{ pp = 2, tp = 2 }", '{ pipeline = "pp", tensor = "tp" }', "parallelize_module + pipelining, 1F1B"),
+    ],
+)
+def test_torch_trains_the_same_model_on_the_same_samples(
+    pool: Pool, dims: str, parallel: str, torchs: str
+) -> None:
+    world = 2 if dims == "{ tp = 2 }" else 4
+    for names, ours, theirs, facts in pool.run(steps, config_of(dims, parallel, world), ranks=world):
+        assert names[0] == "meshcomm"
+        assert names[3] == f"torch: {torchs}"
+        if theirs:
+            assert theirs == pytest.approx(ours, rel=1e-9)
+        assert facts["ways"][0]["ratio"] == 1.0
+        assert all(each["tokens_s"] > 0 for each in facts["ways"])
+        assert set(facts["lanes"]) < set(facts["step"])
+        assert as_text(training_view(facts), 100)
+        assert training_svg(facts).count("<rect class=") == 1 + 4 + len(facts["step"])
+
+
+def test_what_stands_still_is_counted_once_and_where_it_is() -> None:
+    def span(began: float, left: float, *waits: tuple[float, float], lane: str = "tp") -> Span:
+        return Span(
+            "g" if lane != "passes" else "", lane, "all_reduce", "here", began, left=left, waits=list(waits)
+        )
+
+    inside, outside = exposed(
+        [
+            span(1.0, 2.0, (1.5, 2.0)),  # waits inside its own call
+            span(3.0, 3.1, (5.0, 6.0)),  # begun in the pass, waited for behind it
+            span(0.0, 4.0, lane="passes"),
+            span(7.0, 7.5, lane="dp"),
+        ],
+        [(0.0, 4.0)],
+    )
+    assert inside == pytest.approx({"tp": 1.1})
+    assert outside == pytest.approx({"tp": 1.0, "dp": 0.5})
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, ["bench", "--train", *words])
+    assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
+    return " ".join(result.stderr.split())
+
+
+def test_what_cannot_be_trained_is_told(tmp_path: Path) -> None:
+    mesh = tmp_path / "mesh.toml"
+    mesh.write_text('[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n')
+    assert "which dim plays which part" in refused(str(mesh))
+    assert "--op has no effect on training" in refused(str(mesh), "--op", "all_reduce")
+    with pytest.raises(ConfigError, match="how to train, but not what"):
+        trained(
+            load(mesh, ['parallel={ data = "dp" }', "train={ steps = 1, global_batch = 8, microbatch = 4 }"]),
+            2,
+        )
