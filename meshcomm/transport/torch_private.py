@@ -27,7 +27,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,14 +53,17 @@ _OPTIONS_KEY = next(
 )
 
 
-def parts_of_dtensor(x: DTensor) -> tuple[torch.Tensor, Any]:
-    """What this rank holds of it, its own memory, and where that lies. Autograd does not see it."""
+def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
+    """What this rank holds of a DTensor, its own memory, and where that lies. Autograd does not see it."""
     return x._local_tensor, x._spec
 
 
-def dtensor_of(held: torch.Tensor, where: Any) -> DTensor:
-    """A DTensor of which this rank holds `held`, laid out as another one. DTensor.from_local without its questions."""
-    return DTensor(held, where, requires_grad=False)
+def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
+    """A DTensor of which this rank holds `held`, laid out as another one. DTensor.from_local without its questions.
+
+    kind: DTensor, whose module is half a second's import for each rank of a job that needs none.
+    """
+    return kind(held, where, requires_grad=False)
 
 
 def options_type(name: str) -> Any:
