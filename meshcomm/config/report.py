@@ -183,7 +183,12 @@ class _Finding:
         return f"{value} is not " + " or ".join([self._noun(self.kind), *map(toml, _words(self.kind))])
 
     def _expected(self) -> str:
-        kind = self.kind
+        kind, words = self.kind, _words(self.kind)
+        others = [part for part in kind.get("anyOf", [])[1:] if words and "const" not in part]
+        return ", or ".join([self._bounded(kind), *map(toml, words), *map(self._bounded, others)])
+
+    def _bounded(self, kind: Kind) -> str:
+        """What a setting holds, in words, with its bounds."""
         low, high = kind.get("minimum"), kind.get("maximum")
         text = self._noun(kind)
         if low is not None and high is not None:
@@ -196,7 +201,7 @@ class _Finding:
             text += f" above {kind['exclusiveMinimum']:g}"
         elif "minLength" in kind:
             text += ", not empty"
-        return ", or ".join([text, *map(toml, _words(kind))])
+        return text
 
     def _noun(self, kind: Kind, plural: bool = False) -> str:
         """What a setting holds, in words and without its bounds."""

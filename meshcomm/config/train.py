@@ -24,6 +24,7 @@ from meshcomm.config.section import (
 from meshcomm.config.write import toml
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(Section):
@@ -261,8 +262,10 @@ class TrainConfig(Section):
         "high and medium let GPUs use TF32. A CPU without units for it computes as before. None: as the process has "
         "it, highest where nothing was set.",
     )
-    recompute: bool = setting(
-        False, "Each block's activations are computed again in the backward pass instead of kept."
+    recompute: bool | Literal["selective"] | Positive = setting(
+        False,
+        "Which blocks' activations are computed again in the backward pass instead of kept. True: all blocks'. N: every "
+        "N-th block's. \"selective\": all blocks', but for products of matrices, attention and what ranks sent each other.",
     )
     compile: bool = setting(False, "Each block goes through torch.compile.")
     out: Text = setting("runs/train", "Folder for what the run writes.")
@@ -372,6 +375,16 @@ no_effect(
     'train.dtype = "float32"',
     why=' with dtype = "float64", where no matrix is float32',
 )
+
+
+@rule(TrainConfig, "compile", "recompute")
+def _selective(train: TrainConfig) -> Iterator[Problem]:
+    if train.compile and train.recompute == "selective":
+        yield Problem(
+            "a compiled block is one operator: which results in it to keep cannot be said",
+            "recompute that keeps nothing of a block, or no compile",
+            ["train.recompute = true", "train.compile = false"],
+        )
 
 
 @rule(TrainConfig, "trace_steps", "steps")

@@ -23,6 +23,7 @@ from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import Barriers
 from meshcomm.mesh.metrics import Metrics
+from meshcomm.mesh.random_numbers import RandomNumbers
 from meshcomm.mesh.runtime import Runtime
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
@@ -40,7 +41,7 @@ _ABORTS_S: Final = 10.0
 
 
 @final
-class Mesh(Barriers, Metrics, TorchMesh, AlongDims):
+class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a

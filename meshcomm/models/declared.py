@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
@@ -20,13 +19,13 @@ from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.random_numbers import drop_apart
+from meshcomm.parallel.recompute import run
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
 from meshcomm.parallel.tensor.apply import lay_out
 from meshcomm.parallel.tensor.plan import matches
 from meshcomm.predict.stages import PartCosts
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @final
@@ -48,11 +47,6 @@ class Declared(Model):
         self.width, self.vocabulary = spec.width, spec.vocabulary
         self.tied = spec.tied[0] if spec.tied else ""
         self._batch_norms = batch_norms(whole)
-        self._drops = [
-            name
-            for name, part in whole.named_modules()
-            if isinstance(part, _DROPOUTS) and part.p > 0 and part.training
-        ]
         self._names = [name for name in self._names_of(whole) if not spec.tied or name != spec.tied[1]]
         # What transformers says of a class: names in older folders, and of its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -95,6 +89,8 @@ class Declared(Model):
                 plan |= spec.sequence or {}
             plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
+        if splits.draws is not None:
+            drop_apart(module, split, splits.draws)
         for name, part in experts.items():
             module.set_submodule(name, part)
         if train.compile:
@@ -189,9 +185,6 @@ class Declared(Model):
         if self._batch_norms and self._train.recompute:
             own["recompute"] = f"{self._batch_norms[0]} would follow each batch twice"
             used["recompute"] = True
-        if self._drops:
-            why = f"{self._drops[0]} draws from torch's generator, which no two ranks share"
-            own |= {"tensor": why, "context": why}
         for part, why in {**own, **spec.cannot}.items():
             if used.get(part):
                 raise UnsupportedOp(
@@ -239,6 +232,7 @@ class _Facts:
 
     def __init__(self, model: Declared, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
+        self.numbers = dict(zip(map(id, layers), stage.layers, strict=True)) if layers else {}
         train = model._train
         self.recompute = train.recompute
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
@@ -249,10 +243,18 @@ class _Facts:
         return self
 
     def through(self, block: nn.Module, *args: Any, **named: Any) -> Any:
-        """A block, its activations kept or computed again."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False, **named)
-        return block(*args, **named)
+        """A block, its activations kept or computed again; what it draws follows from its number."""
+        number, draws = self.numbers.get(id(block)), self.splits.draws
+        if number is None:
+            raise UnsupportedOp(
+                "here.through runs the blocks of a model, and was given something else",
+                given=f"a {type(block).__name__}",
+                expected=f"one of here.layers: the {len(self.layers)} blocks of {self.spec.layers!r} on this stage",
+                hint="here.through(block, x, mask=mask), and a call of its own for any other part",
+            )
+        if draws is None:
+            return run(self.recompute, number, block, *args, **named)
+        return run(self.recompute, number, draws.seeded(number, block), *args, **named)
 
 
 class _Stage:

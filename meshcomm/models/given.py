@@ -15,6 +15,7 @@ from meshcomm.parallel.batch_norm import synchronise
 from meshcomm.parallel.compose import along
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.random_numbers import drop_apart
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
@@ -54,6 +55,8 @@ class Given(Model):
                 if splits.mesh.size(dim) > 1:
                     splits.mesh.broadcast(dim, [each for each in held if each.numel()], src=0)
         synchronise(module, splits.mesh, along(splits.mesh, splits.data))
+        if splits.draws is not None:
+            drop_apart(module, splits.tensor, splits.draws)
         if train.compute_dtype is not None:
             compute = getattr(torch, train.compute_dtype)
             module.forward = _mixed(module.forward, compute)

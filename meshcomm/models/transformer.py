@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.drawn import normal
@@ -17,6 +16,7 @@ from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.recompute import Recompute, run
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import (
     ColumnParallel,
@@ -33,6 +33,8 @@ from meshcomm.predict.stages import PartCosts, part_costs
 @final
 class BuiltIn(Model):
     """The transformer of `[model]`, its weights drawn from the seed by their names: the same on every mesh."""
+
+    draws = False
 
     def __init__(self, config: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
         self.layers, self.width, self.vocabulary = config.layers, config.width, config.vocabulary
@@ -170,7 +172,7 @@ class Transformer(nn.Module):
         seed: what dropout follows from, with `step` and the samples' numbers.
         compute: the type of matrix products, and of activations from the embedding to the logits, so also of
             what ranks send each other of them; None: that of the parameters.
-        recompute: blocks keep their inputs only, and run again in backward.
+        recompute: which blocks run again in backward, and what is kept of them.
     """
 
     rotary: Tensor
@@ -185,7 +187,7 @@ class Transformer(nn.Module):
         *,
         seed: int = 0,
         compute: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = False,
     ) -> None:
         super().__init__()
         self.splits = splits
@@ -231,19 +233,15 @@ class Transformer(nn.Module):
             if self.dropout and self.training and samples is not None:
                 here = self.positions[self.split.positions(x.shape[1])]
                 drops = Drops.at(self.seed, self.step, samples, here)
-            for block in self.layers.values():
-                x = self._through(block, x, drops)
+            for layer, block in self.layers.items():
+                x = self._through(int(layer), block, x, drops)
             if self.norm is not None and self.head is not None:
                 x = self.head(self.split.enter(self.norm(x)))
         return x
 
-    def _through(self, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:
-        given: tuple[Any, ...] = (x, self.rotary, self.positions, drops)
-        if self.recompute and torch.is_grad_enabled():
-            # Nothing random is drawn from a generator: what is dropped follows from where it stands.
-            found: Tensor = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
-            return found
-        y: Tensor = block(*given)
+    def _through(self, layer: int, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:
+        # Nothing random is drawn from a generator: what is dropped follows from where it stands.
+        y: Tensor = run(self.recompute, layer, block, x, self.rotary, self.positions, drops)
         return y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -30,6 +31,7 @@ from meshcomm.parallel.optimizer import (
     takes_found_inf,
 )
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
+from meshcomm.parallel.random_numbers import Draws
 from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit
@@ -102,7 +104,10 @@ class Engine:
         weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         self.split = split
         share = weight / (self.microbatches * self.data_size)
-        self.splits = Splits(split, context, part.expert, share, part.data_dims)
+        self._draws = None
+        if model.draws:
+            self._draws = Draws(mesh, train.seed, [part.context] if part.context else [])
+        self.splits = Splits(split, context, part.expert, share, part.data_dims, self._draws)
         model.check(self.splits, ranks * each)
         costs = model.costs(sequence)
         layers = split_layers(
@@ -149,7 +154,7 @@ class Engine:
             return model.loss(self.splits, logits, targets) / self._tokens
 
         before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
-        self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh)
+        self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh, self._draws)
         if part.pipeline and ranks > 1:
             if data is None:
                 raise ConfigError(
@@ -169,6 +174,7 @@ class Engine:
                 schedule=part.schedule,
                 shapes=(here, (here[0], tokens, model.width), (*here, model.outputs(self.splits))),
                 dtype=between,
+                draws=self._draws,
             )
         if train.groups:
             mine = [name for name, _ in self.named_parameters()]
@@ -239,7 +245,8 @@ class Engine:
                 module.step = number  # type: ignore[assignment]
             first = self.data_coord * len(inputs)
             more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
-        loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
+        with self._drawing(f"{number}"):
+            loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:
@@ -286,8 +293,9 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.modules.eval()
         try:
-            for inputs, targets in batches:
-                loss = self._run.forward(context.split(inputs, 1), context.split(targets, 1))
+            for number, (inputs, targets) in enumerate(batches):
+                with self._drawing(f"evaluation {number}"):
+                    loss = self._run.forward(context.split(inputs, 1), context.split(targets, 1))
                 sums[0] += 0 if loss is None else loss.double()
                 sums[1] += self.model.count(targets, self.microbatches)
         finally:
@@ -339,6 +347,12 @@ class Engine:
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _drawing(self, step: str) -> AbstractContextManager[None]:
+        """Forward passes in here draw what follows from the seed and the step."""
+        if self._draws is None:
+            return nullcontext()
+        return self._draws.step(step, self.data_coord * self.microbatches)
 
     def _tied_weight(self) -> nn.Parameter | None:
         """The weight that embedding and head share, where one of this rank's stages has it."""

@@ -19,12 +19,14 @@ class Model(ABC):
     width:      elements of a token's vector between stages.
     vocabulary: token ids are below it, and the last stage gives as many logits.
     tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
+    draws:      whether its modules may draw from torch's default generators.
     """
 
     layers: int
     width: int
     vocabulary: int
     tied: str = ""
+    draws: bool = True
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:

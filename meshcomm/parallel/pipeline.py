@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,14 @@ from meshcomm.comm.spans import PASSES, stretch
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.random_numbers import Draws
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 __all__ = ["Accumulate", "Pipelined", "Runner", "Stage", "split_layers"]
 
+# Where the default generators are set first, in one process and on the first stage.
+START: Final = "start"
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -55,8 +58,10 @@ class Accumulate:
         microbatches: int,
         before: Callable[[bool], None] | None = None,
         mesh: Mesh | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self._module = module
+        self._draws = draws
         # Of whose ranks a trace may be taken.
         self._mesh = mesh
         self._loss = loss
@@ -74,6 +79,8 @@ class Accumulate:
         ):
             if self._before is not None:
                 self._before(i == count - 1)
+            if self._draws is not None:
+                self._draws.microbatch(i, START)
             here = {name: part[i] for name, part in parts.items()}
             spans = None if self._mesh is None else self._mesh.spans
             with stretch(spans, PASSES, f"forward {i}"):
@@ -87,8 +94,13 @@ class Accumulate:
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """See `Runner`."""
         count = self._microbatches
+        losses = []
         pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
-        return torch.stack([self._loss(self._module(x), target) for x, target in pairs]).sum()
+        for i, (x, target) in enumerate(pairs):
+            if self._draws is not None:
+                self._draws.microbatch(i, START)
+            losses.append(self._loss(self._module(x), target))
+        return torch.stack(losses).sum()
 
 
 @final
@@ -114,6 +126,7 @@ class Pipelined:
         on_stage_done: called with the position in `modules` of a stage when its gradients of this
             step are complete, which is while other stages of the rank still run. As an order of
             calls it is the same on every rank with this coord along `dim`.
+        draws: what sets the default generators before each forward pass of a stage; None: nothing does.
 
     Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
     torch.compile made meets zero_bubble.
@@ -131,6 +144,7 @@ class Pipelined:
         shapes: tuple[Shape, Shape, Shape],
         dtype: torch.dtype,
         on_stage_done: Callable[[int], None] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         mine = [modules] if isinstance(modules, nn.Module) else list(modules)
         ranks = mesh.size(dim)
@@ -158,6 +172,7 @@ class Pipelined:
                 group=mesh.group(dim),
             )
             stage.position, stage.on_done, stage.mesh = position, on_stage_done, mesh
+            stage.draws = draws
             stages.append(stage)
         self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
         self._stages, self._between = stages, (between, dtype)
@@ -195,12 +210,14 @@ class Pipelined:
         coord, ranks = mesh.coord(dim), mesh.size(dim)
         shape, dtype = self._between
         losses: list[Tensor] = []
-        for tokens, target in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
+        pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        for microbatch, (tokens, target) in enumerate(pairs):
             for stage in self._stages:
                 x = tokens
                 if not stage.is_first:
                     x = torch.empty(shape, dtype=dtype, device=mesh.device)
                     mesh.recv(dim, x, src=(coord - 1) % ranks)
+                stage.seed(microbatch)
                 y = stage.submod(x)
                 if stage.is_last:
                     losses.append(self._loss(y, target))
@@ -214,9 +231,16 @@ class _ToldStage(PipelineStage):
 
     mesh: Mesh
     position: int = 0
+    draws: Draws | None = None
     on_done: Callable[[int], None] | None = None
 
+    def seed(self, microbatch: int) -> None:
+        """Set the default generators for a forward pass."""
+        if self.draws is not None:
+            self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        self.seed(fwd_chunk_id)
         with stretch(self.mesh.spans, PASSES, f"forward {fwd_chunk_id} of stage {self.stage_index}"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
 

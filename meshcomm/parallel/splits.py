@@ -7,6 +7,7 @@ from typing import final
 
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import ContextSplit
+from meshcomm.parallel.random_numbers import Draws
 from meshcomm.parallel.tensor import TensorSplit
 
 
@@ -20,6 +21,7 @@ class Splits:
     expert:         the dim of a view along which experts are spread; None: every rank has all.
     balance_weight: what the balance loss of a microbatch is multiplied by.
     data:           the dims whose ranks have other samples.
+    draws:          what sets the default generators; None: nothing does.
     """
 
     tensor: TensorSplit
@@ -27,6 +29,7 @@ class Splits:
     expert: str | None = None
     balance_weight: float = 0.0
     data: tuple[str, ...] = ()
+    draws: Draws | None = None
 
     @property
     def mesh(self) -> Mesh:

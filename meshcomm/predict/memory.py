@@ -78,8 +78,9 @@ def _activations(work: Workload, sizes: Sizes) -> float:
 
     A layer keeps s b h (10 + 24/t) bytes for a micro-batch at 2 bytes an element, all of it divided by t
     with sequence parallelism; scores are never kept, as their selective recomputation or flash
-    attention has it; with full recompute s b h 2 for each layer, and one layer whole. The first stage
-    keeps as many micro-batches as its schedule has under way.
+    attention has it; with full recompute s b h 2 for each layer, and one layer whole. With selective recompute what
+    `meshcomm.parallel.recompute.KEPT` names: a layer's input, its products of matrices, attention, and what ranks sent
+    each other. The first stage keeps as many micro-batches as its schedule has under way.
     """
     unit = work.tokens(sizes) * work.width * work.activation_bytes / 2
     if work.sequence_parallel:
@@ -87,5 +88,21 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     else:
         layer, kept = unit * (10 + 24 / sizes.tensor), unit * 2
     number = microbatches_held(work.schedule, sizes.pipeline, work.stages_per_rank, sizes.microbatches)
-    stored = work.layers_of_rank(sizes) * (kept if work.recompute else layer) * number
-    return stored + (layer if work.recompute else 0)
+    layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
+    if work.recompute == "selective":
+        return layers * _products(work, sizes) * number + layer
+    return ((layers - again) * layer + again * kept) * number + (layer if again else 0)
+
+
+def _products(work: Workload, sizes: Sizes) -> float:
+    """Bytes of a layer with selective recompute: an expert layer's share of the layers counted in."""
+    share = work.expert_layers / work.layers
+    inner = 1 - share + share * work.experts_per_token
+    split = 2 * (work.heads + work.kv_heads) * work.head_size + 2 * inner * work.ff
+    # Its input, and what attention and the feed-forward add to it.
+    whole = 3.0 * work.width
+    if work.sequence_parallel:
+        whole = whole / sizes.tensor + 2 * work.width
+    if "expert" in work.parts:
+        whole += 2 * share * work.experts_per_token * work.width
+    return work.tokens(sizes) * work.activation_bytes * (whole + split / sizes.tensor)

@@ -97,14 +97,16 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     parallelism a gather and a scatter in the place of each (Korthikanti et al. 2022).
 
     One more forward out of the embedding, and one backward out of the head. A forward pass that is
-    computed again ends before its last all_reduce or scatter: nothing in backward asks for its result.
+    computed again ends before its last all_reduce or scatter: nothing in backward asks for its result. With
+    selective recomputation their results are kept, and nothing is sent again.
     """
     layers = work.layers_of_rank(sizes)
     # With a pipeline no rank has both tables.
     ends = 1 if sizes.pipeline > 1 else 2
-    gathered = layers * (6 if work.recompute else 4) + ends
+    again = work.layers_again(sizes)
+    gathered = 4 * layers + 2 * again + ends
     # Tables that stay whole give what needs no sum.
-    reduced = layers * (5 if work.recompute else 4) + (0 if work.vocabulary % sizes.tensor else ends)
+    reduced = 4 * layers + again + (0 if work.vocabulary % sizes.tensor else ends)
     size = work.tokens(sizes) * work.width * work.activation_bytes
     if work.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_gather", gathered, size, True, "activations gathered")
@@ -115,12 +117,12 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     layers, tokens, element = work.layers_of_rank(sizes), work.tokens(sizes), work.activation_bytes
-    forward = 2 if work.recompute else 1
+    forward = layers + work.layers_again(sizes)
     along = ("context",)
     if work.ulysses:
         # Keys and values are repeated where the dim has more ranks than there are heads of them.
         kv, query = max(work.kv_heads / sizes.tensor, sizes.context), work.heads / sizes.tensor
-        rows, calls = tokens * work.head_size * element, layers * (forward + 1)
+        rows, calls = tokens * work.head_size * element, layers + forward
         size = rows * (query + 2 * kv)
         yield Flow("context", along, "all_to_all", calls, size, True, "q, k, v for heads")
         yield Flow("context", along, "all_to_all", calls, rows * query, True, "results for tokens")
@@ -130,8 +132,8 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     windows = work.windows or (None,) * work.layers
     turns = sum(len(ring_turns(sizes.context, True, int(tokens / work.microbatch), each)) for each in windows)
     turns = -(-layers * turns // work.layers)
-    size = block * element
-    yield Flow("context", along, "sendrecv", (turns - layers) * (forward + 1), size, True, "keys and values")
+    size, sends = block * element, -(-(turns - layers) * (layers + forward) // layers)
+    yield Flow("context", along, "sendrecv", sends, size, True, "keys and values")
     back = turns if sizes.context > 1 else 0
     yield Flow("context", along, "sendrecv", back, block * max(element, 4), True, "their gradients")
 
@@ -155,7 +157,7 @@ def ring_turns(ranks: int, zigzag: bool, tokens: int, window: int | None) -> lis
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each token's rows to its experts and back, twice forward and twice backward."""
     size = work.tokens(sizes) * work.experts_per_token * work.width * work.activation_bytes
-    calls = work.expert_layers_of_rank(sizes) * (6 if work.recompute else 4)
+    calls = 4 * work.expert_layers_of_rank(sizes) + 2 * work.expert_layers_again(sizes)
     yield Flow("expert", ("expert",), "all_to_all", calls, size, True, "tokens to experts and back")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from meshcomm.config import Config
 from meshcomm.config.parallel import Part, PipelineSchedule
@@ -59,7 +59,7 @@ class Workload(NamedTuple):
     schedule: PipelineSchedule
     stages_per_rank: int
     ulysses: bool
-    recompute: bool
+    recompute: bool | Literal["selective"] | int
     bucket_bytes: float
     windows: tuple[int | None, ...] = ()
     head: int | None = None
@@ -97,12 +97,28 @@ class Workload(NamedTuple):
         """Of these the ones with experts: where only every n-th has them, a rank's share, rounded up."""
         return -(-self.layers_of_rank(sizes) * self.expert_layers // self.layers)
 
+    def layers_again(self, sizes: Sizes) -> int:
+        """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
+        layers = self.layers_of_rank(sizes)
+        if isinstance(self.recompute, bool) or self.recompute == "selective":
+            return layers if self.recompute is True else 0
+        # Of a run of them as many, or one less.
+        return layers // self.recompute if sizes.pipeline == 1 else -(-layers // self.recompute)
+
+    def expert_layers_again(self, sizes: Sizes) -> int:
+        """Of these the ones with experts: a share, rounded up."""
+        return -(-self.layers_again(sizes) * self.expert_layers // self.layers)
+
     def flops(self, sizes: Sizes) -> float:
         """Floating-point operations of one micro-batch on the rank with most layers and the head: 6 for each
-        multiply-add of a forward pass and token, 8 with recompute, as backward costs twice as much as forward.
+        multiply-add of a forward pass and token, as backward costs twice as much as forward; 2 more in layers that are
+        computed again. Selectively that is one matrix where its product is a part of a sum over ranks.
         """
-        macs = (self.layers_of_rank(sizes) * self.layer_macs + self.head_macs) / sizes.tensor
-        return (8 if self.recompute else 6) * self.tokens(sizes) * macs
+        macs = 6 * (self.layers_of_rank(sizes) * self.layer_macs + self.head_macs)
+        macs += 2 * self.layers_again(sizes) * self.layer_macs
+        if self.recompute == "selective" and sizes.tensor > 1:
+            macs += 2 * self.layers_of_rank(sizes) * self.width * self.heads * self.head_size
+        return self.tokens(sizes) * macs / sizes.tensor
 
 
 def workload(settings: Config) -> Workload:

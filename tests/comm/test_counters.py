@@ -266,6 +266,8 @@ TRAIN: dict[str, Any] = {
 RING = 'parallel.context="cp"'
 ULYSSES = 'parallel.attention="ulysses"'
 AGAIN = "train.recompute=true"
+SECOND = "train.recompute=2"
+SELECTIVE = 'train.recompute="selective"'
 BF16 = 'train.compute_dtype="bfloat16"'
 EXPERTS = (
     "mesh.dims={ dp = 4, tp = 1 }",
@@ -302,7 +304,7 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
     if parallel.expert is not None:
         add("ep", "all_reduce", 16)  # a norm, and whether it is finite
         # How many rows go to each expert, int64, before they do; once more where it is done again.
-        again = 2 if train.recompute else 1
+        again = {True: 2, False: 1, "selective": 1}[train.recompute]
         add("ep", "all_to_all", again * number * model.layers * model.experts * 8)
     return {key: nbytes for key, nbytes in found.items() if sizes.get(key[0], 2) > 1}
 
@@ -324,10 +326,17 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, BF16]),
         (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, "parallel.sequence_parallel=true", BF16]),
         (4, [*EXPERTS, AGAIN, BF16]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", SECOND]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", SELECTIVE]),
+        (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, SELECTIVE, BF16]),
+        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, SELECTIVE]),
+        (4, [*EXPERTS, SELECTIVE]),
     ],
     ids=[
         *("dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"),
         *("dp tp bf16", "tp sp again bf16", "ulysses bf16", "ring tp sp bf16", "ep again bf16"),
+        *("tp every second again", "tp sp selective", "ring tp selective bf16"),
+        *("ulysses selective", "ep selective"),
     ],
 )
 def test_training_sends_what_place_predicts(world: int, overrides: list[str]) -> None:

@@ -31,6 +31,7 @@ from meshcomm.parallel.context.block import (
     wide,
 )
 from meshcomm.parallel.context.order import Order
+from meshcomm.parallel.recompute import once
 from meshcomm.predict.traffic import ring_turns
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -167,7 +168,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(ring, q, k, v)
+            out, lse = once(lambda: _forward(ring, q, k, v), q)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out

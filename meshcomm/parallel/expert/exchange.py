@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.recompute import once
 
 
 class Load(NamedTuple):
@@ -92,7 +93,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Mesh, dim: str, sent: list[int], received: list[int]) -> Tensor:
         ctx.mesh, ctx.dim, ctx.sent, ctx.received = mesh, dim, sent, received
-        arrived: Tensor = mesh.all_to_all(dim, rows.detach(), splits=sent, received=received)
+        held = rows.detach()
+        (arrived,) = once(lambda: [mesh.all_to_all(dim, held, splits=sent, received=received)], held)
         return arrived
 
     @staticmethod

@@ -12,6 +12,7 @@ from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert.exchange import Load, Tally, attach, exchange, move
 from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, kept, places
+from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
@@ -252,7 +253,7 @@ class Experts(nn.Module):
             done = self.experts(rows, often)
         else:
             mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
-            theirs = mesh.all_to_all(dim, often)
+            (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
             sizes = torch.stack([often, theirs]).view(2, self.ranks, own).tolist()
             sent, received = ([sum(each) for each in side] for side in sizes)
             arrived = exchange(mesh, dim, rows, sent, received)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 
 
@@ -89,7 +90,8 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     mass = choice.probabilities.sum(1)
     if context is not None:
         tokens *= mesh.size(context)
-        often = mesh.all_reduce(context, often)
+        here = often
+        (often,) = once(lambda: [mesh.all_reduce(context, here.clone())], here)
         mass = mesh.functional.all_reduce(context, mass, grad="identity")
     # Dividing integers gives torch's default type, whatever the tokens' is.
     fraction = often.to(mass.dtype) / (tokens * choice.chosen.shape[-1])
@@ -134,8 +136,10 @@ def kept(
             hint="positions of this rank's tokens only",
         )
     if context is not None and positions is not None:
-        chosen = mesh.all_gather(context, chosen, axis=1)
-        positions = mesh.all_gather(context, positions)
+        mine = chosen, positions
+        chosen, positions = once(
+            lambda: [mesh.all_gather(context, mine[0], axis=1), mesh.all_gather(context, mine[1])], chosen
+        )
     limit = capacity(factor, chosen.shape[1], slots, experts)
     if positions is None:
         return _first(chosen, experts, limit)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError
 from meshcomm.parallel.autocast import as_autocast
+from meshcomm.parallel.recompute import added_up
 from meshcomm.parallel.tensor.parameters import FUSED, joined, local
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -53,7 +54,13 @@ class Row:
 
     def forward(self, x: Tensor) -> Tensor:
         """One all_reduce (reduce_scatter) in forward, none (all_gather) in backward; the bias is added once."""
-        y = self.meshcomm_split.leave(F.linear(x, held(self, "weight")))
+        split = self.meshcomm_split
+        if split.size > 1 and not torch.compiler.is_compiling():
+            with added_up():
+                y = F.linear(x, held(self, "weight"))
+        else:
+            y = F.linear(x, held(self, "weight"))
+        y = split.leave(y)
         bias = held(self, "bias")
         return y if bias is None else y + bias.to(y.dtype)
 

@@ -1,0 +1,140 @@
+"""Activation checkpointing: what is kept of a block for its backward pass, and what is computed again?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from itertools import count
+from typing import Any, Final, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Recompute: TypeAlias = bool | Literal["selective"] | int
+"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": what `KEPT` names too."""
+
+# Why a call on a group is in it: its peers would have to make it again at the same place, and wait.
+KEPT: Final = {
+    "products of matrices": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math_for_mps",
+    ),
+    "calls on groups": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
+}
+"""Operators of which "selective" keeps the result, as torchtitan's does; the rest is cheap beside its memory.
+
+Not kept: scores of attention that is written out (Korthikanti et al. 2022), and products that ranks add up, of which
+the sum is kept."""
+
+_BATCHED: Final = ("bmm", "baddbmm")
+
+
+def is_recomputed(recompute: Recompute, block: int) -> bool:
+    """Whether `block`, counted from 0 through the whole model, is run a second time, wholly or selectively."""
+    if isinstance(recompute, bool) or recompute == "selective":
+        return bool(recompute)
+    return (block + 1) % recompute == 0
+
+
+def run(recompute: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """What `block`, the number-th of the model, returns: what backward needs of it kept, or computed again.
+
+    Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
+    """
+    if not torch.is_grad_enabled() or not is_recomputed(recompute, number):
+        return block(*args, **named)
+    more: dict[str, Any] = {}
+    if recompute == "selective":
+        more["context_fn"] = _contexts
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
+
+
+@contextmanager
+def added_up() -> Iterator[None]:
+    """Products of matrices in here are added up over ranks: the sum is kept in their place."""
+    token = _ADDED_UP.set(True)
+    try:
+        yield
+    finally:
+        _ADDED_UP.reset(token)
+
+
+def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
+    """What `call` returns, new tensors without autograd. A block that is computed again selectively gets them again.
+
+    For what communicates by itself: `mesh.functional` is kept as it is. x: any tensor that `call` works on.
+    """
+    if not _SELECTIVE.get():
+        return call()
+    key = f"{next(_NUMBERS)}"
+    _CALLS[key] = call
+    try:
+        with torch.no_grad():
+            made: list[Tensor] = torch.ops.meshcomm_recompute.once.default(x.detach(), key)
+    finally:
+        del _CALLS[key]
+    return made
+
+
+_SELECTIVE: Final[ContextVar[bool]] = ContextVar("meshcomm_selective", default=False)
+_ADDED_UP: Final[ContextVar[bool]] = ContextVar("meshcomm_added_up", default=False)
+_NUMBERS: Final = count()
+# Of calls under way: an operator takes plain values.
+_CALLS: Final[dict[str, Callable[[], Sequence[Tensor]]]] = {}
+
+
+def _policy(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    name = op.name().partition("::")[2].partition(".")[0]
+    kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _NAMES
+    if kept and name in _BATCHED:
+        a, b = args[-2:]
+        # Scores: queries by keys, more than both.
+        kept = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
+    if kept and _ADDED_UP.get():
+        kept = op.namespace != "aten"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_NAMES: Final = frozenset(name for names in KEPT.values() for name in names)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return _Region(forward, False), _Region(again, True)
+
+
+@final
+class _Region(AbstractContextManager[None]):
+    """Around a run of a block: torch's mode, which keeps results or gives them back."""
+
+    def __init__(self, mode: Any, again: bool) -> None:
+        self._mode, self._again, self._kept = mode, again, mode.storage
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        if self._again:
+            # It forgets what it has given, and zero_bubble computes a block again in either half of backward.
+            self._mode.storage = {op: dict(found) for op, found in self._kept.items()}
+        with ExitStack() as stack:
+            token = _SELECTIVE.set(True)
+            stack.callback(_SELECTIVE.reset, token)
+            stack.enter_context(self._mode)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+def _once(x: Tensor, key: str) -> list[Tensor]:
+    return list(_CALLS[key]())
+
+
+_LIBRARY: Final = torch.library.Library("meshcomm_recompute", "DEF")
+_LIBRARY.define("once(Tensor x, str key) -> Tensor[]")
+_LIBRARY.impl("once", _once, "CompositeExplicitAutograd")

@@ -1,0 +1,269 @@
+"""Random numbers by role: what a user's modules and generators draw on each rank, in each step, and when drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError, UnknownDim
+from meshcomm.mesh import Mesh
+from meshcomm.models import Here, ModelSpec
+from meshcomm.parallel.tensor import tensor_parallel
+from meshcomm.testing import Pool
+from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
+from meshcomm.train import Trainer
+from tests.models import own
+from tests.models.families import config_of, differences
+
+
+class Block(own.Block):
+    """With dropouts on whole activations; and on the inner ones, which tensor splits, where `inner` is above 0."""
+
+    def __init__(self, inner: float) -> None:
+        super().__init__(32, 4)
+        self.drop, self.noise, self.drop_inner = nn.Dropout(0.2), nn.Dropout(0.1), nn.Dropout(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens, width) -> the same shape."""
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for each in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        x = x + self.drop(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+        y = self.down(self.drop_inner(F.gelu(self.up(self.after(x)))))
+        return x + self.noise(y)
+
+
+class Net(own.Own):
+    """Tokens -> logits, with a dropout in front of the blocks and one behind."""
+
+    def __init__(self, inner: float) -> None:
+        super().__init__(32, layers=0)
+        self.blocks = nn.ModuleList(Block(inner) for _ in range(4))
+        self.first_drop, self.last_drop = nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens) int64 -> (samples, tokens, 256)."""
+        x = self.first_drop(self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device)))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.last_drop(self.norm(x)))
+
+
+def _forward(module: Any, x: Tensor, here: Here) -> Tensor:
+    if here.stage.is_first:
+        x = module.first_drop(module.tokens(x) + module.places(here.positions))
+    for block in here.layers:
+        x = here.through(block, x)
+    return module.logits(module.last_drop(module.norm(x))) if here.stage.is_last else x
+
+
+def alone() -> nn.Module:
+    """Without a word about itself."""
+    return Net(0.2)
+
+
+def spec(inner: float = 0.0) -> ModelSpec:
+    """With all of it."""
+    known = own.spec(32)
+    attention = known.attention
+    assert attention is not None and known.sequence is not None
+    return replace(known, module=lambda: Net(inner), forward=_forward)
+
+
+ALONE = {"build": "tests.parallel.test_random_numbers:alone"}
+SPEC = {"build": "tests.parallel.test_random_numbers:spec"}
+INNER = {**SPEC, "args": {"inner": 0.3}}
+
+
+@pytest.mark.parametrize(
+    ("model", "dims", "more"),
+    [
+        (ALONE, "dp=2 fsdp=2", {}),
+        (SPEC, "dp=2 tp=2", {"train": {"microbatch": 2, "recompute": "selective"}}),
+        (
+            INNER,
+            "pp=2 dp=2",
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"recompute": True}},
+        ),
+        (SPEC, "pp=2 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2, "train": {"recompute": 2}}),
+    ],
+    ids=str,
+)
+def test_what_is_drawn_is_what_one_process_draws(
+    pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
+) -> None:
+    assert max(each.relative for each in differences(pool, config_of(model, dims, **more))) < 1e-9
+
+
+class Mask(NamedTuple):
+    """What a dropout kept."""
+
+    name: str
+    kept: Tensor
+
+
+def masks(config: Config, steps: Sequence[int]) -> tuple[dict[str, int], dict[int, list[Mask]], float]:
+    """This rank's coords, every mask of each step in order, and a number of the default generator after them."""
+    with meshcomm.init(config) as mesh:
+        engine = Trainer(mesh, config).engine
+        found: dict[int, list[Mask]] = {}
+        now = [0]
+        for name, part in engine.modules.named_modules():
+            if isinstance(part, nn.Dropout):
+                part.register_forward_hook(
+                    lambda _, __, y, name=name: found[now[0]].append(Mask(name, y.detach() != 0))
+                )
+        tokens = torch.arange(engine.microbatches * config.train.microbatch * 32).view(-1, 32) % 251  # type: ignore[union-attr]
+        torch.manual_seed(3)
+        for step in steps:
+            now[0], found[step] = step, []
+            engine.step(tokens, tokens, 0.0, step)
+        return mesh.coords, found, float(torch.rand(()))
+
+
+def test_masks_by_role(pool: Pool) -> None:
+    config = config_of(
+        INNER,
+        "dp=2 cp=2 tp=2",
+        sequence_parallel=True,
+        train={"global_batch": 4, "microbatch": 1, "recompute": True},
+    )
+    ranks = pool.run(masks, config, [2, 3], ranks=8)
+    torch.manual_seed(3)
+    assert {each[2] for each in ranks} == {float(torch.rand(()))}
+    by_coords = {tuple(coords.values()): found for coords, found, _ in ranks}
+    zero = by_coords[0, 0, 0]
+    # Two microbatches, 14 dropouts; those of four blocks run again in backward, the last of each not to its end.
+    names = [name for name, _ in zero[2]]
+    assert len(names) == 2 * (2 + 12 + 8)
+    first, again = {mask.name: mask.kept for mask in zero[2][:14]}, zero[2][14:22]
+    assert all(torch.equal(mask.kept, first[mask.name]) for mask in again)
+    for coords, found in by_coords.items():
+        for step in (2, 3):
+            assert [mask.name for mask in found[step]] == names
+            if coords != (0, 0, 0):
+                assert not any(
+                    torch.equal(a.kept, b.kept) for a, b in zip(found[step], zero[step], strict=True)
+                )
+    assert not any(torch.equal(a.kept, b.kept) for a, b in zip(zero[2], zero[3], strict=True))
+    assert not any(torch.equal(a.kept, b.kept) for a, b in zip(zero[2][:22], zero[2][22:], strict=True))
+    shares = {name: mask.float().mean().item() for name, mask in zero[2]}
+    assert shares["0.blocks.1.drop_inner"] == pytest.approx(0.7, abs=0.05)
+
+
+def test_whole_activations_are_dropped_alike_and_split_ones_are_not(pool: Pool) -> None:
+    config = config_of(INNER, "tp=2", train={"global_batch": 1})
+    (_, found, _), (_, other, _) = pool.run(masks, config, [1], ranks=2)
+    for mine, its in zip(found[1], other[1], strict=True):
+        assert mine.name == its.name
+        assert torch.equal(mine.kept, its.kept) == ("inner" not in mine.name)
+
+
+def test_a_step_draws_the_same_whatever_came_before_it(pool: Pool) -> None:
+    config = config_of(INNER, "pp=2 dp=2", train={"global_batch": 4})
+    for (_, found, _), (_, alone, _) in zip(
+        pool.run(masks, config, [1, 2, 3], ranks=4), pool.run(masks, config, [3], ranks=4), strict=True
+    ):
+        assert len(found[3]) == len(alone[3])
+        for mine, its in zip(found[3], alone[3], strict=True):
+            assert mine.name == its.name and torch.equal(mine.kept, its.kept)
+
+
+def given(config: Config) -> tuple[list[float], bool]:
+    """Losses of a module that is split already, and whether ranks have the same gradients of what is not."""
+    with meshcomm.init(config) as mesh:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5))
+        tensor_parallel(net, mesh, "tp", {"0": "column", "3": "row"})
+        trainer = Trainer(mesh, config, net, loss=F.mse_loss)
+        torch.manual_seed(mesh.rank)
+        for _ in range(3):
+            trainer.step(torch.ones(8, 4), torch.zeros(8, 4))
+        losses = [done.loss for done in trainer.look()]
+        bias = dict(net.named_parameters())["3.bias"].detach()
+        bias = bias.full_tensor() if hasattr(bias, "full_tensor") else bias
+        held = torch.stack(mesh.objects.all_gather("tp", bias))
+        return losses, bool((held == held[0]).all())
+
+
+def test_a_module_that_is_made_draws_by_role_too(pool: Pool) -> None:
+    config = load(
+        {
+            "mesh": {"dims": {"dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
+            "parallel": {"data": "dp", "tensor": "tp"},
+            "train": {"steps": 3, "global_batch": 8, "microbatch": 4},
+        }
+    )
+    (losses, same), (others, _) = pool.run(given, config, ranks=2)
+    assert losses == others and same
+    assert pool.run(given, config, ranks=2)[0][0] == losses
+
+
+def queued(config: Config) -> int:
+    """Host syncs of steps after the first ones."""
+    with emulated_nccl(), meshcomm.init(config) as mesh:
+        engine = Trainer(mesh, config).engine
+        tokens = torch.arange(engine.microbatches * 32).view(-1, 32) % 251
+        for step in range(1, 9):
+            engine.step(tokens, tokens, 1e-3, step)
+        engine.look()
+        before = host_syncs()
+        with no_host_sync():
+            for step in range(9, 12):
+                engine.step(tokens, tokens, 1e-3, step)
+        syncs = host_syncs() - before
+        engine.look()
+        return syncs
+
+
+def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
+    config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "recompute": True, "steps": 20})
+    config = load(config, [f"mesh.backend={NAME}", "mesh.validate_calls=8"])
+    assert pool.run(queued, config, ranks=4) == [0] * 4
+
+
+# -- generators of a user's own -------------------------------------------------------------------
+
+
+def _seeds(mesh: Mesh) -> tuple[int, int, int, int]:
+    drawn = torch.rand(3, generator=mesh.generator(7, 1, along="dp"))
+    assert torch.equal(drawn, torch.rand(3, generator=mesh.generator(7, 1, along=("dp",))))
+    assert mesh.generator(7, along="dp").initial_seed() == mesh.seed(7, along="dp")
+    return mesh.seed(7), mesh.seed(7, along="dp"), mesh.seed(7, along=("tp", "dp")), mesh.seed(7, "noise")
+
+
+def test_seeds_differ_along_what_is_named_and_are_equal_along_the_rest() -> None:
+    layout = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}, "device": "cpu"}}
+    found: Any = meshcomm.simulate(_seeds, load(layout))
+    assert len({each[0] for each in found}) == 1
+    # rank = 4 pp + 2 dp + tp
+    assert [each[1] for each in found] == [found[2 * (rank // 2 % 2)][1] for rank in range(8)]
+    assert len({each[1] for each in found}) == 2
+    assert [each[2] for each in found] == [found[rank % 4][2] for rank in range(8)]
+    assert len({each[2] for each in found}) == 4
+    assert len({seed for each in found for seed in each}) == 1 + 2 + 4 + 1
+    assert all(0 <= seed < 2**63 for each in found for seed in each)
+    # The same numbers in every release, and on every mesh.
+    assert found[0][0] == 2152027014443372885
+
+
+def _refused(mesh: Mesh) -> tuple[str, str]:
+    with pytest.raises(UnknownDim) as unknown:
+        mesh.seed(0, along="tpp")
+    with pytest.raises(ConfigError) as nothing:
+        mesh.seed(along="tp")
+    return str(unknown.value), str(nothing.value)
+
+
+def test_seeds_are_refused_where_they_mean_nothing() -> None:
+    told: Any = meshcomm.simulate(_refused, load({"mesh": {"dims": {"tp": 2}, "device": "cpu"}}))
+    assert "tpp" in told[0][0] and "must follow from something" in told[0][1]

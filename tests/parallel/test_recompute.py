@@ -1,0 +1,172 @@
+"""Activation checkpointing: the same numbers, fewer tensors kept, and no call on a group twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshcomm
+from meshcomm.config import Config
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.models import Here, ModelSpec
+from meshcomm.predict.memory import memory
+from meshcomm.predict.workload import Sizes, workload
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
+from tests.models import own
+from tests.models.families import config_of, differences
+
+OWN = {"build": "tests.models.own:spec", "args": {"width": 32}}
+BUILT_IN: dict[str, Any] = {"layers": 4, "width": 32, "heads": 8, "kv_heads": 4, "ff": 48, "dropout": 0.1}
+EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balance_loss": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("model", "dims", "recompute", "more"),
+    [
+        (BUILT_IN, "fsdp=2 tp=2", "selective", {"sequence_parallel": True}),
+        (BUILT_IN, "pp=2 tp=2", "selective", {"schedule": "zero_bubble", "stages_per_rank": 2}),
+        (BUILT_IN, "pp=2 dp=2", 2, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+        (BUILT_IN, "pp=2 cp=2", "selective", {"schedule": "gpipe"}),
+        (OWN, "pp=2 tp=2", "selective", {"schedule": "1f1b", "sequence_parallel": True}),
+        (OWN, "fsdp=2 cp=2", "selective", {"attention": "ulysses"}),
+        (OWN, "dp=2 fsdp=2", 3, {}),
+        (EXPERTS, "dp=2 cp=2", "selective", {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"}),
+        (
+            {**EXPERTS, "capacity_factor": 1.0},
+            "dp=2 cp=2",
+            "selective",
+            {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_computed_again_is_the_same(
+    pool: Pool, model: dict[str, Any], dims: str, recompute: Any, more: dict[str, Any]
+) -> None:
+    config = config_of(model, dims, train={"recompute": recompute}, **more)
+    assert max(each.relative for each in differences(pool, config)) < 1e-9
+
+
+class Watched(TorchDispatchMode):
+    """Memory that operators have made and that is still held by anybody, and how many products there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        found = func(*args, **(kwargs or {}))
+        self.products += func.name() in ("aten::mm", "aten::addmm", "aten::bmm")
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(each, Tensor):
+                memory = each.untyped_storage()
+                self._made[StorageWeakRef(memory)] = memory.nbytes()
+        return found
+
+    def held(self, but: Iterable[Tensor]) -> int:
+        """Bytes, without the memory of these."""
+        for each in but:
+            self._made.pop(StorageWeakRef(each.untyped_storage()), None)
+        return sum(nbytes for memory, nbytes in self._made.items() if not memory.expired())
+
+
+class Found(NamedTuple):
+    """Of one step of one process."""
+
+    kept: int
+    products: int
+    forwards: list[int]
+    gradients: list[Tensor]
+
+
+def found(config: Config) -> Found:
+    """Bytes that lie between the forward and the backward pass of a microbatch; products; each block's passes; gradients."""
+    with meshcomm.init(config) as mesh:
+        engine = Trainer(mesh, config).engine
+        model, loss, watched = engine.model, engine.model.loss, Watched()
+        kept, before = [], [0]
+        there = [*engine.modules.parameters(), *engine.modules.buffers()]
+
+        def looked(splits: Any, logits: Tensor, targets: Tensor) -> Tensor:
+            kept.append(watched.held([*there, logits]) - before[0])
+            return loss(splits, logits, targets)
+
+        engine.modules[0].register_forward_pre_hook(lambda *_: before.insert(0, watched.held(there)))
+
+        model.loss = looked  # type: ignore[method-assign]
+        blocks = [each for each in engine.modules.modules() if type(each).__name__ == "Block"]
+        passes = dict.fromkeys(blocks, 0)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda block, _: passes.update({block: passes[block] + 1}))
+        tokens = torch.arange(2 * 32).view(2, 32)
+        with watched:
+            engine.step(tokens, tokens, 0.0, 1)
+        gradients = [each.grad.clone() for _, each in engine.named_parameters() if each.grad is not None]
+        return Found(kept[0], watched.products, list(passes.values()), gradients)
+
+
+@pytest.mark.parametrize("model", [{**BUILT_IN, "dropout": 0.0}, OWN], ids=["built in", "of a user"])
+def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model: dict[str, Any]) -> None:
+    def config(recompute: Any) -> Config:
+        return config_of(model, "dp=1", train={"recompute": recompute, "global_batch": 2, "microbatch": 2})
+
+    settings = [False, True, 2, "selective"]
+    nothing, every, second, selective = (pool.run(found, config(each), ranks=1)[0] for each in settings)
+    assert every.kept < selective.kept < nothing.kept
+    assert every.kept < second.kept < nothing.kept
+    assert nothing.forwards == [1, 1, 1, 1]
+    assert every.forwards == selective.forwards == [2, 2, 2, 2]
+    assert second.forwards == [1, 2, 1, 2]
+    # A product is never computed again selectively; else those of a block are, but for the last, whose result nobody needs.
+    assert selective.products == nothing.products
+    again = every.products - nothing.products
+    assert again > 0 and second.products - nothing.products == again / 2
+    for other in (every, second, selective):
+        assert all(torch.equal(a, b) for a, b in zip(other.gradients, nothing.gradients, strict=True))
+    if "width" in model:
+        # What place counts beyond the inputs of blocks, and a logarithm for each query: layers, heads, tokens, float64.
+        work = workload(config("selective"))
+        both = [
+            memory(work._replace(recompute=each), Sizes()).activations
+            - memory(work._replace(recompute=False), Sizes()).activations / work.layers
+            for each in ("selective", True)
+        ]
+        assert selective.kept - every.kept == both[0] - both[1] + 4 * 8 * 2 * 32 * 8
+
+
+def test_a_compiled_block_is_one_operator() -> None:
+    with pytest.raises(ConfigError, match="a compiled block is one operator"):
+        config_of(OWN, "dp=1", train={"recompute": "selective", "compile": True})
+
+
+def test_through_is_for_blocks(pool: Pool) -> None:
+    config = config_of({"build": "tests.parallel.test_recompute:through_a_norm"}, "dp=1")
+    (told,) = pool.run(_refused, config, ranks=1)
+    assert "was given something else" in told and "a LayerNorm" in told
+
+
+def through_a_norm() -> ModelSpec:
+    """A spec whose forward runs something by `through` that is no block."""
+
+    def forward(module: Any, x: Tensor, here: Here) -> Tensor:
+        x = here.through(module.norm, module.tokens(x))
+        out: Tensor = module.logits(x)
+        return out
+
+    return replace(own.spec(), forward=forward)
+
+
+def _refused(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(UnsupportedOp) as caught:
+        Trainer(mesh, config).step(torch.zeros(8, 32).long(), torch.zeros(8, 32).long())
+    return str(caught.value)
