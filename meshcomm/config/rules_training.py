@@ -13,6 +13,7 @@ from meshcomm.config.section import rule
 from meshcomm.config.training import Training
 from meshcomm.config.write import toml, whole_toml
 from meshcomm.layout.names import nearest_name
+from meshcomm.layout.sizes import fold
 
 
 def training_problems(training: Training) -> Iterator[Problem]:
@@ -339,4 +340,19 @@ def _compiled_halves(training: Training) -> Iterator[Problem]:
             "runs the halves for inputs and weights at different times",
             "one of them",
             ["train.compile = false", 'parallel.schedule = "interleaved_1f1b"'],
+        )
+
+
+@rule(Training, "train.profile_ranks", "mesh.dims")
+def _profiled_ranks(training: Training) -> Iterator[Problem]:
+    mesh, sizes = training.mesh, training.mesh.dims.values()
+    if mesh.ranks is None and min(sizes) < 1:
+        return
+    known = range(math.prod(sizes)) if mesh.ranks is None else mesh.ranks
+    outside = [rank for rank in training.train.profile_ranks if rank not in known]
+    if outside:
+        yield Problem(
+            f"rank {outside[0]} is not in the mesh",
+            f"ranks of the mesh: {fold(mesh.ranks) if mesh.ranks is not None else f'0 to {known[-1]}'}",
+            [f"train.profile_ranks = {toml([known[0]])}", "remove train.profile_ranks: all ranks"],
         )

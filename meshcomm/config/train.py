@@ -275,6 +275,28 @@ class TrainConfig(Section):
         "The first and the last step whose calls are written to trace.json in out. None: none.",
         examples=[(3, 5)],
     )
+    profile_steps: Pair[int] | None = setting(
+        None,
+        "The first and the last step that torch.profiler watches: rankN.json in out/profile is a Chrome trace, and rankN.txt "
+        "has the most expensive operators. None: none.",
+        examples=[(3, 5)],
+    )
+    profile_ranks: FrozenList[Annotated[int, Field(ge=0)]] = setting(
+        (), "With profile_steps: the ranks that are watched. Default []: all.", examples=[[0]]
+    )
+    log_to: FrozenList[Literal["tensorboard", "wandb"]] = setting(
+        (),
+        "Where metrics go beside metrics.jsonl: to TensorBoard, in out/tensorboard, and to Weights & Biases, in out/wandb, "
+        "offline unless WANDB_MODE says otherwise. Default []: nowhere.",
+        examples=[["tensorboard"]],
+    )
+    peak_flops: float | None = setting(
+        None,
+        "The most dense FLOP/s of a rank's device in the type that matrices are multiplied in: MFU is a share of it. None: "
+        "as the maker of a well-known GPU says; of another device no MFU is told.",
+        gt=0,
+        examples=[989.4e12],
+    )
     checkpoint_every: int = setting(
         0, "Steps from one checkpoint to the next; one more follows the last step. 0: none.", ge=0
     )
@@ -297,6 +319,19 @@ class TrainConfig(Section):
         None,
         "With eval_every: global batches of an evaluation, the same ones each time. None: all that are whole.",
         ge=1,
+    )
+    patience: int | None = setting(
+        None,
+        "With eval_every: the run ends once the validation loss has not fallen in so many evaluations in a row. None: never.",
+        ge=1,
+    )
+    min_delta: float = setting(
+        0.0,
+        "With patience: the validation loss has fallen where it is lower than the lowest by more than this.",
+        ge=0,
+    )
+    target_loss: float | None = setting(
+        None, "With eval_every: the run ends once the validation loss is this or lower. None: never."
     )
 
 
@@ -387,16 +422,37 @@ def _selective(train: TrainConfig) -> Iterator[Problem]:
         )
 
 
-@rule(TrainConfig, "trace_steps", "steps")
-def _traced_steps(train: TrainConfig) -> Iterator[Problem]:
-    first, last = train.trace_steps or (1, 1)
-    if not 1 <= first <= last <= train.steps:
-        fit = toml((1, min(3, train.steps)))
-        yield Problem(
-            f"steps {first} to {last} are no steps of this training",
-            f"a first and a last step, from 1 to {train.steps}",
-            [f"train.trace_steps = {fit}", "remove train.trace_steps"],
-        )
+def _some_steps(field: str) -> None:
+    @rule(TrainConfig, field, "steps")
+    def check(train: TrainConfig) -> Iterator[Problem]:
+        first, last = getattr(train, field) or (1, 1)
+        if not 1 <= first <= last <= train.steps:
+            fit = toml((1, min(3, train.steps)))
+            yield Problem(
+                f"steps {first} to {last} are no steps of this training",
+                f"a first and a last step, from 1 to {train.steps}",
+                [f"train.{field} = {fit}", f"remove train.{field}"],
+            )
+
+
+_some_steps("trace_steps")
+_some_steps("profile_steps")
+no_effect(
+    TrainConfig,
+    "profile_ranks",
+    "profile_steps",
+    lambda train: train.profile_steps or not train.profile_ranks,
+    "profile_steps beside it",
+    "train.profile_steps = [3, 5]",
+    why=" without train.profile_steps: nothing is profiled",
+)
+
+
+@rule(TrainConfig, "log_to")
+def _once_each(train: TrainConfig) -> Iterator[Problem]:
+    once = list(dict.fromkeys(train.log_to))
+    if len(once) < len(train.log_to):
+        yield Problem("one of them is named twice", "each once", [f"train.log_to = {toml(once)}"])
 
 
 no_effect(
@@ -419,10 +475,19 @@ no_effect(
 )
 no_effect(
     TrainConfig,
-    "eval_batches",
+    "eval_batches patience target_loss",
     "eval_every",
     lambda train: train.eval_every,
     "eval_every of 1 or more",
     "train.eval_every = 100",
     why=": nothing is evaluated",
+)
+no_effect(
+    TrainConfig,
+    "min_delta",
+    "patience",
+    lambda train: train.patience,
+    "patience of 1 or more",
+    "train.patience = 3",
+    why=" without train.patience: the run does not end by it",
 )

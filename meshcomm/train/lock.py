@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _OF_NO_EFFECT = {
     f"train.{name}"
     for name in (
         *("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "resume_changed"),
-        "trace_steps",
+        *("trace_steps", "profile_steps", "profile_ranks", "log_to", "peak_flops"),
     )
 }
 # In a lock's config: the config.json of [model] pretrained. What of it says nothing about what is computed:
@@ -75,6 +75,9 @@ class Lock:
 
     samples: int | None = None
     """Read so far of this data; None: step times global_batch."""
+
+    best: Sequence[Any] = ()
+    """Of the validation loss, as `early_stop.Best`; empty: nothing was evaluated, or nobody knows."""
 
     metadata: str = ""
     """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
@@ -198,6 +201,12 @@ def samples_read(saved: Lock, now: Lock) -> int:
     if saved.samples is not None:
         return saved.samples
     return int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
+
+
+def best_of(saved: Lock, now: Lock) -> Sequence[Any]:
+    """How low the validation loss had come when `saved` was made; of other data: nobody knows."""
+    old, new = _flat(saved), _flat(now)
+    return () if any(_known(old, name) != _known(new, name) for name in _SAMPLES) else saved.best
 
 
 def _begins_again(names: Iterable[str]) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshcomm.mesh.stats import Stats
+from meshcomm.train.metrics.cost import Memory, Rates
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ class Step:
     """Steps so far that were left out, as `train.nonfinite = "skip"` says."""
     fault: str = ""
     """Of a step that was left out: which rank's gradient of which parameter is not finite."""
+    model_flops_per_s: float | None = None
+    """Of a rank, as the mean over ranks, since the line before; None where nothing was counted."""
+    mfu: float | None = None
+    """Model FLOPs utilisation: the share of that in what the devices can do; None where that is not known."""
+    hfu: float | None = None
+    """Hardware FLOPs utilisation: as mfu, with what is computed again."""
+    peak_memory_bytes: int | None = None
+    """The largest of all ranks, when they were last compared: see `Cost.memory`."""
+    peak_memory_rank: int | None = None
+    """Whose it is."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,12 @@ class Summary:
     """That a loss is the mean over: a byte or a token."""
     evaluation: Evaluation | None = None
     """The last one; None where nothing was evaluated."""
+    stopped: str = ""
+    """Why the run ended before train.steps, without an error; "": it did not."""
+    rates: Rates | None = None
+    """Over the whole run; None where nothing was counted."""
+    memory: Memory | None = None
+    """The largest peak of all ranks; None where they were never compared."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -116,10 +133,12 @@ class Callback:
 
     trainer: the Trainer that it was given to.
     stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
+    reason:  why, for the screen and run.json; "": the class's name is told.
     """
 
     trainer: Any = None
     stop: bool = False
+    reason: str = ""
 
     def on_start(self, start: Start) -> None:
         """Before the first step."""
@@ -150,9 +169,9 @@ class Told(Callback):
         self._all = tuple(callbacks)
 
     @property
-    def stops(self) -> bool:
-        """Whether one of them ends the run."""
-        return any(each.stop for each in self._all)
+    def stopped(self) -> str:
+        """Why one of them ends the run; "": none does."""
+        return next((each.reason or f"{type(each).__name__}.stop" for each in self._all if each.stop), "")
 
     def on_start(self, start: Start) -> None:
         """See Callback."""

@@ -25,6 +25,9 @@ METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
 RUN: Final = "run.json"
 TRACE: Final = "trace.json"
+PROFILE: Final = "profile"
+TENSORBOARD: Final = "tensorboard"
+WANDB: Final = "wandb"
 _FORMAT: Final = 1
 
 
@@ -49,12 +52,11 @@ def check_folder(folder: Path) -> None:
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
     """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
 
-    config.json, run.json and trace.json likewise. Or the next number that is free of all, the highest being the
-    latest. Nothing is deleted.
+    config.json, run.json, trace.json, and the folders profile, tensorboard and wandb likewise. Or the next number that
+    is free of all, the highest being the latest. Nothing is deleted.
     """
-    names = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)} | {
-        FOLDER: FOLDER + ".{}"
-    }
+    files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
+    names = files | {name: name + ".{}" for name in (FOLDER, PROFILE, TENSORBOARD, WANDB)}
     number = 1
     while any((folder / aside.format(number)).exists() for aside in names.values()):
         number += 1
@@ -82,22 +84,23 @@ class MetricsFile:
     def write(self, step: Step | Evaluation) -> None:
         """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds, skipped.
 
-        Of an evaluation: step, validation_loss, validation_tokens, seconds.
+        Where it is known: model_flops_per_s, mfu, hfu, peak_memory_bytes, peak_memory_rank. Of an evaluation: step,
+        validation_loss, validation_tokens, seconds.
 
         A number that is not finite is null. fault stands on lines of steps that were left out.
         """
         facts = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(step).items()
-            if value != ""
+            if value not in ("", None)
         }
-        with _told(self.path):
+        with told(self.path):
             self._file.write(json.dumps(facts) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
         """Have every line on the disk: what a checkpoint goes on from must not be lost."""
-        with _told(self.path):
+        with told(self.path):
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
@@ -133,7 +136,8 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
     run, another text at every start; state: "running", "finished" or "stopped"; fingerprint, of the live
     plan, whose backends are known; dims; steps, tokens_per_step, parameters; resumed: the last step that
     was done before, or None; and from the end on ended: steps, tokens, seconds, late, stats and
-    stats_steps (as late, traffic and traffic_steps of Summary), and reason: why it stopped, or None.
+    stats_steps (as late, traffic and traffic_steps of Summary), model_flops_per_s, mfu, hfu, peak_memory_bytes and
+    peak_memory_rank, each None where it is not known, and reason: why it ended before its last step, or None.
     Each file holds its old or its new text at any moment. A run that is killed stays "running".
 
     Yields:    a list; the block adds its Summary before it ends, in whatever way.
@@ -164,7 +168,7 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
             _end(folder, about, "stopped", ended, reason)
         raise
-    _end(folder, about, "finished", ended, None)
+    _end(folder, about, "finished", ended, (ended[-1].stopped or None) if ended else None)
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
@@ -187,18 +191,22 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
             "late": {dim: {"rank": rank, "mean_s": mean_s} for dim, (rank, mean_s) in last.late.items()},
             "stats": [] if last.traffic is None else last.traffic.facts()["rows"],
             "stats_steps": last.traffic_steps,
+            **{key: getattr(last.rates, key, None) for key in ("model_flops_per_s", "mfu", "hfu")},
+            "peak_memory_bytes": getattr(last.memory, "nbytes", None),
+            "peak_memory_rank": getattr(last.memory, "rank", None),
         }
     end = {**facts, "reason": reason} if facts or reason else None
     _write(folder / RUN, {**about, "state": state, "ended": end})
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with _told(path):
+    with told(path):
         replace(path, json.dumps(content, indent=2))
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def told(path: Path) -> Iterator[None]:
+    """Have what cannot be written raise a TrainingError that names `path`."""
     try:
         yield
     except OSError as error:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
+from meshcomm.train.metrics.cost import Memory, Rates
 from meshcomm.train.report import Callback, Evaluation, Resumed, Start, Step, Summary
 
 _ROWS = 10
@@ -69,14 +70,14 @@ class TrainingReporter(Callback):
                 MofNCompleteColumn(),
                 BarColumn(bar_width=None),
                 TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[speed]} tokens/s"),
+                TextColumn("{task.fields[speed]}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),
                 console=self._console,
             )
             self._task = self._progress.add_task(
-                "train", total=start.steps, completed=done, loss="-", speed="-"
+                "train", total=start.steps, completed=done, loss="-", speed="- tokens/s"
             )
             self._progress.start()
 
@@ -85,9 +86,7 @@ class TrainingReporter(Callback):
         if step.fault:
             self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
         if self._progress is not None:
-            self._progress.update(
-                self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_s:,.0f}"
-            )
+            self._progress.update(self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=speed(step))
             return
         assert self._start is not None
         steps, said = self._start.steps, self._said
@@ -100,10 +99,7 @@ class TrainingReporter(Callback):
         ):
             self._said = step
             left = step.seconds / step.step * (steps - step.step)
-            self._say(
-                f"step {step.step}/{steps}  loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s  "
-                f"{duration(left)} left"
-            )
+            self._say(f"step {step.step}/{steps}  loss {step.loss:.4f}  {speed(step)}  {duration(left)} left")
 
     def on_eval(self, evaluation: Evaluation) -> None:
         """Print a line."""
@@ -163,6 +159,12 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     if summary.skipped:
         facts.add_row("left out", f"{summary.skipped} of {summary.steps} steps, not finite")
     facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+    if summary.rates is not None:
+        facts.add_row("model FLOP/s", _flops(summary.rates))
+    if summary.memory is not None:
+        facts.add_row("peak memory", _memory(summary.memory))
+    if summary.stopped:
+        facts.add_row("ended early", summary.stopped)
     facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
     if summary.late:
         late = (f"{dim}: rank {rank}, {mean * 1e3:.1f} ms" for dim, (rank, mean) in summary.late.items())
@@ -170,6 +172,36 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     facts.add_row("metrics", str(summary.metrics))
     plot = Text("\n".join(curve(summary.losses, braille=braille)))
     return Panel(Group(facts, Text(), plot), title="training finished", expand=False)
+
+
+def speed(step: Step) -> str:
+    """Tokens each second, and MFU where it is known."""
+    return f"{step.tokens_per_s:,.0f} tokens/s" + ("" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%")
+
+
+def _flops(rates: Rates) -> str:
+    shares = ((name, getattr(rates, name.lower())) for name in ("MFU", "HFU"))
+    told = [f"{name} {100 * share:.3g}%" for name, share in shares if share is not None]
+    return ", ".join([f"{_scaled(rates.model_flops_per_s, 1000)}FLOP/s a rank", *told])
+
+
+def _memory(memory: Memory) -> str:
+    return f"{_scaled(memory.nbytes, 1024)}B on rank {memory.rank}, {memory.kind}"
+
+
+def _scaled(number: float, base: int) -> str:
+    """With a prefix: "1.23 T" of 1000s, "1.23 Ti" of 1024s.
+
+    >>> _scaled(1234567, 1000), _scaled(3 * 2**30, 1024), _scaled(12, 1024)
+    ('1.23 M', '3.00 Gi', '12.00 ')
+    """
+    power = 0
+    while number >= base and power < 6:
+        number /= base
+        power += 1
+    return f"{number:.2f} {('', 'k' if base == 1000 else 'K', 'M', 'G', 'T', 'P', 'E')[power]}" + (
+        "i" if base == 1024 and power else ""
+    )
 
 
 def data_line(start: Start) -> str:

@@ -38,6 +38,21 @@ leaves_of: Callable[[Any], list[Any]] = tree_leaves
 # How many modes see an operator after the one that is asking.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# Whether torch's profiler watches this thread.
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# The number of the backward pass that runs in this thread, -1 for none; the pack and unpack hooks of saved tensors, if any.
+_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def recomputes() -> bool:
+    """Whether this is a forward pass within a backward pass, as of torch.utils.checkpoint.
+
+    What backward itself computes is neither recorded for another backward pass, nor does it save tensors.
+    """
+    return _backward_pass() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
+
+
 # The type of a group's name, where torch has one of its own.
 _NAME: Any = getattr(c10d, "GroupName", str)
 

@@ -83,9 +83,10 @@ def run_once(config: Config, attempt: Attempt | None = None) -> tuple[Summary, R
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without times."""
+    """The lines of metrics.jsonl, without times and memory."""
+    measured = ("tokens_per_s", "seconds", "model_flops_per_s", "peak_memory_bytes", "peak_memory_rank")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "seconds")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:

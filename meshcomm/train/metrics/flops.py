@@ -1,0 +1,127 @@
+"""How many floating-point operations has a training step, and how many can a device do at most?"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from meshcomm.config import TrainConfig
+from meshcomm.transport.torch_private import DispatchMode, recomputes
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of matrices one beside the other, where one of both has three axes, or none; of as many of each, where both have."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+# What torch 2.15 has no formula for, by the operator's name.
+_MORE: Final[dict[str, Callable[..., int]]] = {"aten._grouped_mm": _grouped}
+
+
+@final
+class FlopCounter(DispatchMode):  # type: ignore[misc]
+    """While it is entered: what this thread, and the backward passes that it starts, compute.
+
+    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows, for
+    convolutions and for attention, whose causal mask hides nothing from the count; anything else counts nothing. Of compiled code, what it
+    calls of torch's products and attention kernels, not those that it generates. Of DTensors, a rank's own part.
+
+    model:    what the model needs: without what activation checkpointing computes again, in a backward pass, and
+              without the scores that the backward of fused attention computes again.
+    hardware: all that was computed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.hardware = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a call and make it."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operator = getattr(func, "_overloadpacket", func)
+        formula = flop_registry.get(operator) or _MORE.get(str(operator))
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self.hardware += flops
+            if not recomputes():
+                # Five products where the gradients need four.
+                again = "attention" in str(operator) and "backward" in str(operator)
+                self.model += flops * 4 // 5 if again else flops
+        return result
+
+
+class Peak(NamedTuple):
+    """The most dense FLOP/s of a device, by what matrices are multiplied in; nan: not in the maker's data sheet."""
+
+    bfloat16: float
+    tf32: float
+    float32: float
+
+
+_NONE: Final = math.nan
+# Dense, without sparsity, as the data sheets have it, in TFLOP/s: by a pattern of torch.cuda.get_device_name. The first
+# that is found counts.
+_PEAKS: Final = {
+    # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of what is said "with sparsity".
+    r"\bGB200\b": Peak(2500, _NONE, _NONE),
+    r"\bB200\b": Peak(2250, _NONE, _NONE),
+    r"\bH[12]00 NVL\b": Peak(835.5, 417.5, 60),
+    r"\bH100 PCIe\b": Peak(756, 378, 51),
+    r"\bG?H[12]00\b": Peak(989.4, 494.7, 66.9),
+    r"\bA100\b": Peak(312, 156, 19.5),
+    r"\bL40S\b": Peak(362, 183, 91.6),
+    r"\bL4\b": Peak(121, 60, 30.3),
+    r"\bA10\b": Peak(125, 62.5, 31.2),
+    r"\bA30\b": Peak(165, 82, 10.3),
+    r"\bA40\b": Peak(149.7, 74.8, 37.4),
+    # NVIDIA's white papers of the Ada and Ampere GA102 architectures, with sums in float32.
+    r"\bRTX 4090$": Peak(165.2, 82.6, 82.6),
+    r"\bRTX 3090$": Peak(71, 35.6, 35.6),
+    # amd.com/en/products/accelerators/instinct; of a MI250X one of its two devices.
+    r"\bMI3(00|25)X\b": Peak(1307.4, _NONE, 163.4),
+    r"\bMI250X\b": Peak(191.5, _NONE, _NONE),
+}
+
+
+def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
+    """The most FLOP/s of this rank's device: as train.peak_flops says, or of a well-known GPU; None where nobody knows.
+
+    Of a GPU in the type that [train] multiplies in. A part of a GPU (MIG) is none of those that are known, nor a CPU.
+    """
+    if train.peak_flops is not None:
+        return train.peak_flops
+    if device.type != "cuda":
+        return None
+    tf32 = (train.float32_matmul_precision or torch.get_float32_matmul_precision()) != "highest"
+    return known_peak(torch.cuda.get_device_name(device), train.compute_dtype or train.dtype, tf32)
+
+
+def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
+    """FLOP/s of the GPU that torch.cuda.get_device_name calls `name`; None where it or its number is not known.
+
+    >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16"), known_peak("NVIDIA H100 PCIe", "float32", tf32=True)
+    (989400000000000.0, 378000000000000.0)
+    >>> known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is known_peak("Abacus", "float32") is None
+    True
+    """
+    column = "tf32" if dtype == "float32" and tf32 else dtype
+    found = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), None)
+    tera = getattr(found, column, _NONE)
+    return None if "MIG" in name.split() or math.isnan(tera) else round(tera * 1e12, -9)

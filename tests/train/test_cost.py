@@ -1,0 +1,304 @@
+"""FLOPs of a step by hand and on every mesh, MFU only where the peak is known, and the peak memory of the right rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.predict.stages import part_costs
+from meshcomm.testing import Pool
+from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
+from meshcomm.train import Silent, Summary, Trainer, run
+from meshcomm.train.agree import agree, agreed_corpus
+from meshcomm.train.loop import batches_of
+from meshcomm.train.metrics import cost as cost_module
+from meshcomm.train.metrics.cost import Cost, peak_memory
+from meshcomm.train.metrics.flops import FlopCounter, known_peak, peak_flops
+from tests.train.test_trainer import BATCH, loss, net, samples, sections
+
+BASE: dict[str, Any] = {
+    "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
+    "parallel": {},
+    "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 4, "ff": 64},
+    "data": {"sequence": 16, "max_bytes": 20_000},
+    "train": {"steps": 6, "global_batch": 8, "microbatch": 2, "seed": 7},
+}
+
+
+def on(dims: dict[str, int], *overrides: str, out: Path | str = "unused", **parallel: Any) -> Config:
+    data = {**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}
+    return load(data, [f'train.out="{out}"', *overrides])
+
+
+def counted(config: Config) -> tuple[float, float, int]:
+    """FLOPs of the model and of the hardware in the first step of two, of all ranks; and the ranks."""
+    with meshcomm.init(config) as mesh:
+        corpus = agreed_corpus(mesh, agree(mesh, config))
+        engine = Trainer(mesh, config).engine
+        cost = Cost(mesh, engine.sections.train.model_copy(update={"peak_flops": 1.0}))
+        batches = batches_of(engine, corpus)
+        for step in (1, 2):
+            with cost.counting():
+                engine.step(*batches(step), 1e-3, step)
+        cost.compare()
+        rates = cost.rates(1.0)
+        assert rates is not None and rates.mfu is not None and rates.hfu is not None
+        ranks = math.prod(dict(mesh.dims).values())
+        assert rates.mfu == pytest.approx(rates.model_flops_per_s)
+        return rates.mfu * ranks, rates.hfu * ranks, ranks
+
+
+def by_hand(config: Config) -> tuple[int, int, int]:
+    """Multiply-adds of a step's forward pass: all, those of layers, and those of attention's scores."""
+    assert config.model is not None and config.data is not None and config.train is not None
+    costs = part_costs(config.model, config.data.sequence)
+    tokens = config.train.global_batch * config.data.sequence
+    scores = config.model.layers * 2 * config.data.sequence * config.model.width
+    layers = sum(costs.layers)
+    return (layers + costs.head) * tokens, layers * tokens, scores * tokens
+
+
+@pytest.mark.parametrize(
+    ("dims", "parallel"),
+    [
+        ({"one": 1}, {}),
+        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
+        ({"fs": 2, "cp": 2}, {"shard": "fs", "context": "cp", "attention": "ulysses"}),
+        ({"pp": 2, "fs": 2}, {"pipeline": "pp", "shard": "fs"}),
+        (
+            {"pp": 2, "tp": 2},
+            {"pipeline": "pp", "tensor": "tp", "schedule": "zero_bubble", "stages_per_rank": 2},
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_the_model_has_six_flops_for_each_multiply_add_on_every_mesh(
+    pool: Pool, dims: dict[str, int], parallel: dict[str, Any]
+) -> None:
+    config = on(dims, **parallel)
+    macs, _, scores = by_hand(config)
+    for model, hardware, _ in pool.run(counted, config, ranks=math.prod(dims.values())):
+        assert model == 6 * macs
+        # Fused attention computes its scores again in backward: one product of the two that a forward pass has.
+        assert hardware == 6 * macs + scores
+
+
+def test_what_is_computed_again_counts_for_the_hardware_alone(pool: Pool) -> None:
+    config = on({"dp": 2}, "train.recompute=true", data="dp")
+    macs, layers, scores = by_hand(config)
+    # torch.utils.checkpoint ends where backward has what it needs: before a layer's last matrix.
+    again = layers - 4 * 32 * 64 * (8 * 16)
+    for model, hardware, _ in pool.run(counted, config, ranks=2):
+        assert (model, hardware) == (6 * macs, 6 * macs + scores + 2 * again)
+
+
+def test_a_ring_counts_the_blocks_that_it_computes(pool: Pool) -> None:
+    config = on({"cp": 2}, context="cp")
+    macs, _, scores = by_hand(config)
+    for model, _, _ in pool.run(counted, config, ranks=2):
+        # Of four blocks, two by the diagonal, and two halves.
+        assert model == 6 * (macs - scores / 4)
+
+
+def test_experts_count_those_that_a_token_goes_to(pool: Pool) -> None:
+    config = on({"dp": 2}, "model.experts=4", "model.experts_per_token=2", data="dp")
+    macs, _, _ = by_hand(config)
+    for model, _, _ in pool.run(counted, config, ranks=2):
+        assert model == 6 * macs
+
+
+def convolved() -> tuple[int, int]:
+    """FLOPs of a user's module: a convolution whose input needs no gradient, and a frozen layer behind it."""
+    module = nn.Sequential(nn.Conv1d(2, 3, 5, bias=False), nn.Flatten(), nn.Linear(12, 6, bias=False))
+    module[2].weight.requires_grad_(False)
+    counter = FlopCounter()
+    with counter:
+        module(torch.randn(7, 2, 8)).sum().backward()
+    return counter.model, counter.hardware
+
+
+def test_what_needs_no_gradient_is_not_counted_in_backward() -> None:
+    forward, linear = 2 * 7 * 3 * 4 * 2 * 5, 2 * 7 * 12 * 6
+    assert convolved() == (2 * forward + 2 * linear,) * 2
+
+
+class Checkpointed(nn.Module):
+    """Matrices outside and inside of what is computed again, one of them in an autograd.Function."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return Product.apply(self.first(x), self.second.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+        y: Tensor = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=self.reentrant)
+        return y
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.T, x.T @ grads[0]
+
+
+def test_recomputing_is_told_from_backward_inside_of_an_autograd_function() -> None:
+    counter = FlopCounter()
+    with counter:
+        Checkpointed(False)(torch.randn(8, 8, requires_grad=True)).sum().backward()
+    assert (counter.model, counter.hardware) == (6 * 1024, 8 * 1024)
+
+
+def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
+    config = on({"one": 1}, "train.compile=true", "model.layers=1")
+    macs, _, _ = by_hand(config)
+    ((model, _, _),) = pool.run(counted, config, ranks=1)
+    assert model == 6 * macs
+
+
+# -- the most that a device can do ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", False, 989.4),
+        ("NVIDIA H100 80GB HBM3", "float32", True, 494.7),
+        ("NVIDIA H200", "float32", False, 66.9),
+        ("NVIDIA H100 PCIe", "bfloat16", False, 756),
+        ("NVIDIA H200 NVL", "bfloat16", False, 835.5),
+        ("NVIDIA GH200 480GB", "bfloat16", False, 989.4),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", False, 312),
+        ("NVIDIA A10", "bfloat16", False, 125),
+        ("AMD Instinct MI300X", "bfloat16", False, 1307.4),
+        # Other chips, parts of one, and what no data sheet says.
+        ("NVIDIA A10G", "bfloat16", False, None),
+        ("NVIDIA H20", "bfloat16", False, None),
+        ("NVIDIA H200 MIG 1g.18gb", "bfloat16", False, None),
+        ("NVIDIA B200", "float32", True, None),
+        ("NVIDIA H100 80GB HBM3", "float64", False, None),
+    ],
+)
+def test_peaks_are_those_of_the_whole_device_in_the_type_of_the_products(
+    name: str, dtype: str, tf32: bool, tera: float | None
+) -> None:
+    found = known_peak(name, dtype, tf32)
+    assert found == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_a_cpu_has_no_peak_unless_the_config_says_one() -> None:
+    train = on({"one": 1}).train
+    assert train is not None and peak_flops(train, torch.device("cpu")) is None
+    assert peak_flops(train.model_copy(update={"peak_flops": 2e11}), torch.device("cpu")) == 2e11
+
+
+# -- what a run tells ------------------------------------------------------------------------------
+
+
+def trained(config: Config) -> Summary:
+    def of_rank(device: torch.device) -> tuple[int, str]:
+        return 1000 + (mesh.rank == 1), "planted"
+
+    with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_module, "peak_memory", of_rank)
+        return run(mesh, config, Silent())
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("peak", [None, 2e9])
+def test_mfu_is_told_where_the_peak_is_known_and_never_else(
+    pool: Pool, tmp_path: Path, peak: float | None
+) -> None:
+    more = [] if peak is None else [f"train.peak_flops={peak}"]
+    config = on({"dp": 2}, *more, out=tmp_path, data="dp")
+    macs, _, _ = by_hand(config)
+    summaries = pool.run(trained, config, ranks=2)
+    for line in lines(tmp_path):
+        each = 6 * macs / (8 * 16) * line["tokens_per_s"] / 2
+        assert line["model_flops_per_s"] == pytest.approx(each)
+        assert (line["peak_memory_bytes"], line["peak_memory_rank"]) == (1001, 1)
+        assert ("mfu" in line, "hfu" in line) == (peak is not None,) * 2
+        if peak is not None:
+            assert line["mfu"] == pytest.approx(each / peak) and line["mfu"] < line["hfu"]
+    ended = json.loads((tmp_path / "run.json").read_text())["ended"]
+    for summary in summaries:
+        assert summary.rates is not None and summary.memory is not None
+        assert summary.memory == (1001, 1, "planted")
+        assert (ended["mfu"] is None) == (summary.rates.mfu is None) == (peak is None)
+        assert (ended["peak_memory_bytes"], ended["peak_memory_rank"]) == (1001, 1)
+
+
+def gathers(config: Config) -> int:
+    with meshcomm.init(config) as mesh:
+        summary = run(mesh, config, Silent())
+        assert summary.traffic is not None
+        return sum(
+            row["calls"] for row in summary.traffic.facts()["rows"] if row["call"].startswith("objects")
+        )
+
+
+def test_ranks_are_compared_twice_however_many_steps_there_are(pool: Pool, tmp_path: Path) -> None:
+    for steps in (2, 6):
+        config = on({"dp": 2}, f"train.steps={steps}", out=tmp_path, data="dp")
+        assert len(set(pool.run(gathers, config, ranks=2))) == 1
+    few, many = (
+        pool.run(gathers, on({"dp": 2}, f"train.steps={n}", out=tmp_path, data="dp"), ranks=2)[0]
+        for n in (2, 6)
+    )
+    assert few == many
+
+
+def syncs(config: Config) -> list[int]:
+    """Host syncs so far, when each step begins."""
+    with emulated_nccl(), meshcomm.init(config) as mesh:
+        found = []
+        trainer = Trainer(mesh, config, net(), loss=loss, optimizer=None)
+
+        def share(step: int) -> tuple[Tensor, Tensor]:
+            found.append(host_syncs())
+            here = slice(mesh.coord("dp") * BATCH // 2, (mesh.coord("dp") + 1) * BATCH // 2)
+            x, y = samples(step)
+            return x[here].float(), y[here].float()
+
+        trainer.run(share)
+        return found
+
+
+def test_a_step_that_logs_nothing_waits_for_nothing_in_a_run(pool: Pool, tmp_path: Path) -> None:
+    more = (
+        "train.log_every=100",
+        'train.dtype="float32"',
+        "train.steps=12",
+        "mesh.validate_calls=2",
+        f'mesh.backend="{NAME}"',
+    )
+    config = sections("{ dp = 2 }", '{ data = "dp" }', tmp_path, *more)
+    for found in pool.run(syncs, config, ranks=2):
+        assert found[10] == found[5]
+
+
+def test_peak_memory_of_a_cpu_is_that_of_the_process() -> None:
+    held = torch.ones(1 << 24)
+    nbytes, kind = peak_memory(torch.device("cpu"))
+    assert kind == "resident in the process"
+    assert nbytes >= 0.9 * psutil.Process().memory_info().rss > held.nbytes

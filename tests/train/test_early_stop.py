@@ -1,0 +1,124 @@
+"""A run that ends by its validation loss: on every rank after the same step, saved, said, and no further when resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import ConfigError
+from meshcomm.parallel.compose import Engine
+from meshcomm.testing import Pool
+from meshcomm.train import Callback, Step, Summary, run
+from tests.train.test_evaluate import on
+
+# Of evaluations, one after the other; as each rank but the first sees them, a little higher or lower.
+FALLS_TWICE = [3.0, 2.0, 2.5, 1.99, 2.5, 2.5, 2.5, 2.5]
+
+
+class Nothing(Callback):
+    """Hears of nothing."""
+
+
+def evaluated(config: Config, planted: list[float] | None) -> Summary:
+    """A run whose evaluations give `planted`, one for each in turn."""
+    with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
+        if planted is not None:
+            left = iter(planted)
+            patch.setattr(Engine, "evaluate", lambda *_: next(left) + 0.02 * mesh.rank)
+        return run(mesh, config, Nothing())
+
+
+def about(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "run.json").read_text())
+    return found
+
+
+MESH: dict[str, Any] = {"dims": {"pp": 2, "tp": 2}, "parallel": {"pipeline": "pp", "tensor": "tp"}}
+
+
+def stopping(out: Path, *overrides: str) -> Config:
+    every = ("train.steps=20", "train.eval_every=2", "train.checkpoint_every=100")
+    return on(MESH["dims"], out, *every, *overrides, **MESH["parallel"])
+
+
+def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_path: Path) -> None:
+    config = stopping(tmp_path, "train.patience=2", "train.min_delta=0.1")
+    # 1.99 is lower than 2.0, and not by enough: after steps 6 and 8 it has not fallen twice.
+    results = pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    why = "the validation loss has not fallen by more than 0.1 in 2 evaluations: it was 2.0000 after step 4"
+    assert {(each.steps, each.stopped) for each in results} == {(8, why)}
+    found = about(tmp_path)
+    assert (found["state"], found["ended"]["steps"], found["ended"]["reason"]) == ("finished", 8, why)
+    # The last step has a checkpoint, wherever it is.
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000008\n"
+
+    # Resumed as it was, there is nothing left to do.
+    again = load(config, ["train.resume=true"])
+    for each in pool.run(evaluated, again, [], ranks=4):
+        assert (each.steps, each.stopped, each.losses) == (8, why, results[0].losses)
+    # With more patience it goes on, and so does the count.
+    longer = load(again, ["train.patience=3"])
+    for each in pool.run(evaluated, longer, [2.5, 2.5], ranks=4):
+        assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
+
+
+def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) -> None:
+    config = stopping(tmp_path, "train.patience=2")
+    (each, *_) = pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    assert (each.steps, each.stopped) == (
+        12,
+        "the validation loss has not fallen in 2 evaluations: it was 1.9900 after step 8",
+    )
+
+
+def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
+    pool: Pool, tmp_path: Path
+) -> None:
+    # Only the first rank is there after step 8.
+    config = stopping(tmp_path, "train.target_loss=1.995")
+    for each in pool.run(evaluated, config, FALLS_TWICE, ranks=4):
+        assert (each.steps, each.stopped) == (8, "the validation loss is 1.9900, train.target_loss = 1.995")
+
+
+def test_other_data_have_another_lowest_loss(pool: Pool, tmp_path: Path) -> None:
+    config = stopping(tmp_path, "train.target_loss=1.995")
+    pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    other = load(config, ["train.resume=true", "data.max_bytes=15000", "train.steps=10"])
+    changed = load(other, ['train.resume_changed=["data"]'])
+    assert {(each.steps, each.stopped) for each in pool.run(evaluated, changed, [9.0], ranks=4)} == {(10, "")}
+
+
+def test_a_loss_that_is_not_finite_has_not_fallen(pool: Pool, tmp_path: Path) -> None:
+    config = stopping(tmp_path, "train.patience=2", "train.checkpoint_every=0")
+    (each, *_) = pool.run(evaluated, config, [float("nan"), float("inf"), 1.0], ranks=4)
+    assert (each.steps, each.stopped) == (4, "the validation loss has not fallen in 2 evaluations")
+
+
+class Stops(Callback):
+    def on_step(self, step: Step) -> None:
+        self.stop = step.step == 3
+
+
+def stopped(config: Config) -> Summary:
+    with meshcomm.init(config) as mesh:
+        return run(mesh, config, Stops())
+
+
+def test_a_callback_that_ends_a_run_is_named_and_its_last_step_is_saved(pool: Pool, tmp_path: Path) -> None:
+    for each in pool.run(stopped, stopping(tmp_path), ranks=4):
+        assert (each.steps, each.stopped) == (3, "Stops.stop")
+    assert about(tmp_path)["ended"]["reason"] == "Stops.stop"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
+
+
+@pytest.mark.parametrize("key", ["patience=2", "target_loss=1.0"])
+def test_without_evaluations_there_is_nothing_to_end_it(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="no effect: nothing is evaluated"):
+        stopping(tmp_path, "data.validation=", "train.eval_every=0", "train.eval_batches=", f"train.{key}")
+    with pytest.raises(ConfigError, match=r"no effect without train.patience"):
+        stopping(tmp_path, "train.min_delta=0.1")
