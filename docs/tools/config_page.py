@@ -265,6 +265,13 @@ resume = true
 resume_changed = ["global_batch"]
 eval_every = 100
 eval_batches = 20
+patience = 3
+min_delta = 0.01
+target_loss = 1.2
+profile_steps = [3, 5]
+profile_ranks = [0]
+log_to = ["tensorboard"]
+peak_flops = 989.4e12
 """,
         """\
 [train]

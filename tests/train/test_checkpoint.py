@@ -669,7 +669,18 @@ def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> N
     for name, value in content(undisturbed[0]).items():
         assert b"s3cret" not in value and b"SOME_API" not in value, name
     lock = json.loads((undisturbed[0] / "checkpoints" / "step-000004" / "lock.json").read_text())
-    facts = {"format", "step", "seconds", "fingerprint", "plan", "config", "versions", "skipped", "samples"}
+    facts = {
+        "format",
+        "step",
+        "seconds",
+        "fingerprint",
+        "plan",
+        "config",
+        "versions",
+        "skipped",
+        "samples",
+        "best",
+    }
     assert lock.keys() == facts | {"metadata", "sha256"}
     assert lock["config"].keys() == {"mesh", "parallel", "model", "data", "train"}
     assert lock["plan"]["dims"] == {"pp": 2, "dp": 1, "tp": 2}
