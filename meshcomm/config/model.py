@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import dropouts_of, sizes_of, windows_of
+from meshcomm.config.pretrained import dropouts_of, is_gated, sizes_of, windows_of
 from meshcomm.config.problems import Near, Problem, nearest, remainder, shared
 from meshcomm.config.section import Fraction, FrozenTable, Section, Table, Text, no_effect, rule, setting
 from meshcomm.config.training import Training, demand
@@ -95,6 +95,14 @@ class ModelConfig(Section):
             with contextlib.suppress(ValueError, OSError):
                 return windows_of(Path(self.pretrained), self.layers)
         return (None,) * self.layers
+
+    @property
+    def ff_matrices(self) -> int:
+        """Of a feed-forward block: gate, up and down; GPT-2 has no gate."""
+        if self.pretrained is not None:
+            with contextlib.suppress(ValueError, OSError):
+                return 3 if is_gated(Path(self.pretrained)) else 2
+        return 3
 
     @property
     def is_built_in(self) -> bool:

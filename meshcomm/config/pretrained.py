@@ -81,6 +81,11 @@ def windows_of(folder: Path, layers: int) -> tuple[int | None, ...]:
     return tuple(window if each == "sliding_attention" else None for each in named)
 
 
+def is_gated(folder: Path) -> bool:
+    """Whether a feed-forward block has a gate beside up and down. Raises as `sizes_of`."""
+    return _said(folder)[1].get("model_type") != "gpt2"
+
+
 def _said(folder: Path) -> tuple[Path, dict[str, Any]]:
     path = folder / "config.json"
     return path, _read(path, path.stat().st_mtime_ns)

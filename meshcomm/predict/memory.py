@@ -41,7 +41,7 @@ def held(work: Workload, sizes: Sizes) -> Held:
     """Weights of the largest rank. Experts are split along expert and tensor, the rest along tensor.
 
     Those of the built-in model, and of Llama and Mistral without biases. Left out of other families: biases, norms of
-    queries and keys, GPT-2's positions; its feed-forward of two matrices counts as SwiGLU's three.
+    queries and keys, GPT-2's positions.
     """
     layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
     norms, attention = 2 * work.width, work.attention_weights / sizes.tensor

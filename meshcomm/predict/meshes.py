@@ -93,7 +93,8 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules_training."""
     tensor, context, pipeline = sizes.tensor, sizes.context, sizes.pipeline
-    if any(number % tensor for number in (work.heads, work.kv_heads, work.ff, work.vocabulary)):
+    divided = [work.heads, work.kv_heads, work.ff, *([] if work.whole_tables else [work.vocabulary])]
+    if any(number % tensor for number in divided):
         return False
     if pipeline > 1 and work.layers < pipeline * work.stages_per_rank:
         return False

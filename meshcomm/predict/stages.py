@@ -129,7 +129,7 @@ def part_costs(model: ModelConfig, sequence: int) -> PartCosts:
     keys = model.kv_heads * model.head_size
     projections = 2 * model.width * (queries + keys)
     met = [sequence if window is None else min(sequence, 2 * window) for window in model.windows]
-    dense = 3 * model.width * model.ff
+    dense = model.ff_matrices * model.width * model.ff
     experts = model.width * model.experts + min(model.experts_per_token, model.experts) * dense
     layers = (
         projections + 2 * each * queries + (experts if model.has_experts(i) else dense)

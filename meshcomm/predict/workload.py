@@ -31,7 +31,8 @@ class Workload(NamedTuple):
 
     parts: those that the configuration plays. layer_macs, head_macs: multiply-adds of a forward pass for
     each token, as the mean over the layers, and of the head. expert_layers: those with experts. windows: of each layer,
-    the keys that a query meets at most; None: all before it, as with no windows at all.
+    the keys that a query meets at most; None: all before it, as with no windows at all. whole_tables: embedding and head
+    stay whole on ranks that do not divide the vocabulary.
     activation_bytes: of one element in a message and in memory, and of a weight that FSDP has gathered;
     weight_bytes: of a weight; reduced_bytes: of a gradient that FSDP adds up.
     """
@@ -64,6 +65,8 @@ class Workload(NamedTuple):
     windows: tuple[int | None, ...] = ()
     head: int | None = None
     reshard: bool | None = None
+    ff_matrices: int = 3
+    whole_tables: bool = False
 
     def reshards(self, sizes: Sizes) -> bool:
         """Whether gathered weights are let go between passes, as ParallelConfig.reshards has it."""
@@ -81,8 +84,8 @@ class Workload(NamedTuple):
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one feed-forward block: gate, up and down."""
-        return 3 * self.width * self.ff
+        """Weights of one feed-forward block."""
+        return self.ff_matrices * self.width * self.ff
 
     def tokens(self, sizes: Sizes) -> float:
         """Tokens of a micro-batch on one rank."""
@@ -164,6 +167,8 @@ def workload(settings: Config) -> Workload:
         windows=model.windows,
         head=model.head,
         reshard=parallel.reshard,
+        ff_matrices=model.ff_matrices,
+        whole_tables=not model.is_built_in,
     )
 
 

@@ -119,6 +119,7 @@ def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) 
         coord=engine.data_coord,
         size=engine.data_size,
         device=engine.mesh.device,
+        dtype=engine.split.dtype,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
@@ -36,13 +37,15 @@ class Record:
     """What some steps of a run gave. Gradients are those of the last step, after clipping.
 
     losses, norms: of each step; a norm is that before clipping. weights, gradients: whole tensors by
-    global name, float64 on CPU; of a rank of a pipeline, those of its stages.
+    global name, float64 on CPU; of a rank of a pipeline, those of its stages. batch_norms: the model has some, so
+    what it gives depends on which samples are a micro-batch over all ranks.
     """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+    batch_norms: bool = False
 
     def save(self, path: Path) -> None:
         """Write it as one file."""
@@ -155,8 +158,13 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
     return recorder.found
 
 
-def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None) -> Record:
+def record(
+    mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None, copies: int | None = None
+) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
+
+    copies: of the mesh that is compared; batch norms get the samples that they have there, for as many
+            micro-batches in a step. None: this mesh.
 
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
@@ -167,6 +175,8 @@ def record(mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None)
     if engine.sections.data is None:
         raise _no_training(config)
     batches = batches_of(engine, _data(engine) if corpus is None else corpus)
+    if copies is not None and _has_batch_norms(engine):
+        batches.divide_as(copies, engine.microbatches)
     done: list[Done] = []
     for step in range(1, steps + 1):
         engine.step(*batches(step), learning_rate(train, step), step)
@@ -181,9 +191,12 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
         weights[name] = whole(parameter).detach().double().cpu()
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients[name] = whole(grad, of=parameter).double().cpu()
-    return Record(
-        tuple(each.loss for each in done), tuple(each.gradient_norm for each in done), weights, gradients
-    )
+    losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
+    return Record(losses, norms, weights, gradients, _has_batch_norms(engine))
+
+
+def _has_batch_norms(engine: Engine) -> bool:
+    return any(batch_norms(module) for module in engine.modules)
 
 
 @final

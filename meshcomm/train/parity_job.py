@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from meshcomm.config import Config, load
-from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingError
+from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.launch.rank import as_rank
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
@@ -134,7 +134,7 @@ def prove(
 
     Raises: ConfigError where there is nothing to compare, or for more steps than the training has;
             TrainingError where one process alone gets no finite numbers; LaunchError where the run
-            on the mesh fails.
+            on the mesh fails; UnsupportedOp for a script with batch norms whose step has several micro-batches.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
@@ -147,13 +147,14 @@ def prove(
         )
     with tempfile.TemporaryDirectory(prefix="meshcomm-parity-") as name:
         folder = Path(name)
-        if script is None:
-            one = reference(exact)
-            with init(one) as mesh:
-                known = record(mesh, one, count)
-        else:
-            alone = _job(only(exact, ()), count, folder, start, script)
-            known = Record.read(alone / _REFERENCE)
+        known = _alone(exact, count, folder, start, script)
+        joined: Callable[[Config], Config] = lambda config: config  # noqa: E731
+        if known.batch_norms and _copies(exact) > 1:
+            joined = partial(_joined, exact, script=script)
+            known = _alone(joined(only(exact, ())), count, folder, start, script, _copies(exact))
+            notes += (
+                f"train.microbatch = {_together(exact)} on one process: batch norms see all ranks' samples",
+            )
         for (kind, name), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
@@ -163,26 +164,76 @@ def prove(
                     hint=f"a smaller train.lr, or --steps {max(1, int(name.split()[1]) - 1)}",
                 )
         known.save(folder / _REFERENCE)
-        run = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start, script=script)
+        on_mesh = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start, script=script)
+
+        def run(part: Config) -> list[Difference]:
+            return on_mesh(joined(part), copies=_copies(exact))
+
         found = run(exact)
         ahead = first(found, tolerance)
         blamed = None if ahead is None else blame(exact, run, tolerance)
     return Parity(exact, count, tolerance, notes, tuple(found), ahead, blamed)
 
 
+def _alone(
+    config: Config, steps: int, folder: Path, start: Start, script: Script | None, copies: int = 1
+) -> Record:
+    """What the steps give on one process."""
+    if script is not None:
+        return Record.read(_job(only(config, ()), steps, folder, start, script, copies) / _REFERENCE)
+    with init(one := reference(config)) as mesh:
+        return record(mesh, one, steps, copies=copies)
+
+
+def _copies(config: Config) -> int:
+    """Ranks of a mesh that have different samples."""
+    return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
+
+
+def _together(config: Config) -> int:
+    """Samples of one micro-batch over all ranks."""
+    assert config.train is not None
+    return config.train.microbatch * _copies(config)
+
+
+def _joined(whole: Config, part: Config, script: Script | None) -> Config:
+    """`part` of a mesh with micro-batches that are, over all ranks, as large as on the whole one.
+
+    Raises UnsupportedOp for a script with several of them in a step, whose samples nobody can put into their order.
+    """
+    assert whole.train is not None
+    together = _together(whole)
+    if script is not None and whole.train.global_batch != together:
+        raise UnsupportedOp(
+            "a script with batch norms and several micro-batches in a step cannot be compared with one process",
+            given=f"train.global_batch = {whole.train.global_batch}, train.microbatch = {whole.train.microbatch} on "
+            f"{_copies(whole)} ranks along data and shard",
+            expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
+            hint=f"--set train.microbatch={whole.train.global_batch // _copies(whole)}",
+        )
+    return load(part, [f"train.microbatch={together // _copies(part)}"])
+
+
 def _on_mesh(
-    config: Config, *, steps: int, reference: Record, folder: Path, start: Start, script: Script | None
+    config: Config,
+    *,
+    steps: int,
+    reference: Record,
+    folder: Path,
+    start: Start,
+    script: Script | None,
+    copies: int,
 ) -> list[Difference]:
-    place = _job(config, steps, folder, start, script)
+    place = _job(config, steps, folder, start, script, copies)
     of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
     return worst([[Difference(**each) for each in found] for found in of_ranks], reference.weights)
 
 
-def _job(config: Config, steps: int, folder: Path, start: Start, script: Script | None) -> Path:
+def _job(config: Config, steps: int, folder: Path, start: Start, script: Script | None, copies: int) -> Path:
     """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
     place = Path(tempfile.mkdtemp(dir=folder))
     facts = config.model_dump(mode="json", exclude_unset=True)
-    job = {"config": facts, "steps": steps}
+    job: dict[str, Any] = {"config": facts, "steps": steps, "copies": copies}
     if script is not None:
         (place / _CONFIG).write_text(json.dumps(facts))
         job["script"] = [str(script[0]), list(script[1])]
@@ -312,15 +363,18 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None
 
 
-def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
+def differences(
+    config: Config, steps: int, reference: Path, copies: int | None = None
+) -> list[Difference] | None:
     """Run the steps on the mesh of `config`; this rank's differences from the record in `reference`.
 
+    copies:    see `record`.
     Called by: every rank of the job. None on a rank that the mesh leaves out.
     """
     with init(config) as mesh:
         if not mesh.is_member:
             return None
-        return compare(record(mesh, config, steps), Record.read(reference), mesh.rank)
+        return compare(record(mesh, config, steps, copies=copies), Record.read(reference), mesh.rank)
 
 
 def _of_script(
@@ -353,7 +407,7 @@ def main(folder: Path) -> None:
         if "script" in facts:
             found = _of_script(folder, facts, known if known.is_file() else None, here.rank)
         else:
-            found = differences(load(facts["config"]), facts["steps"], known)
+            found = differences(load(facts["config"]), facts["steps"], known, facts["copies"])
         if found is not None:
             # Read in the order of the ranks: of equal differences, the first rank's counts.
             (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
@@ -202,7 +202,12 @@ class Trainer:
         Called by: every rank.
         Returns:   the same on every rank. This waits for the device.
         """
-        return self.engine.evaluate(batches)
+        return self.engine.evaluate(self._placed(batches))
+
+    def _placed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            inputs, targets = placed(self.engine, *batch)
+            yield inputs, targets
 
     def state(self) -> dict[str, Tensor]:
         """All that a step changes: this rank's weights and the optimiser's state, by global names. See Engine.state."""

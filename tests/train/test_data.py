@@ -98,6 +98,18 @@ def test_weights_are_shares_of_the_samples_and_no_part_repeats_before_its_end() 
     assert all(250 < (parts[first : first + 400] == 0).sum() < 350 for first in (0, 400, 800))
 
 
+def test_parts_with_epochs_of_their_own_are_in_another_order_by_seed_part_and_epoch() -> None:
+    running = np.arange(200)
+    orders = {
+        (seed, part): Order([100, 100, 400], [1.0, 1.0, 1.0], seed)._again(running, 100, part).tolist()
+        for seed in (1, 2)
+        for part in (0, 1)
+    }
+    assert len({tuple(order) for order in orders.values()}) == 4
+    assert all(order[:100] != order[100:] for order in orders.values())
+    assert all(sorted(order[:100]) == list(range(100)) for order in orders.values())
+
+
 def test_another_batch_goes_on_where_the_samples_are() -> None:
     before = [batches(0, 1).places(step)[1] for step in (1, 2, 3, 4)]
     larger = Batches(ABC, global_batch=24, seed=0, after=(2, 24))

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, ParallelConfig, load
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.inputs import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Silent, Summary, Trainer, run
 from tests.train.test_data import tokenizer
@@ -155,6 +156,33 @@ def with_a_sampler(config: Config, by_role: bool) -> float | str:
             return trainer.look()[0].loss
         except TrainingError as error:
             return str(error)
+
+
+def compared(mesh: Mesh, along: str, whole: bool) -> str:
+    """What a rank with another batch than those beside it along a dim makes every rank say."""
+    parallel = ParallelConfig(data="dp", pipeline="pp", context="cp", tensor="tp")
+    x = torch.arange(6).reshape(2, 3) + 10 * mesh.coord("dp")
+    odd = mesh.coord(along) == 1 and (whole or mesh.rank == mesh.layout.world_size - 1)
+    try:
+        check_inputs(mesh, parallel, x, x + 1 + odd)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("along", "part"), [("pp", "pipeline"), ("cp", "context"), ("tp", "tensor")])
+def test_other_samples_along_a_dim_that_divides_none_are_named(along: str, part: str) -> None:
+    dims = {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
+    stride = {"pp": 8, "cp": 2, "tp": 1}[along]
+    said = set(meshcomm.simulate(compared, dims=dims, args=(along, True)))
+    assert len(said) == 1
+    text = said.pop()
+    assert text.startswith(f"ranks along {along} ({part}) have different samples")
+    assert f"rank {stride} against rank 0, which differ only in their coord along {along}" in text
+    # One rank of all: the last.
+    (text,) = set(meshcomm.simulate(compared, dims=dims, args=(along, False)))
+    assert "rank 15 against rank" in text
+    assert set(meshcomm.simulate(compared, dims=dims, args=("dp", True))) == {""}
 
 
 def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) -> None:

@@ -17,7 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec
 from meshcomm.parallel import tensor_parallel, whole
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Start, Step, Summary, Trainer
+from meshcomm.train import Callback, Start, Step, Summary, Trainer, learning_rate
 
 BATCH, STEPS = 8, 4
 
@@ -151,6 +151,61 @@ def modes(config: Config) -> tuple[bool, bool]:
 
 def test_evaluation_leaves_what_is_in_eval_mode_there(pool: Pool) -> None:
     assert pool.run(modes, ONE, ranks=1) == [(True, False)]
+
+
+def evaluated(config: Config) -> float:
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, net(), loss=loss)
+        # As a loader gives them: of another floating type than the weights.
+        return trainer.evaluate([tuple(each.float() for each in mine(trainer)(step)) for step in (1, 2)])
+
+
+def test_evaluation_of_a_module_is_the_mean_of_its_loss(pool: Pool) -> None:
+    module = net().double()
+    with torch.no_grad():
+        parts = [[each.float().double() for each in samples(step)] for step in (1, 2)]
+        by_torch = sum(loss(module(x), y).item() for x, y in parts) / 2
+    for case in ("dp", "hybrid"):
+        for found in pool.run(evaluated, sections(*MESHES[case]), ranks=4 if case == "hybrid" else 2):
+            assert found == pytest.approx(by_torch, rel=1e-12)
+
+
+def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # Matrices learn at train.lr, vectors at a fifth of it.
+    made = torch.optim.SGD(groups, lr=0.05)
+    for group in made.param_groups:
+        group["weight_decay"] = 0.0
+        if all(each.ndim < 2 for each in group["params"]):
+            group["lr"] = 0.01
+    return made
+
+
+def moved(config: Config) -> dict[str, tuple[float, ...]]:
+    """For each parameter, how far a step moved it in relation to its gradient, in two steps."""
+    with meshcomm.init(config) as mesh:
+        module = net()
+        trainer = Trainer(mesh, config, module, loss=loss, optimizer=two_rates)
+        found: dict[str, tuple[float, ...]] = {}
+        for step in (1, 2):
+            before = {name: each.detach().clone() for name, each in module.named_parameters()}
+            trainer.step(*mine(trainer)(step))
+            for name, each in module.named_parameters():
+                assert each.grad is not None
+                rate = (before[name] - each.detach()).norm() / each.grad.norm()
+                found[name] = (*found.get(name, ()), rate.item())
+        return found
+
+
+def test_a_group_s_rate_is_its_share_of_the_schedule(pool: Pool) -> None:
+    config = sections(*MESHES["dp"], "unused", 'train.schedule="linear"', "train.warmup_steps=2")
+    train = config.train
+    assert train is not None
+    rates = [learning_rate(train, step) for step in (1, 2)]
+    assert rates[0] < rates[1] == train.lr
+    for found in pool.run(moved, config, ranks=2):
+        for name, each in found.items():
+            share = 0.2 if name.endswith("bias") else 1.0
+            assert each == pytest.approx([share * rate for rate in rates], rel=1e-9), name
 
 
 class Notes(Callback):

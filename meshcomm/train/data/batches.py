@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.train.data.corpus import Corpus, Samples
 from meshcomm.train.data.order import Order
 
@@ -29,6 +30,7 @@ class Batches:
         seed: of the run.
         coord, size: along data.
         device: where batches are put.
+        dtype: of what is of a floating type. None: as it is read.
         order: see `[data]`.
         after: a step, and the samples that were read when it was done.
     """
@@ -44,18 +46,37 @@ class Batches:
         device: torch.device | None = None,
         order: str = "epochs",
         after: tuple[int, int] = (0, 0),
+        dtype: torch.dtype | None = None,
     ) -> None:
         share = global_batch // size
         self._parts = corpus.parts
         self._weights = corpus.weights
         self._global_batch = global_batch
         self._seed = seed
-        self._mine = slice(coord * share, (coord + 1) * share)
-        self._device = device
+        self._mine: slice | NDArray[np.int64] = slice(coord * share, (coord + 1) * share)
+        self._coord, self._size = coord, size
+        self._device, self._dtype = device, dtype
         self._random = order == "random"
         self._after = after
         self._flow = corpus.flow
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
+
+    def divide_as(self, copies: int, microbatches: int) -> None:
+        """Have each micro-batch of a step hold, over all ranks, the samples that it has where `copies` ranks divide the batch.
+
+        Raises UnsupportedOp where they come one after the other from a user's iterable.
+        """
+        if self._flow is not None and microbatches > 1:
+            raise UnsupportedOp(
+                "samples of an iterable cannot be read in another order",
+                given=f"data.build, {microbatches} micro-batches in a step, and batch norms, which see one at a time",
+                expected="one micro-batch in a step, or a dataset with __getitem__",
+                hint=f"train.microbatch = {self._global_batch // copies}",
+            )
+        if microbatches > 1:
+            places = np.arange(self._global_batch).reshape(copies, microbatches, -1).swapaxes(0, 1)
+            mine = places.reshape(microbatches, self._size, -1)[:, self._coord]
+            self._mine = mine.reshape(-1)
 
     def read(self, step: int) -> int:
         """Samples that have been read when `step` is done."""
@@ -79,6 +100,7 @@ class Batches:
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (global_batch / size, ...): of tokens int64 (..., sequence)."""
         if self._flow is not None:
+            assert isinstance(self._mine, slice)
             return self._put(self._flow.read(self.read(step - 1), self._global_batch, self._mine))
         return self._put(self._samples(*self.places(step)))
 
@@ -112,6 +134,7 @@ class Batches:
 
     def _put(self, samples: Samples) -> tuple[Tensor, Tensor]:
         both = [torch.from_numpy(np.ascontiguousarray(each)) for each in samples]
+        both = [each.to(self._dtype) if each.is_floating_point() else each for each in both]
         if self._device is not None and self._device.type == "cuda":
             # From pinned memory it is copied beside the program; from any other the copy waits for the device.
             both = [each.pin_memory().to(self._device, non_blocking=True) for each in both]
