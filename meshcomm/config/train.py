@@ -78,7 +78,12 @@ class DataConfig(Section):
         examples=["<|endoftext|>"],
     )
     sequence: int = Field(ge=1, description="Tokens of a sample.", examples=[128])
-    max_bytes: int = setting(8_000_000, "With text: bytes that are read at most.", ge=2)
+    max_bytes: int | None = setting(
+        None,
+        "With text: bytes that are read at most, of all files or rows in order. None: all of them.",
+        ge=2,
+        examples=[8_000_000],
+    )
     order: Literal["epochs", "random"] = setting(
         "epochs",
         "epochs: every sample once, in another order each time, drawn from train.seed. random: where a sample begins is "
@@ -105,7 +110,9 @@ class DataConfig(Section):
 
 @rule(DataConfig, "max_bytes", "sequence")
 def _one_sample(data: DataConfig) -> Iterator[Problem]:
-    if data.source == "files" and data.tokenizer is None and data.max_bytes <= data.sequence:
+    if data.max_bytes is None or data.source != "files" or data.tokenizer is not None:
+        return
+    if data.max_bytes <= data.sequence:
         yield Problem(
             f"does not hold one sample: {data.sequence} + 1 > {data.max_bytes}",
             "max_bytes above sequence: a sample is its tokens and the one that follows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import TypeAlias, final
 
 import torch
@@ -61,7 +62,12 @@ class Given:
 
 
 def _again(data: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
+    """The data over and over; what has an epoch, such as the sampler of a DataLoader, is told which one begins."""
+    of_torch = (getattr(data, name, None) for name in ("sampler", "batch_sampler"))
+    told = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
+    for epoch in count():
+        for each in told:
+            each.set_epoch(epoch)
         empty = True
         for each in data:
             empty = False

@@ -137,8 +137,8 @@ class Trainer:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
         data:      what each step is made of, this rank's share of the global batch: (step) -> (inputs, targets), or
-                   an iterable of (inputs, targets), such as a DataLoader, which begins again at its end, and of
-                   which a run that goes on from a checkpoint takes those of the steps before first. Equal along
+                   an iterable of (inputs, targets), such as a DataLoader, which begins again at its end, after
+                   `set_epoch` of its sampler, and of which a run that goes on from a checkpoint takes those of the steps before first. Equal along
                    tensor, pipeline and context. None: that of [data].
         attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
         Called by: every rank of the mesh.

@@ -105,7 +105,8 @@ def _of_bytes(files: list[Path], config: DataConfig) -> Corpus:
     if len(text) <= config.sequence:
         raise TrainingError(
             f"{len(text)} bytes of training data are less than one sample",
-            given=f"{len(documents)} files, max_bytes = {config.max_bytes}, sequence = {config.sequence}",
+            given=f"{len(documents)} files, sequence = {config.sequence}"
+            + ("" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"),
             expected=f"{config.sequence + 1} bytes or more: a sample, and the byte after it",
             hint="more files, or a shorter sequence",
         )

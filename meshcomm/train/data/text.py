@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -29,15 +30,15 @@ class Document(NamedTuple):
     """Whether it was read in part."""
 
 
-def texts_of(files: Iterable[Path], most: int) -> Iterator[Document]:
-    """The files, each a document, `most` bytes at most. Raises TrainingError where one cannot be read."""
-    left = most
+def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
+    """The files, each a document, `most` bytes of all of them; None: all. Raises TrainingError where one cannot be read."""
+    left = sys.maxsize if most is None else most
     for path in files:
         if left <= 0:
             return
         try:
             with path.open("rb") as file:
-                text = file.read(left)
+                text = file.read(-1 if most is None else left)
                 cut = bool(len(text) == left and file.read(1))
         except OSError as error:
             raise TrainingError(
@@ -79,7 +80,7 @@ def rows_of(config: DataConfig, split: str | None) -> Iterator[Document]:
             given=f"data.column = {config.column!r}",
             expected=f"one of {', '.join(rows.column_names)}",
         )
-    left = config.max_bytes
+    left = sys.maxsize if config.max_bytes is None else config.max_bytes
     for index in range(len(rows)):
         value = rows[index][config.column]
         name = f"row {index} of {folder}"
