@@ -69,6 +69,8 @@ class Given(Model):
         """See Model."""
         if self._loss is not None:
             return self._loss(logits, targets)
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:

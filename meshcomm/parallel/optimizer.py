@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
+from meshcomm.parallel.tensor.parameters import fused_sizes
 
 # Makes an optimiser of parameter groups, as those of torch.optim do.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -48,12 +49,14 @@ def decay_groups(
     which puts other parameters into the module.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
-    ordered = sorted(module.named_parameters(), key=lambda pair: pair[1].ndim < 2)
-    for name, parameter in ordered:
+    # What holds several parts, a bias of q, k and v say, has an axis more than the module gave it.
+    fused = fused_sizes(module)
+    vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
+    for name, parameter in sorted(module.named_parameters(), key=lambda pair: vectors[pair[0]]):
         # A ModuleList of stages puts a number before the name.
         names = (name, name.partition(".")[2])
         said = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
-        vector = parameter.ndim < 2
+        vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None
         made: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
         if patterns and said:

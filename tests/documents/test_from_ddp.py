@@ -1,0 +1,71 @@
+"""docs/guide/models.md: what its DDP script prints, each of its steps prints; in float64, to 1e-9."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshcomm.testing import Pool
+from tests.documents.blocks import blocks
+from tests.documents.commands import command_lines, read
+from tests.documents.ranks import script
+
+PAGE = "docs/guide/models.md"
+# The page trains in bfloat16, and prints three digits.
+EXACT = {
+    "torch.bfloat16)": "torch.bfloat16, enabled=False)",
+    "logits.float()": "logits",
+    ":.3f}": ":.17g}",
+    "def main():\n": "def main():\n    import torch\n\n    torch.set_default_dtype(torch.float64)\n",
+    'compute_dtype = "bfloat16"': 'dtype = "float64"',
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of the page, in float64."""
+    for block in blocks(PAGE):
+        if "file" in block.notes:
+            text = block.text
+            for said, exact in EXACT.items():
+                text = text.replace(said, exact)
+            (tmp_path / block.notes["file"]).write_text(text + "\n")
+    texts = [(tmp_path / name).read_text() for name in ("ddp.py", "train.py", "train.toml")]
+    assert all(any(exact in text for text in texts) for exact in EXACT.values())
+    return tmp_path
+
+
+def steps() -> list[tuple[str, ...]]:
+    """The words behind each `meshcomm run` of the page."""
+    commands = [
+        read(line)
+        for block in blocks(PAGE)
+        if block.language in ("sh", "console")
+        for line, _ in command_lines(block.text, prompt=block.language == "console")
+    ]
+    return [each.arguments for each in commands if each is not None and each.name == "run"]
+
+
+def losses(pool: Pool, folder: Path, config: str | None, overrides: list[str], name: str) -> list[float]:
+    call = (str(folder), [name], config, overrides)
+    ended = pool.call(script, call, ranks=4, timeout_s=100, capture=True)
+    assert [(one.state, one.value) for one in ended] == [("returned", (0, ""))] * 4, ended[0].text
+    lines = [line for one in ended for line in one.out.splitlines() if line.startswith("step ")]
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+@pytest.mark.timeout(240)
+def test_every_step_gives_the_losses_of_the_script_that_one_has(pool: Pool, folder: Path) -> None:
+    wanted = losses(pool, folder, None, [], "ddp.py")
+    assert len(wanted) == 16 and wanted[-1] < wanted[0]
+    tried = set()
+    for words in steps():
+        overrides = [after for before, after in zip(words, words[1:], strict=False) if before == "--set"]
+        assert words[-2:] == ("train.toml", "train.py")
+        found = losses(pool, folder, "train.toml", overrides, "train.py")
+        assert found == pytest.approx(wanted, rel=1e-9), overrides
+        tried.update(
+            each for each in ("shard", "tensor", "pipeline") if any(each in text for text in overrides)
+        )
+    assert tried == {"shard", "tensor", "pipeline"}
