@@ -1,25 +1,58 @@
-"""The parts of examples/finetune_llama fit together: what it makes can be configured, and opened by transformers."""
+"""examples/finetune_llama from its first command to its last, with few steps: made, trained on 8 ranks, exported, opened."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
 
-from meshcomm.config import load
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.config import Config, load
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_llama"
 
 
+# Fewer, and evaluated more often; what else the configuration says stays.
+FEWER = ["train.steps=12", "train.eval_every=4", "train.checkpoint_every=12", "mesh.timeout_s=60"]
+
+
+def trained(config: Config, samples: Tensor) -> Tensor | None:
+    """Train; of the last stage, this rank's share of the logits of its samples, gathered along tp."""
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        trainer.run()
+        seen: list[Tensor] = []
+
+        def see(module: Any, inputs: Any, output: Tensor) -> None:
+            seen.append(output.detach())
+
+        hook = trainer.modules[-1].register_forward_hook(see)
+        mine = samples.chunk(mesh.data_world)[mesh.data_rank]
+        trainer.evaluate([(mine, mine)])
+        hook.remove()
+        if mesh.coord("pp") != mesh.size("pp") - 1:
+            return None
+        return mesh.all_gather("tp", torch.cat(seen), axis=-1)
+
+
 @pytest.mark.timeout(300)
-def test_what_the_example_makes_can_be_trained_and_opened(tmp_path: Path) -> None:
+def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Path) -> None:
     def called(script: str, *arguments: str) -> str:
         command = [sys.executable, str(EXAMPLE / script), *arguments]
         done = subprocess.run(
@@ -30,10 +63,30 @@ def test_what_the_example_makes_can_be_trained_and_opened(tmp_path: Path) -> Non
 
     assert "172,608 parameters, 384 tokens" in called("make_model.py", "1")
     shutil.copy(EXAMPLE / "finetune.toml", tmp_path)
-    config = load(tmp_path / "finetune.toml")
+    config = load(tmp_path / "finetune.toml", [*FEWER, f"train.out={tmp_path / 'run'}"])
     assert config.model is not None and config.model.vocabulary == 384 and config.model.tied_embeddings
-    # After one step all 384 tokens are still about equally likely.
-    said = called("evaluate.py", "llama").splitlines()[0]
-    assert abs(float(said.removeprefix("llama: loss on held_out.txt ")) - math.log(384)) < 0.2
-    lines = (EXAMPLE / "finetune.toml").read_text().splitlines()
-    assert f"A config of {len([line for line in lines if line])} lines" in (EXAMPLE / "README.md").read_text()
+    assert config.mesh.dims == {"pp": 2, "dp": 2, "tp": 2}
+
+    samples = torch.randint(384, (16, 64), generator=torch.Generator().manual_seed(0))
+    parts = [each for each in pool.run(trained, config, samples, timeout_s=200.0) if each is not None]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    held_out = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    # Before the first step all 384 tokens are about equally likely.
+    assert math.log(384) > held_out[4] > held_out[8] > held_out[12]
+
+    with chdir(tmp_path):
+        result = CliRunner().invoke(app, ["export", "run", "tuned", "--pretrained"])
+    assert result.exit_code == 0, result.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    with torch.no_grad():
+        theirs = model(samples).logits
+    # Ranks 4 to 7 are the last stage: dp=0 tp=0, dp=0 tp=1, dp=1 tp=0, dp=1 tp=1.
+    assert len(parts) == 4 and torch.equal(parts[0], parts[1])
+    torch.testing.assert_close(torch.cat([parts[0], parts[2]]), theirs, rtol=1e-4, atol=1e-5)
+
+    loss, sentence = called("evaluate.py", "tuned").splitlines()
+    # The script asks for one token less of each sample.
+    assert abs(float(loss.removeprefix("tuned: loss on held_out.txt ")) - held_out[12]) < 0.05
+    assert sentence.startswith("tuned: On a mesh of pp 2 dp 2 tp 2 rank")
+    written = (EXAMPLE / "finetune.toml").read_text().splitlines()
+    assert f"A config of {len([line for line in written if line])} lines" in (EXAMPLE / "README.md").read_text()
