@@ -170,7 +170,7 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
         (
             "short.txt",
             "4 bytes of training data are less than one sample",
-            "1 files, max_bytes = 8000000, sequence = 4",
+            "1 files, sequence = 4",
         ),
     ],
 )
