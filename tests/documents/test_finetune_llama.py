@@ -89,4 +89,6 @@ def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Pa
     assert abs(float(loss.removeprefix("tuned: loss on held_out.txt ")) - held_out[12]) < 0.05
     assert sentence.startswith("tuned: On a mesh of pp 2 dp 2 tp 2 rank")
     written = (EXAMPLE / "finetune.toml").read_text().splitlines()
-    assert f"A config of {len([line for line in written if line])} lines" in (EXAMPLE / "README.md").read_text()
+    assert (
+        f"A config of {len([line for line in written if line])} lines" in (EXAMPLE / "README.md").read_text()
+    )

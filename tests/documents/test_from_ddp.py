@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_every_step_gives_the_losses_of_the_script_that_one_has(pool: Pool, fold
     assert len(wanted) == 16 and wanted[-1] < wanted[0]
     tried = set()
     for words in steps():
-        overrides = [after for before, after in zip(words, words[1:], strict=False) if before == "--set"]
+        overrides = [after for before, after in pairwise(words) if before == "--set"]
         assert words[-2:] == ("train.toml", "train.py")
         found = losses(pool, folder, "train.toml", overrides, "train.py")
         assert found == pytest.approx(wanted, rel=1e-9), overrides
