@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Given:
 def _again(data: Iterable[Batch]) -> Iterator[Batch]:
     """The data over and over; what has an epoch, such as the sampler of a DataLoader, is told which one begins."""
     of_torch = (getattr(data, name, None) for name in ("sampler", "batch_sampler"))
-    told = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
+    told: list[Any] = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
     for epoch in count():
         for each in told:
             each.set_epoch(epoch)
