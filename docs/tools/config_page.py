@@ -143,6 +143,7 @@ dims = { dp = 2, fsdp = 2, cp = 2 }
 [parallel]
 data = "dp"
 shard = "fsdp"
+reshard = true
 reduce_dtype = "bfloat16"
 context = "cp"
 attention = "ulysses"
@@ -253,7 +254,7 @@ seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
 float32_matmul_precision = "high"
-recompute = true
+recompute = "selective"
 compile = false
 out = "runs/books"
 log_every = 10
