@@ -323,6 +323,17 @@ for _name in ("heads", "kv_heads", "ff"):
     _along_tensor(_name)
 
 
+@demand(ModelConfig, "parallel.overlap")
+def _overlap(training: Training, model: ModelConfig) -> Iterator[Problem]:
+    if training.parallel.overlap and not model.is_built_in:
+        yield Problem(
+            "layers that a plan splits gather the sequence at once: overlap has no effect on them",
+            "the built-in model",
+            ["parallel.overlap = false"],
+            key="parallel.overlap",
+        )
+
+
 @demand(ModelConfig, "tensor")
 def _vocabulary(training: Training, model: ModelConfig) -> Iterator[Problem]:
     size, tokens = training.size("tensor"), model.vocabulary

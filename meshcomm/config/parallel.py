@@ -42,6 +42,11 @@ class ParallelConfig(Section):
     sequence_parallel: bool = setting(
         False, "With tensor: activations between blocks are split along the sequence."
     )
+    overlap: bool = setting(
+        False,
+        "With sequence_parallel, in the built-in model: the sequence is gathered around a ring, and each slice is "
+        "multiplied while the next one travels.",
+    )
     pipeline: Text | None = setting(None, "The dim along which the layers are split. None: not split.")
     schedule: PipelineSchedule = setting("1f1b", "With pipeline: the order of forward and backward passes.")
     stages_per_rank: int = setting(
@@ -154,6 +159,15 @@ def _of_part(field: str, *parts: Part, off: object = None, told: Part | None = N
 
 
 _of_part("sequence_parallel", "tensor")
+no_effect(
+    ParallelConfig,
+    "overlap",
+    "sequence_parallel",
+    lambda parallel: parallel.sequence_parallel or not parallel.overlap,
+    "sequence_parallel beside it",
+    "parallel.sequence_parallel = true",
+    why=" without sequence_parallel, where nothing is gathered",
+)
 _of_part("schedule", "pipeline")
 _of_part("stages_per_rank", "pipeline", off=1)
 _of_part("attention", "context")

@@ -329,6 +329,17 @@ def _copies_outside_shards(training: Training) -> Iterator[Problem]:
         )
 
 
+@rule(Training, "train.compile", "parallel.overlap")
+def _compiled_rings(training: Training) -> Iterator[Problem]:
+    if training.train.compile and training.parallel.overlap:
+        yield Problem(
+            "overlap has no effect in compiled blocks, which gather the sequence at once",
+            "one of both",
+            ["parallel.overlap = false", "train.compile = false"],
+            key="parallel.overlap",
+        )
+
+
 @rule(Training, "train.compile", "parallel.schedule")
 def _compiled_halves(training: Training) -> Iterator[Problem]:
     # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph

@@ -24,6 +24,7 @@ from meshcomm.parallel.tensor import (
     TensorSplit,
     VocabParallelEmbedding,
     assign,
+    columns,
     local,
     whole_shape,
 )
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head = config.head_size
         self.context = splits.context
-        split = splits.tensor
+        self.split = split = splits.tensor
         split.share(config.kv_heads, "the key and value heads")
         self.wq = ColumnParallel(split, config.width, config.heads * self.head)
         self.wk = ColumnParallel(split, config.width, config.kv_heads * self.head)
@@ -99,8 +100,11 @@ class Attention(nn.Module):
         self.wo = RowParallel(split, config.heads * self.head, config.width)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width) -> the same shape; rotary (2, sequence, head / 2) of these tokens."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head / 2)
+        of these tokens.
+        """
+        rows = columns(self.split, x, self.wq, self.wk, self.wv)
+        q, k, v = (each.unflatten(-1, (-1, self.head)).transpose(1, 2) for each in rows)
         y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
@@ -111,13 +115,15 @@ class FeedForward(nn.Module):
 
     def __init__(self, split: TensorSplit, config: ModelConfig) -> None:
         super().__init__()
+        self.split = split
         self.w1 = ColumnParallel(split, config.width, config.ff)
         self.w3 = ColumnParallel(split, config.width, config.ff)
         self.w2 = RowParallel(split, config.ff, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = columns(self.split, x, self.w1, self.w3)
+        out: Tensor = self.w2(F.silu(gate) * up)
         return out
 
 
@@ -151,10 +157,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, positions: Tensor, drops: Drops | None = None) -> Tensor:
         """(batch, sequence, width) -> the same shape. positions: of the tokens between split layers."""
-        x = x + self.drop_attn(self.attn(self.split.enter(self.attn_norm(x)), rotary), drops)
+        x = x + self.drop_attn(self.attn(self.attn_norm(x), rotary), drops)
         y = self.ff_norm(x)
-        # Experts enter and leave by themselves: their router looks at what is not split.
-        y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(self.split.enter(y))
+        y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(y)
         out: Tensor = x + self.drop_ff(y, drops)
         return out
 

@@ -99,7 +99,7 @@ class Engine:
         ranks, coord = (mesh.size(part.pipeline), mesh.coord(part.pipeline)) if part.pipeline else (1, 0)
         each = part.stages_per_rank if ranks > 1 else 1
 
-        split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel)
+        split = TensorSplit(mesh, part.tensor, dtype, part.sequence_parallel, overlap=part.overlap)
         context = ContextSplit(mesh, part.context, part.attention)
         weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         self.split = split

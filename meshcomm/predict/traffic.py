@@ -98,7 +98,8 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
     One more forward out of the embedding, and one backward out of the head. A forward pass that is
     computed again ends before its last all_reduce or scatter: nothing in backward asks for its result. With
-    selective recomputation their results are kept, and nothing is sent again.
+    selective recomputation their results are kept, and nothing is sent again. With overlap what enters a layer's
+    products goes around a ring, once for those of attention and once for those of a feed-forward.
     """
     layers = work.layers_of_rank(sizes)
     # With a pipeline no rank has both tables.
@@ -108,6 +109,13 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     # Tables that stay whole give what needs no sum.
     reduced = 4 * layers + again + (0 if work.vocabulary % sizes.tensor else ends)
     size = work.tokens(sizes) * work.width * work.activation_bytes
+    if work.overlap:
+        rings = 2 * (layers + again) - work.expert_layers_of_rank(sizes) * (layers + again) // layers
+        gathered -= rings
+        turns = rings * (sizes.tensor - 1)
+        yield Flow(
+            "tensor", ("tensor",), "sendrecv", turns, size / sizes.tensor, True, "activations around a ring"
+        )
     if work.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_gather", gathered, size, True, "activations gathered")
         yield Flow("tensor", ("tensor",), "reduce_scatter", reduced, size, True, "activations scattered")

@@ -67,6 +67,7 @@ class Workload(NamedTuple):
     reshard: bool | None = None
     ff_matrices: int = 3
     whole_tables: bool = False
+    overlap: bool = False
 
     def reshards(self, sizes: Sizes) -> bool:
         """Whether gathered weights are let go between passes, as ParallelConfig.reshards has it."""
@@ -169,6 +170,7 @@ def workload(settings: Config) -> Workload:
         reshard=parallel.reshard,
         ff_matrices=model.ff_matrices,
         whole_tables=not model.is_built_in,
+        overlap=parallel.overlap,
     )
 
 

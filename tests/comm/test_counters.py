@@ -267,6 +267,7 @@ RING = 'parallel.context="cp"'
 ULYSSES = 'parallel.attention="ulysses"'
 AGAIN = "train.recompute=true"
 SECOND = "train.recompute=2"
+OVERLAP = ("parallel.sequence_parallel=true", "parallel.overlap=true")
 SELECTIVE = 'train.recompute="selective"'
 BF16 = 'train.compute_dtype="bfloat16"'
 EXPERTS = (
@@ -328,6 +329,7 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
         (4, [*EXPERTS, AGAIN, BF16]),
         (2, ["mesh.dims={ dp = 1, tp = 2 }", SECOND]),
         (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", SELECTIVE]),
+        *((2, ["mesh.dims={ dp = 1, tp = 2 }", *OVERLAP, again]) for again in (AGAIN, SELECTIVE)),
         (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, SELECTIVE, BF16]),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, SELECTIVE]),
         (4, [*EXPERTS, SELECTIVE]),
@@ -335,7 +337,13 @@ def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
     ids=[
         *("dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"),
         *("dp tp bf16", "tp sp again bf16", "ulysses bf16", "ring tp sp bf16", "ep again bf16"),
-        *("tp every second again", "tp sp selective", "ring tp selective bf16"),
+        *(
+            "tp every second again",
+            "tp sp selective",
+            "overlap again",
+            "overlap selective",
+            "ring tp selective bf16",
+        ),
         *("ulysses selective", "ep selective"),
     ],
 )

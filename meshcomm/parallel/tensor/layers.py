@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError
 from meshcomm.parallel.autocast import as_autocast
-from meshcomm.parallel.recompute import added_up
+from meshcomm.parallel.recompute import added_up, once
 from meshcomm.parallel.tensor.parameters import FUSED, joined, local
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -185,25 +185,11 @@ def columns(split: TensorSplit, x: Tensor, *layers: ColumnParallel) -> tuple[Ten
 class _GatherLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: TensorSplit, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        mesh, n, coord = split.mesh, split.size, split.coord
-        held = x.detach().contiguous()
-        slices: list[Tensor] = [held] * n
-        made: list[list[Tensor]] = [[held] * n for _ in weights]
-        for turn in range(n):
-            source = (coord - turn) % n
-            coming = None
-            if turn < n - 1:
-                sends = [(held, (coord + 1) % n)]
-                recvs = [(torch.empty_like(held), (coord - 1) % n)]
-                coming = mesh.exchange(split.dim, sends, recvs, async_op=True)
-            slices[source] = held
-            for blocks, weight in zip(made, weights, strict=True):
-                blocks[source] = F.linear(held, weight)
-            if coming is not None:
-                (held,) = coming.wait()
+        own = x.detach().contiguous()
+        gathered, *ys = once(lambda: _around_a_ring(split, own, weights), own)
         ctx.split = split
-        ctx.save_for_backward(torch.cat(slices, split.axis), *weights)
-        return tuple(torch.cat(blocks, split.axis) for blocks in made)
+        ctx.save_for_backward(gathered, *weights)
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable
@@ -220,3 +206,23 @@ class _GatherLinears(torch.autograd.Function):
             for dy, needed in zip(dys, ctx.needs_input_grad[2:], strict=True)
         ]
         return None, leaving.wait(), *dws
+
+
+def _around_a_ring(split: TensorSplit, held: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The whole sequence, and its product with each weight; `held` is this rank's slice."""
+    mesh, n, coord = split.mesh, split.size, split.coord
+    slices: list[Tensor] = [held] * n
+    made: list[list[Tensor]] = [[held] * n for _ in weights]
+    for turn in range(n):
+        source = (coord - turn) % n
+        coming = None
+        if turn < n - 1:
+            sends = [(held, (coord + 1) % n)]
+            recvs = [(torch.empty_like(held), (coord - 1) % n)]
+            coming = mesh.exchange(split.dim, sends, recvs, async_op=True)
+        slices[source] = held
+        for blocks, weight in zip(made, weights, strict=True):
+            blocks[source] = F.linear(held, weight)
+        if coming is not None:
+            (held,) = coming.wait()
+    return [torch.cat(slices, split.axis), *(torch.cat(blocks, split.axis) for blocks in made)]
