@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
+from meshcomm.config.model import FACTS
 from meshcomm.config.section import Table
 from meshcomm.layout import Layout
 from meshcomm.predict.links import span
@@ -68,14 +69,18 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
     """The calls of one step on the rank with most layers, by the dims that they go along.
 
-    settings: with every size filled in. Returns None where they say nothing about training, else
+    settings: with every size filled in. Returns None where they say nothing about training, or no sizes of the model, else
     links: the text of each level, or None where nobody says which ranks share a node; and rows, each
     with along (names of dims), digits (see Layout.digits), size (ranks of a group), operation, what (in
     words), calls, size_bytes (of one call, as nccl-tests counts), sent_bytes (what the rank sends in a
     step: calls * size_bytes * the operation's share that crosses a link), and, where links are known,
     seconds (of all the calls, one after the other) and link (the slowest one that a group crosses).
     """
-    if settings.parallel is None or settings.train is None:
+    model = settings.model
+    if settings.parallel is None or settings.train is None or settings.data is None or model is None:
+        return None
+    # What code builds and says no sizes of: the mesh can be shown all the same.
+    if any(getattr(model, name) is None for name in FACTS):
         return None
     # Without what changes who sits where but not what anyone sends, and what place would therefore refuse.
     played = {

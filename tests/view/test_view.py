@@ -120,6 +120,19 @@ def test_predicted_traffic_is_that_of_place() -> None:
     }
 
 
+def test_the_mesh_of_a_model_that_code_builds_is_shown_without_its_traffic() -> None:
+    settings = load(
+        {
+            "mesh": {"dims": {"dp": 2}},
+            "parallel": {"data": "dp"},
+            "model": {"build": "module:function"},
+            "data": {"sequence": 8},
+            "train": {"steps": 1, "global_batch": 2, "microbatch": 1},
+        }
+    )
+    assert page_facts(settings, None, settings.topology)["traffic"] is None
+
+
 def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
     settings = load(CONFIGS / "quickstart.toml").resolved(8)
     traffic = facts_of(settings, 8)["traffic"]
