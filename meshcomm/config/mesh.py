@@ -11,6 +11,7 @@ from meshcomm.config.problems import Broken, Problem, report
 from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text, setting
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
+from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import resolve
 
 Size = Annotated[int, Field(examples=[1])]
@@ -196,6 +197,19 @@ class MeshConfig(Section):
         layout = self.layout(world)
         views = Table({name: Table(sizes) for name, sizes in layout.views.items()})
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
+
+    def merging(self, dims: tuple[str, ...]) -> MeshConfig:
+        """The same mesh with a merged dim of `dims`, where there are several and none is of just these in this order."""
+        if len(dims) < 2 or dims in self.merge.values():
+            return self
+        taken = {
+            *self.dims,
+            *self.merge,
+            *self.views,
+            *(dim for sizes in self.views.values() for dim in sizes),
+        }
+        merge = Table({**self.merge, merged_name(dims, taken): dims})
+        return self.model_copy(update={"merge": merge})
 
     def _group_options(self, options: DimOptions) -> GroupOptions:
         return GroupOptions(

@@ -27,7 +27,8 @@ class ParallelConfig(Section):
     shard: Text | None = setting(
         None,
         "The dim along which samples are split, and weights too: each is gathered where it is "
-        "used (FSDP). With data: hybrid, copies of the shards. None: not sharded.",
+        "used (FSDP). With data: hybrid, copies of the shards. With context: weights are split along both. "
+        "None: not sharded.",
     )
     reduce_dtype: Literal["bfloat16"] | None = setting(
         None,
@@ -83,6 +84,16 @@ class ParallelConfig(Section):
     def gradient_dims(self) -> tuple[str, ...]:
         """The dims along which gradients of weights that are no expert's are summed."""
         return self._played("data", "shard", "context")
+
+    def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The dims along which weights that are no expert's are sharded, as one: shard's and context's.
+
+        sizes: of the base, outermost first; of several dims only those of size above 1 are given, in this order.
+        """
+        if self.shard is None:
+            return ()
+        run = tuple(dim for dim in sizes if dim in (self.shard, self.context) and sizes[dim] != 1)
+        return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
         """The view that the expert's dim is in; None where no dim plays that part.

@@ -93,15 +93,21 @@ class Config(Section):
     def layout(self, world: int | None) -> Layout:
         """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
         self._check(world)
-        return self.mesh.layout(world)
+        return self._grouped(world).layout(world)
 
     def plan(self, world: int | None) -> Plan:
         """Every group of the mesh, on `world` processes. Raises ConfigError where they do not fit.
 
+        Those of weights that are sharded along two dims at once are a merged dim, also where [mesh] has none.
         world: None where it is not known and every size is given.
         """
         self._check(world)
-        return self.mesh.plan(world)
+        return self._grouped(world).plan(world)
+
+    def _grouped(self, world: int | None) -> MeshConfig:
+        if self.parallel is None or self.train is None:
+            return self.mesh
+        return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world)))
 
     def resolved(self, world: int | None) -> Config:
         """The same configuration with every -1 filled in, training checked against the sizes.

@@ -59,9 +59,8 @@ def _unknown_dim(mesh: MeshConfig, part: Part, dim: str) -> Problem:
 
 def _unused_dims(mesh: MeshConfig, parallel: ParallelConfig) -> Iterator[Problem]:
     """Dims of the base that no part uses. A view's dims say only how its part lies."""
-    # Experts are on a view's dim, and no weights are sharded beside them: see _sharded_experts.
-    barred = {"expert"} if parallel.expert is None else {"expert", "shard"}
-    free = [part for part in PARTS if part not in parallel.parts and part not in barred]
+    # Experts are on a view's dim.
+    free = [part for part in PARTS if part not in parallel.parts and part != "expert"]
     used = [dim for part, dim in parallel.parts.items() if part != "expert"]
     for dim, size in mesh.dims.items():
         if size > 1 and dim not in used:
@@ -291,41 +290,23 @@ def _evaluated(training: Training) -> Iterator[Problem]:
 # -- what cannot be had together --------------------------------------------------------------------
 
 
-@rule(Training, "parallel.shard", "parallel.expert")
+@rule(Training, "parallel.shard", "parallel.expert", "parallel.pipeline", "parallel.tensor")
 def _sharded_experts(training: Training) -> Iterator[Problem]:
-    data, shard = training.parallel.data, training.parallel.shard
-    if shard is not None and training.parallel.expert is not None:
-        one = f"one dim for the ranks of {data} and {shard}, in parallel.data"
-        yield Problem(
-            "cannot shard beside parallel.expert: experts lie along the dims of another view and would need one "
-            "of those to shard along",
-            "one of them",
-            [
-                f"name {shard} in parallel.data, not in parallel.shard" if data is None else one,
-                "remove parallel.expert: all experts on every rank, sharded as all weights",
-            ],
-        )
-
-
-@rule(Training, "mesh.dims", "parallel.data", "parallel.shard")
-def _copies_outside_shards(training: Training) -> Iterator[Problem]:
-    """Hybrid sharding beside tensor parallelism takes a slice of the mesh, in the mesh's order."""
-    parallel, dims = training.parallel, training.mesh.dims
-    data, shard, order = parallel.data, parallel.shard, list(dims)
-    if data is None or shard is None or parallel.tensor is None:
+    """Experts' copies are shards along one dim of their view, and copies of these along another: FSDP takes two."""
+    mesh, parallel = training.mesh, training.parallel
+    view = parallel.expert_view(mesh.views)
+    if parallel.shard is None or view is None or parallel.expert in mesh.dims:
         return
-    if order.index(data) > order.index(shard):
-        swapped = {data: shard, shard: data}
-        mended = {swapped.get(dim, dim): dims[swapped.get(dim, dim)] for dim in order}
+    sizes = mesh.views[view]
+    left = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
+    if len(left) > 2:
         yield Problem(
-            f"{shard} stands before {data} in mesh.dims: torch takes copies of shards with tensor parallelism only "
-            "from dims in the mesh's own order, copies first",
-            f"{data} before {shard}",
-            [
-                f"mesh.dims = {whole_toml(mended)}",
-                f"parallel.data = {toml(shard)} and parallel.shard = {toml(data)}",
-            ],
-            key="parallel.shard",
+            f"has {', '.join(left)} beside the dims of expert, pipeline and tensor: experts are sharded along one dim and "
+            "copied along one other",
+            "two of them at most",
+            [*_view_ways(training, str(parallel.expert), view), "remove parallel.shard"],
+            given=f"views.{view} = {toml(sizes)}, shard = {toml(parallel.shard)}, expert = {toml(parallel.expert)}",
+            key=f"mesh.views.{view}",
         )
 
 

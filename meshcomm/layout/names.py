@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from meshcomm.errors import LayoutError
 
@@ -32,6 +32,18 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
         matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     return matches[0] if len(matches) == 1 else None
+
+
+def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
+    """What a merged dim of `dims` is called that nobody has named.
+
+    >>> merged_name(("dp", "cp"), {"dp", "cp", "dp_cp"})
+    'dp_cp_all'
+    """
+    name = "_".join(dims)
+    while name in taken:
+        name += "_all"
+    return name
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh.topology_queries import TopologyQueries
 from meshcomm.transport import ProcessGroupTransport, Transport
-from meshcomm.transport.torch_private import SoloGroup, forget_device_meshes
+from meshcomm.transport.torch_private import SoloGroup, flattened, forget_device_meshes, side_by_side
 
 
 class TorchMesh(TopologyQueries):
@@ -57,7 +57,8 @@ class TorchMesh(TopologyQueries):
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
-        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root.
+        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root, and so do merged dims
+        whose own are of the base, in its order.
         """
         self._member()
         chosen = (names,) if isinstance(names, str) else names
@@ -73,6 +74,14 @@ class TorchMesh(TopologyQueries):
         for whole in (tuple(layout.dims), *(tuple(sizes) for sizes in layout.views.values())):
             if names != whole and names == tuple(name for name in whole if name in names):
                 return self[whole][names if len(names) > 1 else names[0]]
+        runs = {name: layout.merge.get(name, (name,)) for name in names}
+        # Slices of one root can be joined with what is split along others of them, as FSDP does it.
+        if names != tuple(layout.dims) and all(self._ascend(run) for run in runs.values()):
+            slices = [
+                self[run] if len(run) == 1 else flattened(self[run], name, self.group(name))
+                for name, run in runs.items()
+            ]
+            return side_by_side(slices)
         if len(names) == 1:
             return DeviceMesh.from_group(self.group(names[0]), self.device.type, mesh_dim_names=names)
         # The ranks that share this rank's other coords, with an axis for each name.
@@ -83,6 +92,10 @@ class TorchMesh(TopologyQueries):
             mesh=torch.tensor(grid.tolist(), device="cpu"),
             mesh_dim_names=names,
         )
+
+    def _ascend(self, dims: tuple[str, ...]) -> bool:
+        """Whether these are dims of the base, in its order."""
+        return dims == tuple(dim for dim in self.layout.dims if dim in dims)
 
     def _family_of(self, dims: Dims) -> str:
         """The name whose groups are those of `dims`. Raises UnknownDim where no group was declared."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
 from meshcomm.errors import ConfigError, LayoutError, ShapeError
+from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import of_every_rank, together
@@ -121,9 +122,9 @@ class Engine:
             sharded = Sharded(
                 mesh,
                 list(self.modules),
-                part.shard,
+                merged(mesh, part.shard_dims(sizes)),
                 part.data,
-                part.context,
+                experts=part.expert_gradient_dims(mesh.layout.views) if part.expert else None,
                 reshard=part.reshards(ranks),
                 gather_dtype=between,
                 reduce_dtype=getattr(torch, part.reduce_dtype or train.dtype),
@@ -388,6 +389,18 @@ class Engine:
         return total.to(self.split.dtype)
 
 
+def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
+    """The name under which `dims` have one DeviceMesh; a group is created where the mesh was opened without it.
+
+    Called by: every rank of the mesh, in the same program order.
+    """
+    if len(dims) == 1:
+        return dims[0]
+    if dims not in mesh.layout.merge.values():
+        mesh.create(merged_name(dims, {*mesh.layout.names, *mesh.layout.views}), dims)
+    return next(name for name, parts in mesh.layout.merge.items() if parts == dims)
+
+
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     """Dims of size above 1, for one call along all of them: a group is created where none was declared.
 
@@ -397,10 +410,7 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     if len(used) < 2:
         return used[0] if used else None
     if mesh.plan.covering(used) is None:
-        name = "_".join(used)
-        while name in mesh.layout.names or name in mesh.layout.views:
-            name += "_all"
-        mesh.create(name, used)
+        mesh.create(merged_name(used, {*mesh.layout.names, *mesh.layout.views}), used)
     return used
 
 

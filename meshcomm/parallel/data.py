@@ -10,11 +10,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 
@@ -258,16 +259,20 @@ def check_complete(missing: Sequence[str], total: int) -> None:
 
 @final
 class Sharded:
-    """Parameters, gradients and optimiser state of modules, sharded along one dim by FSDP2.
+    """Parameters, gradients and optimiser state of modules, sharded along one dim, or a merged one, by FSDP2.
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
     gradients are summed and scattered as soon as backward is through it. With `replicate` there are copies of the
-    shards along that dim (hybrid sharding), and gradients are summed over them too. Along `context` ranks have
-    other tokens of the same samples and the same shards: what remains of the gradients there is summed once a step.
+    shards along that dim (hybrid sharding), and gradients are summed over them too. Ranks that have other tokens of
+    the same samples need the same weights and the sum of the same gradients: so their dim is a part of a merged `shard`.
+    Experts that are spread lie along the dims of their own view, and so do their shards: they are gathered by
+    themselves, inside of their layer (as torchtitan's apply_fsdp, models/llama4/infra/parallelize.py, has it).
 
     Args:
         modules: the root modules of this rank's stages; changed in place.
-        shard, replicate, context: dims of the mesh; None: not used.
+        shard, replicate: dims of the mesh, of which `shard` may be a merged one; replicate None: no copies.
+        experts: the dims along which gradients of experts' weights are summed; None: experts are as all weights.
+            Of those of size above 1 the last shards and another replicates; where there is none, experts stay whole.
         reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
             last backward pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks for
             the very parameters that the forward pass used.
@@ -283,15 +288,14 @@ class Sharded:
         modules: Sequence[nn.Module],
         shard: str,
         replicate: str | None,
-        context: str | None,
         *,
+        experts: Sequence[str] | None = None,
         reshard: bool = True,
         gather_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self._mesh = mesh
-        self._context = context if context is not None and mesh.size(context) > 1 else None
-        over = mesh[shard] if replicate is None else mesh[replicate, shard]
+        over = mesh[shard] if replicate is None or mesh.size(replicate) == 1 else mesh[replicate, shard]
+        spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
         own = next(parameter.dtype for module in modules for parameter in module.parameters())
         gathered, summed = gather_dtype or own, reduce_dtype or own
         narrow = MixedPrecisionPolicy(gathered, summed, cast_forward_inputs=False)
@@ -299,12 +303,37 @@ class Sharded:
         self._reshard = reshard
         self._roots: list[FSDPModule] = []
         for module in modules:
+            whole: set[nn.Parameter] = set()
+            for part in module.modules() if spread is not None else ():
+                if isinstance(part, ExpertWeights) and spread:
+                    place = _expert_axis(part, mesh.size(spread[-1]))
+                    _sum(
+                        fully_shard(
+                            part,
+                            mesh=mesh[spread],
+                            reshard_after_forward=reshard,
+                            shard_placement_fn=place,
+                            mp_policy=narrow,
+                        )
+                    )
+                elif isinstance(part, ExpertWeights):
+                    whole.update(part.parameters())
             for layer in _blocks(module):
                 for part in layer.modules() if gathered != own else ():
                     if isinstance(part, Router):
                         _sum(fully_shard(part, mesh=over, reshard_after_forward=reshard, mp_policy=routers))
-                _sum(fully_shard(layer, mesh=over, reshard_after_forward=reshard, mp_policy=narrow))
-            self._roots.append(_sum(fully_shard(module, mesh=over, mp_policy=narrow)))
+                _sum(
+                    fully_shard(
+                        layer,
+                        mesh=over,
+                        reshard_after_forward=reshard,
+                        mp_policy=narrow,
+                        ignored_params=whole or None,
+                    )
+                )
+            self._roots.append(
+                _sum(fully_shard(module, mesh=over, mp_policy=narrow, ignored_params=whole or None))
+            )
         self._parameters = {
             name: parameter for module in modules for name, parameter in module.named_parameters()
         }
@@ -336,9 +365,6 @@ class Sharded:
         """
         missing = [name for name, parameter in self._parameters.items() if parameter.grad is None]
         check_complete(missing, len(self._parameters))
-        if self._context is not None:
-            grads = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-            self._mesh.all_reduce(self._context, grads)
 
 
 def _blocks(module: nn.Module) -> Iterable[nn.Module]:
@@ -347,6 +373,18 @@ def _blocks(module: nn.Module) -> Iterable[nn.Module]:
         layers = getattr(module, "layers", None)
         held = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
     return tuple(held)
+
+
+def _expert_axis(part: ExpertWeights, ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """The axis that experts' weights are sharded along: of their experts where these divide, or else one that does, as
+    shards of unequal length are padded: one expert of a rank, in two shards of its first axis, saves no memory.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard:
+        sizes = local(parameter.detach()).shape
+        return Shard(next((axis for axis, size in enumerate(sizes) if size % ranks == 0), 0))
+
+    return place
 
 
 def _sum(module: Any) -> FSDPModule:

@@ -66,10 +66,10 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     to the last pass of a step.
     """
     here = held(work, sizes)
-    share = here.all / sizes.shard * work.weight_bytes
-    gathered = (
-        (here.layer if work.reshards(sizes) else here.all) * work.activation_bytes if sizes.shard > 1 else 0
-    )
+    experts = here.experts / work.expert_shards(sizes)
+    shards = work.shards(sizes)
+    share = (here.plain / shards + experts) * work.weight_bytes
+    gathered = (here.layer if work.reshards(sizes) else here.all) * work.activation_bytes if shards > 1 else 0
     return Memory(share + gathered, share, 2 * share, _activations(work, sizes))
 
 

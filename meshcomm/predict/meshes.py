@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshcomm.config.parallel import Part, runs
 from meshcomm.layout.sizes import divisors
-from meshcomm.predict.traffic import REPLICA
+from meshcomm.predict.traffic import EXPERT_SHARD, REPLICA
 from meshcomm.predict.workload import BASE, Sizes, Workload
+
+# The parts whose ranks experts are spread over.
+_BLOCK: Final[tuple[Part, ...]] = ("data", "shard", "context")
 
 
 class Order(NamedTuple):
@@ -40,43 +43,39 @@ def orders(work: Workload, sizes: Sizes) -> Iterator[Order]:
     """Every order of the base's dims that is a mesh of its own, and one that a configuration may have; with
     experts both orders of their view.
 
-    A dim of size 1 changes no group wherever it stands: it stands outermost, in BASE's order. Beside
-    tensor, copies stand outside their shards (a rule of meshcomm.config.rules_training); experts
-    share the block of ranks that data and context form, so nothing stands between those.
+    A dim of size 1 changes no group wherever it stands: it stands outermost, in BASE's order. Experts
+    share the block of ranks that data, shard and context form, so nothing stands between those.
     """
     played = [part for part in BASE if part in work.parts]
     ones = [part for part in played if getattr(sizes, part) == 1]
     views = [True]
-    if "expert" in work.parts and 1 < sizes.expert < sizes.data * sizes.context:
+    if "expert" in work.parts and 1 < sizes.expert < sizes.data * sizes.shard * sizes.context:
         views.append(False)
     for parts in permutations(part for part in played if part not in ones):
         at = {part: place for place, part in enumerate(parts)}
-        if "tensor" in played and {"data", "shard"} <= at.keys() and at["data"] > at["shard"]:
-            continue
-        if (
-            "expert" in work.parts
-            and {"data", "context"} <= at.keys()
-            and abs(at["data"] - at["context"]) > 1
-        ):
+        block = [at[part] for part in _BLOCK if part in at]
+        if "expert" in work.parts and block and max(block) - min(block) >= len(block):
             continue
         yield from (Order((*ones, *parts), inside) for inside in views)
 
 
 def strides(work: Workload, sizes: Sizes, order: Order) -> dict[str, tuple[int, int]]:
-    """(size, stride) of every part's dim, and of expert and REPLICA where experts are spread."""
+    """(size, stride) of every part's dim, and where experts are spread of expert, REPLICA, and with shard EXPERT_SHARD."""
     found: dict[str, tuple[int, int]] = {}
     step = 1
     for part in reversed(order.parts):
         found[part] = getattr(sizes, part), step
         step *= found[part][0]
     if "expert" in work.parts:
-        # Their block begins where the innermost of the two that has groups does.
-        shared = [found[part] for part in ("data", "context") if part in found]
+        # Their block begins where the innermost of those that have groups does.
+        shared = [found[part] for part in _BLOCK if part in found]
         block = min((stride for size, stride in shared if size > 1), default=1)
         copies = prod(size for size, _ in shared) // sizes.expert
         inner, outer = (sizes.expert, copies) if order.experts_inside else (copies, sizes.expert)
-        names = ("expert", REPLICA) if order.experts_inside else (REPLICA, "expert")
-        found |= dict(zip(names, ((inner, block), (outer, block * inner)), strict=True))
+        # All copies of experts are shards of them.
+        beside = EXPERT_SHARD if "shard" in work.parts else REPLICA
+        names = ("expert", beside) if order.experts_inside else (beside, "expert")
+        found |= {REPLICA: (1, 1)} | dict(zip(names, ((inner, block), (outer, block * inner)), strict=True))
     return found
 
 

@@ -179,13 +179,8 @@ class _Model:
             about, sent = (flow.part, flow.along, flow.operation, flow.what), (calls, flow.size_bytes)
             shares.append(Share(*about, str(where.slowest), where.size, *sent, seconds, line.name))
             of_microbatch += seconds / sizes.microbatches if flow.each_microbatch else 0
-        parts = list(order.parts)
-        if {"data", "shard"} <= set(parts) and parts.index("data") > parts.index("shard"):
-            # The shard has a single rank and may stand anywhere: inside its copies, as a config wants it.
-            parts.remove("shard")
-            parts.insert(parts.index("data") + 1, "shard")
         return Placement(
-            dims={part: getattr(sizes, part) for part in parts},
+            dims={part: getattr(sizes, part) for part in order.parts},
             expert=sizes.expert,
             experts_inside=order.experts_inside,
             microbatches=sizes.microbatches,

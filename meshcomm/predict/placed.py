@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,19 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
 
 
 def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
-    """The view in which the block of data and context is factored into copies and experts."""
+    """The view in which the block of data, shard and context is factored into copies and experts."""
     parallel = settings.parallel
     assert parallel is not None and parallel.expert is not None
     old = settings.mesh.views[settings.expert_view or ""]
     kept = {parallel.pipeline, parallel.tensor, parallel.expert}
     copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _REPLICA)
-    total = placement.dims.get("data", 1) * placement.dims.get("context", 1)
+    block: tuple[Part, ...] = ("data", "shard", "context")
+    total = prod(placement.dims.get(part, 1) for part in block)
     pair = {copies: total // placement.expert, parallel.expert: placement.expert}
     if not placement.experts_inside:
         pair = dict(reversed(pair.items()))
     found: dict[str, int] = {}
-    inside = [part for part in ("data", "context") if placement.dims.get(part, 1) > 1]
+    inside = [part for part in block if placement.dims.get(part, 1) > 1]
     for part, size in placement.dims.items():
         if part in inside:
             found |= pair

@@ -17,9 +17,11 @@ from meshcomm.predict.memory import held
 from meshcomm.predict.times import Operation
 from meshcomm.predict.workload import BASE, Sizes, Workload, workload
 
-# The parts whose dims a call goes along together; "replica" are the copies of experts, edp.
+# The parts whose dims a call goes along together; "replica" are the copies of experts, edp, and with shard those of
+# their shards, which lie along "expert shard".
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"
+EXPERT_SHARD: Final = "expert shard"
 
 
 class Flow(NamedTuple):
@@ -68,12 +70,18 @@ def expected(settings: Config, world: int) -> list[Expected]:
     view = parallel.expert_view(mesh.views)
     sizes = {**mesh.dims, **(mesh.views[view] if view is not None else {})}
     dims: dict[str, tuple[str, ...]] = {part: (dim,) for part, dim in parallel.parts.items()}
-    dims[REPLICA] = parallel.expert_gradient_dims(mesh.views)
+    copies = tuple(dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] > 1)
+    shards = copies[-1:] if "shard" in work.parts else ()
+    dims |= {REPLICA: copies[: len(copies) - len(shards)], EXPERT_SHARD: shards}
     number = work.global_batch // (parallel.copies(mesh.dims) * work.microbatch)
     played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
     listed = []
-    for flow in flows(work, Sizes(**played, microbatches=number)):
+    replicas = math.prod(sizes[dim] for dim in dims[REPLICA]) if shards else 1
+    for flow in flows(work, Sizes(**played, microbatches=number, expert_copies=replicas)):
         along = tuple(dim for part in flow.along for dim in dims[part] if sizes[dim] > 1)
+        if flow.along[0] == "shard":
+            # As their merged dim has them.
+            along = tuple(dim for dim in mesh.dims if dim in along)
         if along:
             listed.append(Expected(along, flow.operation, flow.in_a_step(number), flow.size_bytes, flow.what))
     return listed
@@ -184,7 +192,8 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
     Where layers stay gathered, it is at the first pass of a step alone, as are tables. In a pipeline that lets them go a
     layer stays gathered from one backward pass to the pass that follows: it is gathered again behind each forward pass.
-    Routers keep the weights' type, so beside narrower weights they are gathered by themselves.
+    Routers keep the weights' type, so beside narrower weights they are gathered by themselves, as are experts that are
+    spread.
     """
     here, layers, narrow = held(work, sizes), work.layers_of_rank(sizes), work.activation_bytes
     piped = sizes.pipeline > 1
@@ -192,16 +201,20 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     again = work.reshards(sizes)
     often = (2 if not piped else sizes.microbatches + 1) if again else 1
     apart = here.routers if narrow != work.weight_bytes else 0
-    for count, number, gathers, element, what in (
-        (here.all - here.ends - apart, layers, often, narrow, "weights"),
-        (apart, work.expert_layers_of_rank(sizes), often, work.weight_bytes, "routers"),
-        (here.ends, stages, 1, narrow, "tables"),
+    together = tuple(part for part in ("shard", "context") if part in work.parts)
+    spread = here.experts if "expert" in work.parts else 0
+    with_experts = work.expert_layers_of_rank(sizes)
+    for count, along, number, gathers, element, what in (
+        (here.all - here.ends - apart - spread, together, layers, often, narrow, "weights"),
+        (spread, (EXPERT_SHARD,), with_experts, often, narrow, "experts"),
+        (apart, together, with_experts, often, work.weight_bytes, "routers"),
+        (here.ends, together, stages, 1, narrow, "tables"),
     ):
         if count:
             size = count / number
             yield Flow(
                 "shard",
-                ("shard",),
+                along,
                 "all_gather",
                 gathers * number,
                 size * element,
@@ -211,7 +224,7 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
             scattered = size * work.reduced_bytes
             yield Flow(
                 "shard",
-                ("shard",),
+                along,
                 "reduce_scatter",
                 number,
                 scattered,
@@ -231,13 +244,16 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
         return Flow(part, along, "all_reduce", number, size_bytes / number, False, what)
 
     if "shard" in work.parts:
-        rest = plain / sizes.shard
+        rest = plain / work.shards(sizes)
+        scattered = [flow for flow in _shard(work, sizes) if flow.operation == "reduce_scatter"]
         if "data" in work.parts:
-            calls = sum(flow.calls for flow in _shard(work, sizes) if flow.operation == "reduce_scatter")
+            calls = sum(flow.calls for flow in scattered if flow.along[0] == "shard")
             sent = rest / work.weight_bytes * work.reduced_bytes
             yield summed("data", ("data",), sent, "shards' gradients", calls)
-        if "context" in work.parts:
-            yield summed("context", ("context",), rest, "gradients")
+        if "expert" in work.parts:
+            calls = sum(flow.calls for flow in scattered if flow.along == (EXPERT_SHARD,))
+            sent = here.experts / work.expert_shards(sizes) * work.reduced_bytes
+            yield summed("expert", (REPLICA,), sent, "experts' shards' gradients", calls)
         return
     if "data" in work.parts or "context" in work.parts:
         along = tuple(part for part in ("data", "context") if part in work.parts)

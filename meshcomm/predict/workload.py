@@ -15,7 +15,9 @@ BASE: Final[tuple[Part, ...]] = ("pipeline", "data", "shard", "context", "tensor
 
 
 class Sizes(NamedTuple):
-    """Sizes of the dims that play the parts; 1 where none does. microbatches: of a rank and step."""
+    """Sizes of the dims that play the parts; 1 where none does. microbatches: of a rank and step. expert_copies: of
+    experts' shards.
+    """
 
     pipeline: int = 1
     data: int = 1
@@ -24,6 +26,7 @@ class Sizes(NamedTuple):
     tensor: int = 1
     expert: int = 1
     microbatches: int = 1
+    expert_copies: int = 1
 
 
 class Workload(NamedTuple):
@@ -112,6 +115,16 @@ class Workload(NamedTuple):
     def expert_layers_again(self, sizes: Sizes) -> int:
         """Of these the ones with experts: a share, rounded up."""
         return -(-self.layers_again(sizes) * self.expert_layers // self.layers)
+
+    def shards(self, sizes: Sizes) -> int:
+        """Ranks that weights are sharded over: those of shard and, with them, of context."""
+        return sizes.shard * (sizes.context if "shard" in self.parts else 1)
+
+    def expert_shards(self, sizes: Sizes) -> int:
+        """Ranks that experts' weights are sharded over: with the others, or what their own view leaves for it."""
+        if "shard" not in self.parts or "expert" not in self.parts:
+            return self.shards(sizes)
+        return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
 
     def flops(self, sizes: Sizes) -> float:
         """Floating-point operations of one micro-batch on the rank with most layers and the head: 6 for each

@@ -158,12 +158,17 @@ def _exchanges(settings: Config, layout: Layout) -> Iterator[tuple[str, Dims, st
         wraps = rules.schedule in ("interleaved_1f1b", "zero_bubble")
         what = "activations onwards, their gradients back"
         yield "pipeline", played["pipeline"], messages, what, wraps
-    if "shard" in played:
-        yield "shard", played["shard"], both, "weights, and their gradients", None
-    gradients = {part: played[part] for part in ("data", "context") if part in played}
+    shards = tuple(dim for dim in rules.shard_dims(layout.dims) if layout.size(dim) > 1)
+    if shards:
+        yield "shard", shards, both, "weights, and their gradients", None
+    parts = ("data",) if shards else ("data", "context")
+    gradients = {part: played[part] for part in parts if part in played}
     if gradients:
         yield next(iter(gradients)), tuple(gradients.values()), "all_reduce", "gradients", None
     experts = tuple(name for name in settings.expert_gradient_dims if layout.size(name) > 1)
+    if settings.expert_view is not None and experts and rules.shard is not None:
+        yield "expert", experts[-1], both, "experts' weights, and their gradients", None
+        experts = experts[:-1]
     if settings.expert_view is not None and experts:
         yield "expert", experts, "all_reduce", "gradients of experts' weights", None
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar, final
+from unittest.mock import patch
 
 import torch
 import torch._C._distributed_c10d as bindings
@@ -412,6 +413,23 @@ def kernel_attention_backward(
         scale=scale,
     )
     return dq, dk, dv
+
+
+def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
+    """A slice of a DeviceMesh as one dim over a group that there is: DeviceMesh._flatten would create another one."""
+    named: Any = staticmethod(lambda *_, **__: [group.group_name])
+    with (
+        patch.object(DeviceMesh, "_init_process_groups", named),
+        patch.object(DeviceMesh, "_setup_world_group_and_device", lambda _: None),
+    ):
+        found: DeviceMesh = of._flatten(name)
+    return found
+
+
+def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Slices of one root as one DeviceMesh, whatever their order, as FSDP joins its own with those of a parameter."""
+    found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
+    return found
 
 
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:

@@ -65,6 +65,7 @@ config: 2 problems
     given:    dims.ep = 4; parallel has data = "dp", expert = "ep"
     expected: size 1, or a part that ep plays
     try:      mesh.dims.ep = 1, or
+              parallel.shard = "ep", or
               parallel.tensor = "ep", or
               parallel.pipeline = "ep", or
               parallel.context = "ep"
@@ -85,7 +86,7 @@ TABLE = [
     Bad("expert's dim in the base and a view", MOE, ["mesh.dims={ dp = 2, ep = 4 }"],
         ["mesh.dims={ dp = 2, cp = 4 }", "parallel.context='cp'"],
         {"mesh.dims.ep": "4", "parallel.expert": ""},
-        ["mesh.dims.ep = 1", 'parallel.tensor = "ep"', 'parallel.pipeline = "ep"', 'parallel.context = "ep"', "remove parallel.expert"]),
+        ["mesh.dims.ep = 1", 'parallel.shard = "ep"', 'parallel.tensor = "ep"', 'parallel.pipeline = "ep"', 'parallel.context = "ep"', "remove parallel.expert"]),
     Bad("settings of experts in a dense model", TP,
         ["model.experts_per_token=1", "model.experts_every=2", "model.capacity_factor=1.25", "model.balance_loss=0.0"],
         ["model.experts=4", "model.experts_per_token=1", "model.experts_every=2", "model.capacity_factor=1.25", "model.balance_loss=0.0"],
@@ -148,18 +149,13 @@ TABLE = [
     Bad("buckets of shards whose tokens are split", HSDP,
         ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.bucket_mb=5"],
         ["parallel.context='cp'", "mesh.dims.cp=2"], {"parallel.bucket_mb": ""}, ["remove parallel.bucket_mb"]),
-    Bad("shards outside copies", HSDP, ["mesh.dims={ fsdp = 2, dp = 2, tp = 2 }"],
-        ["mesh.dims={ fsdp = 2, dp = 2 }", "parallel.tensor="], {"parallel.shard": ""},
-        ["mesh.dims = { dp = 2, fsdp = 2, tp = 2 }", 'parallel.data = "fsdp" and parallel.shard = "dp"']),
     Bad("shard and data on one dim", HSDP, ["parallel.shard='dp'", "mesh.dims.fsdp=1"],
         ["parallel.shard=", "mesh.dims.fsdp=1"], {"parallel.shard": ""},
         ["remove parallel.shard, or give it another dim"]),
-    Bad("shard beside experts", MOE, ["parallel.shard='dp'", "parallel.data="],
-        ["parallel.shard='dp'", "parallel.data=", "parallel.expert="], {"parallel.shard": ""},
-        ["name dp in parallel.data, not in parallel.shard", "remove parallel.expert: all experts on every rank, sharded as all weights"]),
-    Bad("hybrid beside experts", MOE, ["parallel.shard='fsdp'", "mesh.dims={ dp = 4, fsdp = 2 }"],
-        ["mesh.dims={ dp = 8, fsdp = 1 }"], {"parallel.shard": ""},
-        ["one dim for the ranks of dp and fsdp, in parallel.data", "remove parallel.expert: all experts on every rank, sharded as all weights"]),
+    Bad("shards of experts along three dims", MOE,
+        ["parallel.shard='fsdp'", "mesh.dims={ dp = 4, fsdp = 2 }", "mesh.views.expert={ a = 2, b = 2, c = 2, ep = 1 }"],
+        ["parallel.shard='fsdp'", "mesh.dims={ dp = 4, fsdp = 2 }", "mesh.views.expert={ a = 2, b = 1, c = 2, ep = 2 }"],
+        {"mesh.views.expert": ""}, ["mesh.views.expert = { a = 1, ep = 8 }", "remove parallel.shard"]),
     Bad("expert's dim that is none", MOE, ["parallel.expert='eb'"], ["parallel.expert='ep'"],
         {"parallel.expert": ""}, ['parallel.expert = "ep"', "remove parallel.expert"]),
     Bad("expert's dim without a view", MOE, ["mesh.views=", "model.experts=4"],
@@ -177,7 +173,7 @@ TABLE = [
         ['parallel.data = "dp"', "remove parallel.data"]),
     Bad("dim of the base beside experts", MOE, ["parallel.data="], ["parallel.context='dp'", "parallel.data="],
         {"mesh.dims.dp": "8"},
-        ["mesh.dims.dp = 1", 'parallel.data = "dp"', 'parallel.tensor = "dp"', 'parallel.pipeline = "dp"', 'parallel.context = "dp"']),
+        ["mesh.dims.dp = 1", 'parallel.data = "dp"', 'parallel.shard = "dp"', 'parallel.tensor = "dp"', 'parallel.pipeline = "dp"', 'parallel.context = "dp"']),
     Bad("experts and ep", MOE, ["model.experts=6"], ["model.experts=12"], {"model.experts": "6 % 4 = 2"},
         ["model.experts = 8", "model.experts = 4"]),
     Bad("expert's dim of a dense model", MOE, ["model.experts="], ["model.experts=4"], {"parallel.expert": ""},
@@ -393,3 +389,24 @@ def test_torch_runs_the_numbers_of_microbatches_that_are_let_through() -> None:
     assert [n for n in range(1, 13) if runs("zero_bubble", n, 4)] == [4, 5, 6, 7, 8, 10, 12]
     assert [n for n in range(1, 5) if runs("1f1b", n, 3)] == [3, 4]
     assert [n for n in range(1, 5) if runs("gpipe", n, 3)] == [1, 2, 3, 4]
+
+
+def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
+    def merged(*changes: str) -> dict[str, tuple[str, ...]]:
+        raw = made(
+            HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = 2, tp = 2, fsdp = 2 }", *changes]
+        )
+        return dict(load(raw).plan(None).layout.merge)
+
+    # In the mesh's order, wherever they stand.
+    assert merged() == {"cp_fsdp": ("cp", "fsdp")}
+    assert merged("mesh.merge.mine=['cp', 'fsdp']") == {"mine": ("cp", "fsdp")}
+    assert merged("mesh.merge.cp_fsdp=['fsdp', 'cp']") == {
+        "cp_fsdp": ("fsdp", "cp"),
+        "cp_fsdp_all": ("cp", "fsdp"),
+    }
+    assert merged("mesh.dims.cp=1") == merged("mesh.dims.fsdp=1") == {}
+    assert merged("parallel.data='fsdp'", "parallel.shard='dp'") == {"dp_cp": ("dp", "cp")}
+    config = load(made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"]))
+    assert config.plan(16).family("cp_fsdp").size == 4
+    assert "cp_fsdp" not in config.plan(8).layout.names

@@ -143,6 +143,27 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
     assert live_groups() == before + 1
 
 
+@pytest.mark.mesh(
+    dp=2, cp=2, tp=2, merge={"ends": ["dp", "tp"]}, rank_order=[3, 1, 0, 2, 7, 5, 4, 6], via="gloo"
+)
+def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    before = live_groups()
+    whole = torch.arange(32.0).reshape(8, 4)
+    for names in (("ends",), ("cp", "ends"), ("ends", "cp")):
+        device_mesh = mesh[names]
+        assert device_mesh.mesh_dim_names == names
+        assert tuple(device_mesh.shape) == tuple(mesh.size(name) for name in names)
+        assert device_mesh.get_group(names.index("ends")) is mesh.group("ends")
+        placements = [Shard(0) if name == "ends" else Replicate() for name in names]
+        sharded = distribute_tensor(whole, device_mesh, placements)
+        mine = mesh.coord("ends") * 2
+        assert torch.equal(sharded.to_local(), whole[mine : mine + 2])
+        assert torch.equal(sharded.full_tensor(), whole)
+    assert live_groups() == before
+
+
 @pytest.mark.mesh(pp=2, dp=1, tp=2, via="gloo")
 def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
     with pytest.raises(meshcomm.MeshcommError) as caught:

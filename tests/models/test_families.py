@@ -54,6 +54,8 @@ PARITY += [
     ("mixtral", "dp=2 cp=2", {"expert": "ep", "views": {"expert": {"edp": 1, "ep": 4}}}),
     ("mixtral", "dp=4 tp=2", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}}),
     ("mixtral", "pp=2 dp=2", {"expert": "ep", "views": _EXPERT}),
+    ("mixtral", "fsdp=4 tp=2", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}}),
+    ("qwen3_moe", "pp=2 fsdp=4", {"expert": "ep", "views": {"expert": {"pp": 2, "edp": 2, "ep": 2}}}),
     ("mixtral", "pp=2 dp=2 cp=2", {"expert": "ep", "views": {"expert": {"pp": 2, "edp": 1, "ep": 4}}}),
 ]
 _LONG: list[tuple[str, dict[str, Any]]] = [

@@ -36,6 +36,7 @@ TRAIN: dict[str, Any] = {
     "train": {"steps": 1, "global_batch": 24, "microbatch": 2},
 }
 DIMS = {"pipeline": "pp", "data": "dp", "shard": "fs", "context": "cp", "tensor": "tp"}
+BLOCK = ("data", "shard", "context")
 KINDS: dict[str, dict[str, Any]] = {
     "3-D": {"parts": ["pipeline", "data", "tensor"]},
     "sharded": {"parts": ["data", "shard", "tensor"], "sequence_parallel": True},
@@ -45,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all five": {"parts": ["pipeline", "data", "shard", "context", "tensor"]},
     "experts": {"parts": ["pipeline", "data", "tensor"], "experts": 8},
     "experts and context": {"parts": ["data", "context", "tensor"], "experts": 4},
+    "sharded experts": {"parts": ["data", "shard", "tensor"], "experts": 8},
 }
 
 
@@ -90,7 +92,7 @@ def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, wor
         chosen = dict(zip(parts, choice, strict=True))
         # In BASE's order: the rules about orders are another test's.
         dims = {DIMS[part]: chosen[part] for part in BASE if part in chosen}
-        block = chosen.get("data", 1) * chosen.get("context", 1)
+        block = prod(chosen.get(part, 1) for part in BLOCK)
         for expert in divisors(block) if KINDS[kind].get("experts") else [1]:
             view: dict[str, int] | None = None
             if KINDS[kind].get("experts"):
@@ -118,7 +120,7 @@ def by_stride(size: int, step: int, world: int) -> list[list[int]]:
     return [[start + step * i for i in range(size)] for start in starts]
 
 
-@pytest.mark.parametrize("kind", ["all five", "experts and context", "experts"])
+@pytest.mark.parametrize("kind", ["all five", "experts and context", "experts", "sharded experts"])
 def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
     """Every order of the dims written out as groups: those that are listed are all there are."""
     # Heads, tokens and samples for all sizes of 12 ranks, whatever the parts.
@@ -131,15 +133,9 @@ def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
         chosen = {part: getattr(sizes, part) for part in parts}
         meshes = set()
         for order in permutations(parts):
-            if (
-                kind == "all five"
-                and order.index("data") > order.index("shard")
-                and min(chosen["data"], chosen["shard"]) > 1
-            ):
-                continue
             base = {DIMS[part]: chosen[part] for part in order}
             split = [part for part in order if chosen[part] > 1]
-            inside = [i for i, part in enumerate(split) if part in ("data", "context")]
+            inside = [i for i, part in enumerate(split) if part in BLOCK]
             views: list[dict[str, int]] = [{}]
             if "expert" in work.parts:
                 if inside and inside[-1] - inside[0] + 1 != len(inside):
@@ -147,7 +143,7 @@ def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
                 first = inside[0] if inside else 0
                 outer = {DIMS[p]: chosen[p] for p in split[:first]}
                 inner = {DIMS[p]: chosen[p] for p in split[first + len(inside) :]}
-                copies = chosen.get("data", 1) * chosen.get("context", 1) // sizes.expert
+                copies = prod(chosen.get(part, 1) for part in BLOCK) // sizes.expert
                 pairs = [{"edp": copies, "ep": sizes.expert}, {"ep": sizes.expert, "edp": copies}]
                 views = [{**outer, **pair, **inner} for pair in pairs]
             for view in views:
@@ -157,7 +153,8 @@ def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
         listed = []
         for each in orders(work, sizes):
             dims = strides(work, sizes, each)
-            names = [*parts, *(["expert", "replica"] if "expert" in work.parts else [])]
+            beside = "expert shard" if "shard" in parts else "replica"
+            names = [*parts, *(["expert", beside] if "expert" in work.parts else [])]
             listed.append(tuple(str(sorted(by_stride(*dims[name], 12))) for name in names))
         assert sorted(listed) == sorted(meshes), sizes
 
@@ -184,7 +181,7 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
         placed = load(placed_data(settings, each)).resolved(world)
         assert placed.parallel is not None
         layout = placed.layout(world)
-        names: dict[str, str] = {**placed.parallel.parts, "replica": "edp"}
+        names: dict[str, str] = {**placed.parallel.parts, "replica": "edp", "expert shard": "edp"}
         for share in each.shares:
             found = span(layout.groups(tuple(names[part] for part in share.along)), where)
             assert (found.size, found.slowest) == (share.ranks, share.link), share
@@ -284,16 +281,16 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("shard", "all_gather", 1, ends, True) in sharded
     assert ("shard", "reduce_scatter", 6, (weights - ends) / layers, False) in sharded
     assert ("shard", "reduce_scatter", 1, ends, False) in sharded
-    assert ("data", "all_reduce", 7, weights / 4 / 7, False) in sharded
-    assert ("context", "all_reduce", 1, weights / 4, False) in sharded
+    # Along context too: each of 4 * 2 ranks has a shard, and nothing is left to be summed along context.
+    assert ("data", "all_reduce", 7, weights / 8 / 7, False) in sharded
+    assert not [each for each in sharded if each[:2] == ("context", "all_reduce")]
     # In bfloat16 weights travel by halves, gradients only where they are added up in it.
     mixed = sent("all five", {"activation_bytes": 2}, shard=4, data=2, context=2)
     assert ("shard", "all_gather", 12, (weights - ends) / layers / 2, True) in mixed
     assert ("shard", "reduce_scatter", 6, (weights - ends) / layers, False) in mixed
     less = sent("all five", {"activation_bytes": 2, "reduced_bytes": 2}, shard=4, data=2, context=2)
     assert ("shard", "reduce_scatter", 6, (weights - ends) / layers / 2, False) in less
-    assert ("data", "all_reduce", 7, weights / 4 / 7 / 2, False) in less
-    assert ("context", "all_reduce", 1, weights / 4, False) in less
+    assert ("data", "all_reduce", 7, weights / 8 / 7 / 2, False) in less
 
     # In a pipeline they stay for the whole step; where they do not, what a backward pass has gathered serves the next.
     kept = sent("all five", shard=4, pipeline=2, microbatches=8)
@@ -312,6 +309,16 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("expert", "all_to_all", 4 * layers, 2 * 48 * 2 * 96 * 4, True) in experts
     assert ("data", "all_reduce", 1, (held(moe, Sizes()).all - spread) * 4, False) in experts
     assert ("replica", "all_reduce", 1, spread / 4 * 4, False) in experts
+
+    # Beside shard: 2 * 4 ranks hold an expert's shards, or 4 and a copy of each; what is dense is sharded along shard.
+    shards = sent("sharded experts", expert=2, data=4, shard=4)
+    dense = held(moe, Sizes()).plain - held(moe, Sizes()).ends
+    assert ("shard", "all_gather", 12, dense * 4 / layers, True) in shards
+    assert ("expert shard", "all_gather", 12, spread * 4 / 2 / layers, True) in shards
+    assert ("expert shard", "reduce_scatter", 6, spread * 4 / 2 / layers, False) in shards
+    assert ("data", "all_reduce", 7, held(moe, Sizes()).plain / 4 * 4 / 7, False) in shards
+    copied = sent("sharded experts", expert=2, data=4, shard=4, expert_copies=2)
+    assert ("replica", "all_reduce", 6, spread * 4 / 2 / 4 / 6, False) in copied
 
     pipeline = sent("interleaved", {"layers": 8}, pipeline=2)
     assert ("pipeline", "sendrecv", 6, 2 * 48 * 96 * 4, True) in pipeline
@@ -374,6 +381,13 @@ def test_memory_by_hand() -> None:
     one = work.attention_weights + work.expert_weights + 2 * work.width
     assert sharded.gradients == 4 * held(work, Sizes()).all / 128
     assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 2 * one
+    both = memory(work._replace(parts=("shard", "context")), Sizes(shard=16, context=8))
+    assert (both.gradients, both.optimizer) == (sharded.gradients, sharded.optimizer)
+    moe = published(MIXTRAL, 32_000)._replace(parts=("data", "shard", "expert"))
+    sizes = Sizes(data=2, shard=8, expert=4)
+    has = held(moe, sizes)
+    assert memory(moe, sizes).gradients == 4 * (has.plain / 8 + has.experts / 4)
+    assert memory(moe, sizes._replace(expert_copies=2)).gradients == 4 * (has.plain / 8 + has.experts / 2)
     # In a pipeline all that a rank has stays gathered for the whole step.
     sizes = Sizes(pipeline=2, shard=4, microbatches=8)
     whole, layer = held(work, sizes).all, held(work, sizes).layer

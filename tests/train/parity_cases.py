@@ -105,6 +105,47 @@ CASES: dict[str, dict[str, Any]] = {
         {"expert": {"edp": 1, "ep": 4, "tp": 2}},
         **_EXPERTS,
     ),
+    "hsdp 2x4 ep2": _case(
+        {"dp": 2, "fsdp": 4},
+        {"data": "dp", "shard": "fsdp", "expert": "ep"},
+        {"expert": {"copies": 2, "edp": 2, "ep": 2}},
+        **_EXPERTS,
+    ),
+    "shard8 ep4": _case(
+        {"fsdp": 8}, {"shard": "fsdp", "expert": "ep"}, {"expert": {"edp": 2, "ep": 4}}, **_EXPERTS
+    ),
+    "pp2 shard4 ep2 interleaved": _case(
+        {"pp": 2, "fsdp": 4},
+        {
+            "pipeline": "pp",
+            "shard": "fsdp",
+            "expert": "ep",
+            "schedule": "interleaved_1f1b",
+            "stages_per_rank": 2,
+        },
+        {"expert": {"pp": 2, "edp": 2, "ep": 2}},
+        **_EXPERTS,
+    ),
+    "shard4 tp2 ep2 sequence recompute": _case(
+        {"fsdp": 4, "tp": 2},
+        {"shard": "fsdp", "tensor": "tp", "expert": "ep", "sequence_parallel": True},
+        {"expert": {"edp": 2, "ep": 2, "tp": 2}},
+        **{**_EXPERTS, "experts": 2},
+        recompute=True,
+    ),
+    "shard2 cp2 tp2 ep2": _case(
+        {"fsdp": 2, "cp": 2, "tp": 2},
+        {"shard": "fsdp", "context": "cp", "tensor": "tp", "expert": "ep"},
+        {"expert": {"edp": 2, "ep": 2, "tp": 2}},
+        **_EXPERTS,
+    ),
+    "shard8 ep8 capacity": _case(
+        {"fsdp": 8},
+        {"shard": "fsdp", "expert": "ep"},
+        {"expert": {"ep": 8}},
+        **_EXPERTS,
+        capacity_factor=1.0,
+    ),
     "dp4 tp2 experts everywhere": _case({"dp": 4, "tp": 2}, {"data": "dp", "tensor": "tp"}, **_EXPERTS),
 }
 
@@ -118,13 +159,16 @@ SMALL: dict[str, Any] = {
 }
 
 
+_MODEL = ("layers", "tied_embeddings", "capacity_factor")
+
+
 def small(
     dims: dict[str, int], views: Any = None, *, experts: bool = False, **parallel: Any
 ) -> dict[str, Any]:
     """SMALL with other dims and parts; keyword arguments are [parallel], or [train] and [model] where these have them."""
     mesh = {**BASE["mesh"], "dims": dims, **({} if views is None else {"views": views})}
     train = {key: parallel.pop(key) for key in ("recompute",) if key in parallel}
-    model = {key: parallel.pop(key) for key in ("layers", "tied_embeddings") if key in parallel}
+    model = {key: parallel.pop(key) for key in _MODEL if key in parallel}
     return {
         **SMALL,
         "mesh": mesh,
@@ -158,6 +202,21 @@ PAIRS: dict[str, dict[str, Any]] = {
     ),
     "dp2 shard2": small({"dp": 2, "fsdp": 2}, data="dp", shard="fsdp"),
     "shard2 tp2": small({"fsdp": 2, "tp": 2}, shard="fsdp", tensor="tp"),
+    "shard4 ep2": small(
+        {"fsdp": 4}, {"expert": {"edp": 2, "ep": 2}}, experts=True, shard="fsdp", expert="ep"
+    ),
+    "shard4 ep4 capacity": small(
+        {"fsdp": 4}, {"expert": {"ep": 4}}, experts=True, shard="fsdp", expert="ep", capacity_factor=1.0
+    ),
+    "pp2 shard2 ep1": small(
+        {"pp": 2, "fsdp": 2},
+        {"expert": {"pp": 2, "edp": 2, "ep": 1}},
+        experts=True,
+        pipeline="pp",
+        shard="fsdp",
+        expert="ep",
+        reshard=True,
+    ),
     "shard2 cp2 ulysses": small({"fsdp": 2, "cp": 2}, shard="fsdp", context="cp", attention="ulysses"),
 }
 

@@ -30,9 +30,6 @@ def right(seed: int, parts: Iterable[str] = PARTS, *, must: Iterable[str] = (), 
     names = chance.sample([*_NAMES, *_ODD_NAMES], len(played) + 1)
     dim = dict(zip(played, names, strict=False))
     order = chance.sample(played, len(played))
-    if {"data", "shard", "tensor"} <= set(played) and order.index("data") > order.index("shard"):
-        data, shard = order.index("data"), order.index("shard")
-        order[data], order[shard] = order[shard], order[data]
     dims = [(dim[part], size[part]) for part in order]
     if chance.random() < 0.2:
         dims.insert(chance.randint(0, len(dims)), (names[-1], 1))
@@ -175,7 +172,7 @@ def _experts(chance: random.Random, mesh: Raw, parallel: Raw, model: Raw) -> Non
         model["capacity_factor"] = chance.choice([0.1, 0.5, 1.0, 1.3, 8.0])
     if chance.random() < 0.5:
         model["balance_loss"] = chance.choice([0, 0.02, 1.0])
-    if "shard" in parallel or chance.random() < 0.25:
+    if chance.random() < 0.25:
         return
     kept = {parallel.get("pipeline"), parallel.get("tensor")}
     view: dict[str, int] = {}
@@ -192,8 +189,12 @@ def _experts(chance: random.Random, mesh: Raw, parallel: Raw, model: Raw) -> Non
             view[name] = size
     fits = [name for name, size in view.items() if name not in kept and experts % size == 0]
     if fits:
-        parallel["expert"] = chance.choice([name for name in fits if view[name] > 1] or fits)
-        mesh["views"] = {"expert_view": view}
+        expert = chance.choice([name for name in fits if view[name] > 1] or fits)
+        left = [name for name, size in view.items() if size > 1 and name not in (*kept, expert)]
+        # Experts' shards lie along one dim, and copies of them along another.
+        if "shard" not in parallel or len(left) <= 2:
+            parallel["expert"] = expert
+            mesh["views"] = {"expert_view": view}
 
 
 def _factors(chance: random.Random, number: int) -> list[int]:

@@ -40,7 +40,18 @@ GROUPS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "ep4 edp2": (
         CASES["ep4 edp2"]["model"],
-        ["pp2 ep2 tp2", "ep8 capacity", "dp2 cp2 tp2 ep4", "dp4 tp2 experts everywhere", "one process"],
+        [
+            "pp2 ep2 tp2",
+            "ep8 capacity",
+            "dp2 cp2 tp2 ep4",
+            "dp4 tp2 experts everywhere",
+            "hsdp 2x4 ep2",
+            "one process",
+        ],
+    ),
+    "hsdp 2x4 ep2": (
+        CASES["ep4 edp2"]["model"],
+        ["ep4 edp2", "shard8 ep4", "pp2 shard4 ep2 interleaved", "shard2 cp2 tp2 ep2", "one process"],
     ),
     "pp2 dp4 tied": (
         CASES["pp2 dp4 tied"]["model"],

@@ -103,7 +103,8 @@ class _Local(torch.autograd.Function):
         if torch.is_grad_enabled():
             # A gradient that is itself differentiated.
             return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
-        return dtensor_of(DTensor, gradient, ctx.where)
+        # As a parameter lies: a fused optimiser reads the memory of both alike.
+        return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
 def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
