@@ -32,6 +32,7 @@ ORDER = [
     "doctor",
     "parallel",
     "models",
+    "dryrun",
     "train",
     "bench",
     "simulator",

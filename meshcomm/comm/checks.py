@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.transport.torch_private import (
+    FakeTensor,
     forward_mode,
     is_fwd_grad_enabled,
     is_wrapped,
@@ -130,7 +131,10 @@ def _made_dense(x: Tensor) -> str:
 def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Callable[[], str]) -> None:
     """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent."""
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
-    spans = sorted(((*_span(x), x, comes) for x, comes in tensors if x.numel()), key=lambda each: each[0])
+    spans = sorted(
+        ((*_span(x), x, comes) for x, comes in tensors if x.numel() and not isinstance(x, FakeTensor)),
+        key=lambda each: each[0],
+    )
     open_: list[tuple[int, int, Tensor, bool]] = []
     for each in spans:
         begin, _, x, comes = each

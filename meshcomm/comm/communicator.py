@@ -267,7 +267,7 @@ class Communicator:
             dense = split(source, axis, self.size) if row.splits else materialised(source)
             carried, plain_op = dense, op
             if row.reduces:
-                own = row is ALL_REDUCE or dense.data_ptr() != x.data_ptr()
+                own = row is ALL_REDUCE or dense.untyped_storage() is not x.untyped_storage()
                 carried, plain_op = self._carried(dense, op, factor, own)
             plain = source is x and carried is dense and factor is None and axis == concat == 0
             if plain and algorithm is None and materialised(x) is x:

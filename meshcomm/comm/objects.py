@@ -15,10 +15,10 @@ from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from meshcomm.comm.checks import OWN_TAGS, check_coord, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
-from meshcomm.errors import LayoutError, ObjectError
+from meshcomm.errors import LayoutError, ObjectError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
-from meshcomm.transport.torch_private import outside_graphs
+from meshcomm.transport.torch_private import outside_graphs, without_modes
 
 MAX_BYTES: Final = 64 << 20
 
@@ -59,11 +59,14 @@ class Objects:
     Where one rank's object cannot be sent, is over the cap, or ranks disagree on the call or on
     `pickle`, every rank of the group raises the same ObjectError before the bytes move, and the
     group stays usable. Peers and roots are coords.
+
+    In a pretended world every other rank is taken to give what this rank gives, and nothing can be received.
     """
 
-    def __init__(self, directory: CommunicatorCache, device: torch.device) -> None:
+    def __init__(self, directory: CommunicatorCache, device: torch.device, pretended: bool = False) -> None:
         self._at = directory
         self._device = device
+        self._pretended = pretended
         # What this rank has sent to itself, by dims and tag.
         self._own: dict[tuple[str, int], deque[tuple[_Offer, Tensor]]] = {}
 
@@ -76,6 +79,8 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a src that is no coord.
         """
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
+        if self._pretended:
+            return self._own_of(call, obj)
         with call.comm.named("objects.broadcast") as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
             data = comm.collective(BROADCAST, mine[0] if mine else call.blank(sizes[src]), root=src)
@@ -90,6 +95,8 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`.
         """
         call = _Call(self._at.along(dims), "all_gather", -1, pickle, max_bytes, self._device)
+        if self._pretended:
+            return [self._own_of(call, obj, call.comm.size)] * call.comm.size
         with call.comm.named("objects.all_gather") as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
             parts = _gathered(comm, mine[0], sizes)
@@ -104,6 +111,9 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a dst that is no coord.
         """
         call = _Call(self._at.along(dims), "gather", dst, pickle, max_bytes, self._device)
+        if self._pretended:
+            found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
+            return found if call.comm.coord == dst else None
         with call.comm.named("objects.gather") as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
             parts = _gathered(comm, mine[0], sizes, dst)
@@ -125,6 +135,10 @@ class Objects:
                    than the dims; LayoutError for a src that is no coord.
         """
         call = _Call(self._at.along(dims), "scatter", src, pickle, max_bytes, self._device)
+        if self._pretended and call.comm.coord == src:
+            return self._own_of(call, _one_each(objs, call.comm.size)[src], call.comm.size)
+        if self._pretended:
+            self._nobody(call)
         with call.comm.named("objects.scatter") as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             splits = [message.numel() for message in mine] or [0] * comm.size
@@ -150,6 +164,9 @@ class Objects:
         Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
         """
         call = _Call(self._at.along(dims), "send", dst, pickle, max_bytes, self._device, tag)
+        if self._pretended and dst != call.comm.coord:
+            self._own_of(call, obj, group=False)
+            return
         mine = call.encoded(lambda: [obj])
         coord, tag = call.comm.coord, OWN_TAGS + tag
         if dst == coord:
@@ -214,6 +231,8 @@ class Objects:
                 expected="an objects.send to the own coord before",
                 hint="send first, or receive from another coord",
             )
+        if self._pretended:
+            self._nobody(call)
         with call.comm.named("objects.recv", group=False) as (comm, moves):
             if comm.messages.ordered and src is not None:
                 offer = call.swapped(comm, src, tag)[1]
@@ -230,6 +249,22 @@ class Objects:
             moves(offer.size)
             data = comm.messages.recv(call.blank(offer.size), src, tag)
         return call.decoded(data), src
+
+    def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
+        """What this rank gives, as what came of a call in a pretended world, which is counted as any."""
+        with call.comm.named(f"objects.{call.name}", group) as (_, moves), without_modes():
+            sizes = [each.numel() for each in call.encoded(lambda: [obj])]
+            call.compare([(call.comm.coord, call.offer)])
+            moves(copies * sum(sizes))
+        return obj
+
+    def _nobody(self, call: _Call) -> NoReturn:
+        raise UnsupportedOp(
+            f"{call.where}: nobody is there who could have sent an object",
+            given="a pretended world, of which this rank alone exists",
+            expected="objects that every rank gives: broadcast, all_gather, gather",
+            hint="mesh.pretended says whether it is one",
+        )
 
 
 @final
@@ -251,6 +286,7 @@ class _Call:
         tag: int = 0,
     ) -> None:
         self.comm = comm
+        self.name = call
         self.where = comm.where(f"objects.{call}")
         self._device = device
         # In host memory where the backend can, so that no accelerator is touched.

@@ -51,7 +51,6 @@ class Span:
         self.waits.append((since, now))
 
 
-@final
 class Spans:
     """What a trace keeps of one rank.
 

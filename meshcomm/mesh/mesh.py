@@ -63,6 +63,8 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self._launch = runtime.launch
         self._topology = runtime.topology
         self._data_dims = runtime.data_dims
+        # Of torch's fake backend: nobody answers, and results have a shape and no values.
+        self.pretended = runtime.pretended
         self._prefix = runtime.prefix
         self._store = prefixed("mesh", runtime.store)
         self.store = MeshStore(prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s)
@@ -80,7 +82,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self._calls: dict[int, CallCheck] = {}
         self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
-        self.objects = Objects(self._at, self.device)
+        self.objects = Objects(self._at, self.device, self.pretended)
         self._rearranger: Rearranger | None = None
         if self.is_member:
             self._connect()
@@ -92,8 +94,15 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether calls return when they are queued on the device, as with NCCL: to look at a result waits for it."""
-        return self.device.type != "cpu" or any(each.ordered for each in self._transports.values())
+        """Whether calls return when they are queued on the device, as with NCCL: to look at a result waits for it.
+
+        So it is in a pretended world, where there is nothing to look at.
+        """
+        return (
+            self.pretended
+            or self.device.type != "cpu"
+            or any(each.ordered for each in self._transports.values())
+        )
 
     # -- patterns ---------------------------------------------------------------------------------
 
@@ -177,11 +186,11 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         agree(
             prefixed(f"create/{name}", self._runtime.store),
             self.rank,
-            self.world_size,
+            1 if self.pretended else self.world_size,
             plan.facts(),
             plan.defaults.timeout_s,
             what=f"the merged dim {name}",
-            ranks=layout.ranks.tolist(),
+            ranks=[self.rank] if self.pretended else layout.ranks.tolist(),
         )
         family = plan.family(name)
         if family.size == 1:

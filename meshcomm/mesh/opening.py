@@ -356,4 +356,5 @@ def _create(
         create,
         resources,
         None if roles is None else roles.data_dims,
+        joined.pretended,
     )

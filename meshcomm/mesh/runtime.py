@@ -29,7 +29,7 @@ class Runtime:
     configuration or the launcher says it. validate_calls: how many calls of each kind are compared; None: all, or
     the world does it itself. create: makes one group; its second argument says whether NCCL may split the world
     for it. resources: gives back all that was made, last first. data_dims: the dims along which
-    samples differ, as the configuration's [parallel] says it; None where it says nothing.
+    samples differ, as the configuration's [parallel] says it; None where it says nothing. pretended: no other rank exists.
     """
 
     launch: Launch
@@ -44,6 +44,7 @@ class Runtime:
     create: Callable[[Group, bool], Transport]
     resources: ExitStack
     data_dims: tuple[str, ...] | None = None
+    pretended: bool = False
 
 
 class Watching(Protocol):

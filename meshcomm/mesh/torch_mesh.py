@@ -10,7 +10,13 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh.topology_queries import TopologyQueries
 from meshcomm.transport import ProcessGroupTransport, Transport
-from meshcomm.transport.torch_private import SoloGroup, flattened, forget_device_meshes, side_by_side
+from meshcomm.transport.torch_private import (
+    SoloGroup,
+    flattened,
+    forget_device_meshes,
+    side_by_side,
+    without_modes,
+)
 
 
 class TorchMesh(TopologyQueries):
@@ -66,7 +72,9 @@ class TorchMesh(TopologyQueries):
         for name in chosen:
             self.layout.digits(name)
         if chosen not in self._device_meshes:
-            self._device_meshes[chosen] = self._device_mesh(chosen)
+            # torch reads its grid of ranks, which a mode for tensors without values would not let it.
+            with without_modes():
+                self._device_meshes[chosen] = self._device_mesh(chosen)
         return self._device_meshes[chosen]
 
     def _device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:

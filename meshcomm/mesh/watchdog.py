@@ -121,6 +121,7 @@ class Watchdog:
                 target=_poll, args=(ref(self), look, self._stop, self._interval), name=name, daemon=True
             )
             for name, look in (("meshcomm-answer", Watchdog._answer), ("meshcomm-watchdog", Watchdog._look))
+            if not alone
         ]
         for thread in self._threads:
             thread.start()

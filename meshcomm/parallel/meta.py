@@ -49,8 +49,21 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     def fresh(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    # torch swaps the contents of DTensors in place, and tells FSDP.
-    module._apply(fresh)
+    plain = {
+        (part, name): parameter
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if not isinstance(parameter, DTensor)
+    }
+    # Out of the way, as torch also swaps what stays as it is where tensors have no values, and cannot if it is referred to.
+    for part, name in plain:
+        part._parameters[name] = None
+    try:
+        # torch swaps the contents of DTensors in place, and tells FSDP.
+        module._apply(fresh)
+    finally:
+        for (part, name), parameter in plain.items():
+            part._parameters[name] = parameter
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

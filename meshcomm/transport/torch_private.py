@@ -13,11 +13,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal, TypeAlias, TypeVar, final
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
 import torch._C._distributed_c10d as bindings
@@ -25,7 +27,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
@@ -36,6 +40,11 @@ from torch.utils._pytree import tree_leaves
 Work: Any = dist._Work
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
+# The mode under which tensors have no values, if one is on.
+fake_mode: Callable[[], Any] = active_fake_mode
+FakeMode: Any = FakeTensorMode
+# A block that no mode sees.
+without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
 # How many modes see an operator after the one that is asking.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -106,6 +115,9 @@ HOOK_NAMES: dict[int, str] = {
 HOOK_NUMBERS: dict[str, int] = {name: number for number, name in HOOK_NAMES.items()}
 
 
+_HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
 @final
 class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
@@ -118,10 +130,12 @@ class GroupHooks:
         self, group: dist.ProcessGroup, before: Callable[[Any], None], after: Callable[[Any], None]
     ) -> None:
         hooks: Any = group
+        self.before, self.after = before, after
         self._group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
         if self._group is not None:
             self._group.register_pre_hook(_HOOK, before)
             self._group.register_post_hook(_HOOK, after)
+            _HOOKED_GROUPS[str(group.group_name)] = self
             # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
             atexit.register(self.remove)
 
@@ -132,6 +146,44 @@ class GroupHooks:
             self._group.unregister_pre_hook(_HOOK)
             self._group.unregister_post_hook(_HOOK)
         self._group = None
+
+
+def tell_hooks(operator: Any, args: Sequence[Any]) -> None:
+    """Call the hooks of a group, if any, for a `c10d` operator that a mode keeps from the backend, which would do so."""
+    given = {each.name: value for each, value in zip(operator._schema.arguments, args, strict=False)}
+    group = dist.ProcessGroup.unbox(given["process_group"])
+    hooks: GroupHooks | None = _HOOKED_GROUPS.get(str(group.group_name))
+    if hooks is None:
+        return
+    kind = operator._schema.name.partition("::")[2].strip("_").upper().removesuffix("_ANY_SOURCE")
+    found: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for name, value in given.items():
+        if name.startswith(("tensor", "input", "output")):
+            into = name.startswith("output")
+            found[into] += [each for each in leaves_of(value) if isinstance(each, torch.Tensor)]
+    inputs, outputs = found[False], found[True]
+    if kind == "RECV":
+        inputs, outputs = [], inputs
+    root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
+    number = next(number for number, name in HOOK_NAMES.items() if name == kind)
+    call = SimpleNamespace(
+        name=number, input_tensors=inputs, output_tensors=outputs, root=root, async_op=True
+    )
+    hooks.before(call)
+    hooks.after(SimpleNamespace(name=number, work=_done([])))
+
+
+@contextmanager
+def plain_device_meshes() -> Iterator[None]:
+    """DeviceMeshes that are made in here, FSDP's own too, know their ranks, though a mode keeps tensors from having values."""
+    made = DeviceMesh.__init__
+
+    def init(mesh: Any, *args: Any, **given: Any) -> None:
+        with without_modes():
+            made(mesh, *args, **given)
+
+    with patch.object(DeviceMesh, "__init__", init):
+        yield
 
 
 # Whether a transform of torch.func (vmap, grad, jvp) is under way.
@@ -430,6 +482,23 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
     """Slices of one root as one DeviceMesh, whatever their order, as FSDP joins its own with those of a parameter."""
     found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
     return found
+
+
+# Whether the engine is in a backward pass: its number, or -1.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    gathered, gradients = [], []
+    for each in [each for group in groups if group is not None for each in group.fsdp_params]:
+        whole = getattr(each, "_unsharded_param", None)
+        gathered += [*each.all_gather_outputs, *([] if whole is None else [whole])]
+        waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)
+        gradients += [one for one in waiting if one is not None]
+    return gathered, gradients
 
 
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, 
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
-from meshcomm.transport.torch_private import outside_graphs
+from meshcomm.transport.torch_private import FakeTensor, outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 """The parameters of an `Experts`."""
@@ -71,7 +71,7 @@ class ExpertWeights(nn.Module):
             w1, w3, w2 = (w.to(rows.dtype).mT for w in (w1, w3, w2))
             inner = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
             return F.grouped_mm(inner, w2, offs=offsets)
-        parts = rows.split(often.tolist() if known is None else known)
+        parts = rows.split(_told(often, len(rows)) if known is None else known)
         made = [
             F.linear(F.silu(F.linear(part, a)) * F.linear(part, b), c)
             for part, a, b, c in zip(parts, w1.unbind(), w3.unbind(), w2.unbind(), strict=True)
@@ -254,7 +254,8 @@ class Experts(nn.Module):
         else:
             mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
             (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
-            sizes = torch.stack([often, theirs]).view(2, self.ranks, own).tolist()
+            sides = _told(torch.stack([often, theirs]), len(rows))
+            sizes = [[side[at : at + own] for at in range(0, self.count, own)] for side in sides]
             sent, received = ([sum(each) for each in side] for side in sizes)
             arrived = exchange(mesh, dim, rows, sent, received)
             # They came by sender and within it by expert; an expert's rows must lie together.
@@ -383,3 +384,12 @@ def _check_alike(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
             expected=f"equal tokens and equal router weights along {dim}",
             hint="initialise router.weight, and whatever comes before it, alike along " + dim,
         )
+
+
+def _told(often: Tensor, total: int) -> Any:
+    """As lists, where the host has to know. Tensors without values, as in a dry run, say: `total` evenly divided."""
+    if not isinstance(often, FakeTensor):
+        return often.tolist()
+    each, more = divmod(total, often.shape[-1])
+    even = [each + (place < more) for place in range(often.shape[-1])]
+    return even if often.ndim == 1 else [even] * len(often)

@@ -1,0 +1,170 @@
+"""A pretended rank against one that runs: the same memory, part by part, and the same calls and bytes on every dim."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.dryrun.ledger import Ledger
+from meshcomm.dryrun.rank import Step, counted_step, pretended_step
+from meshcomm.errors import LayoutError, UnsupportedOp
+from meshcomm.testing import Pool
+from tests.models.families import folder_of
+
+WORLD = 4
+BUILT_IN: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ff": 256}
+EXPERTS = {"views": {"expert": {"edp": 2, "ep": 2}}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: dims, [parallel], [train], more of [model]
+    "dp": ("dp=4", {"data": "dp"}, {}, {}),
+    "fsdp": ("fsdp=4", {"shard": "fsdp"}, {}, {}),
+    "fsdp, kept gathered": ("fsdp=4", {"shard": "fsdp", "reshard": False}, {}, {}),
+    "tp": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {}, {}),
+    "tp, sequence": ("dp=2 tp=2", {"data": "dp", "tensor": "tp", "sequence_parallel": True}, {}, {}),
+    "fsdp, tp, bf16": ("fsdp=2 tp=2", {"shard": "fsdp", "tensor": "tp"}, {"compute_dtype": "bfloat16"}, {}),
+    "pp 1f1b": ("pp=2 dp=2", {"pipeline": "pp", "data": "dp"}, {}, {}),
+    "pp interleaved": (
+        "pp=2 dp=2",
+        {"pipeline": "pp", "data": "dp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        {},
+        {},
+    ),
+    "pp, fsdp": ("pp=2 fsdp=2", {"pipeline": "pp", "shard": "fsdp"}, {}, {}),
+    "cp ring": ("dp=2 cp=2", {"data": "dp", "context": "cp"}, {}, {}),
+    "cp ulysses": ("dp=2 cp=2", {"data": "dp", "context": "cp", "attention": "ulysses"}, {}, {}),
+    "experts": (
+        "dp=2 cp=2",
+        {"data": "dp", "context": "cp", "expert": "ep"},
+        {},
+        {"experts": 4, "capacity_factor": 1.0},
+    ),
+    "recompute": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {"recompute": True}, {}),
+    "recompute selective": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {"recompute": "selective"}, {}),
+}
+
+
+def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> Config:
+    sizes = {name: int(size) for name, _, size in (each.partition("=") for each in dims.split())}
+    copies = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    mesh: dict[str, Any] = {"dims": sizes, "device": "cpu", "timeout_s": 120.0, "validate_calls": 0}
+    return load(
+        {
+            "mesh": mesh | (EXPERTS if "expert" in parallel else {}),
+            "parallel": parallel,
+            "model": model,
+            "data": {"sequence": 64},
+            "train": {"steps": 1, "global_batch": 8 * copies, "microbatch": 2, **train},
+        }
+    )
+
+
+def real(config: Config) -> Step:
+    with meshcomm.init(config) as mesh:
+        return counted_step(mesh, config)
+
+
+def compared(pool: Pool, config: Config) -> list[float]:
+    """Predicted over measured peaks of the first and the last rank."""
+    found = []
+    measured = pool.run(real, config, ranks=WORLD, timeout_s=300)
+    for rank in (0, WORLD - 1):
+        is_, was = pretended_step(config, rank, WORLD), measured[rank]
+        assert (is_.rank, is_.coords, is_.parameters) == (was.rank, was.coords, was.parameters)
+        assert sorted(is_.rows) == sorted(was.rows)
+        assert sum(was.peak.parts.values()) == was.peak.nbytes
+        for part, nbytes in was.peak.parts.items():
+            assert abs(is_.peak.parts[part] - nbytes) < 0.1 * was.peak.nbytes, part
+        for part in ("weights", "gradients", "optimizer"):
+            assert is_.before[part] == was.before[part] > 0
+        found.append(is_.peak.nbytes / was.peak.nbytes)
+        assert 0.9 < found[-1] < 1.1
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str], None], case: str) -> None:
+    dims, parallel, train, more = CASES[case]
+    ratios = compared(pool, config_of(dims, parallel, train, {**BUILT_IN, **more}))
+    figures(f"dry run, {case}: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
+
+
+def test_of_a_folder_of_transformers(pool: Pool, figures: Callable[[str], None], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of("qwen3", tmp_path / "qwen3", weights=True)
+    parallel = {"shard": "fsdp", "tensor": "tp"}
+    ratios = compared(pool, config_of("fsdp=2 tp=2", parallel, {}, {"pretrained": str(folder)}))
+    figures(f"dry run, Qwen3: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
+
+
+def test_a_world_that_no_machine_here_holds() -> None:
+    dims = "pp=4 dp=16 tp=4"
+    parallel = {"pipeline": "pp", "data": "dp", "tensor": "tp"}
+    config = config_of(dims, parallel, {"global_batch": 128}, BUILT_IN)
+    first, last = (pretended_step(config, rank, 256) for rank in (0, 255))
+    assert (first.coords, last.coords) == ({"pp": 0, "dp": 0, "tp": 0}, {"pp": 3, "dp": 15, "tp": 3})
+    # 1F1B: the first stage has four microbatches under way, the last one.
+    assert first.peak.parts["activations"] > last.peak.parts["activations"]
+    assert "of stage 0" in first.peak.during and first.peak.at.rpartition(":")[2].isdigit()
+    assert not dist.is_initialized()
+
+
+def test_a_shape_that_depends_on_values_is_refused() -> None:
+    model = {"build": "tests.dryrun.test_rank:looks"}
+    config = config_of("dp=4", {"data": "dp"}, {}, model)
+    with pytest.raises(UnsupportedOp, match="shapes depend on values"):
+        pretended_step(config, 0, WORLD)
+
+
+class Looks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x) * len(x.nonzero())
+
+
+def looks() -> torch.nn.Module:
+    return Looks()
+
+
+def test_without_a_model_there_is_nothing_to_run() -> None:
+    config = load(
+        {
+            "mesh": {"dims": {"dp": 4}, "device": "cpu"},
+            "parallel": {"data": "dp"},
+            "train": {"steps": 1, "global_batch": 4, "microbatch": 1},
+        }
+    )
+    with pytest.raises(LayoutError, match="what is trained"):
+        pretended_step(config, 0, WORLD)
+    assert not dist.is_initialized()
+
+
+def test_a_ledger_counts_storages_while_they_live() -> None:
+    ledger = Ledger(lambda: ("forward 0", True))
+    with ledger:
+        x = torch.zeros(100)
+        view = x[10:]
+        y = x + 1
+        assert ledger.live == 800
+        del x
+        assert ledger.live == 800
+        del view
+        assert ledger.live == 400
+        ledger.call_it("weights", [y])
+        y.untyped_storage().resize_(0)
+        assert ledger.live == 0
+        y.untyped_storage().resize_(1200)
+    peak = ledger.peak()
+    assert (ledger.live, peak.nbytes, peak.operator) == (1200, 1200, "resize_")
+    assert peak.parts["weights"] == 1200 and peak.at.startswith(__file__)
+    assert json.dumps(peak.parts)
