@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.drawn import normal
+from meshcomm.models.rms_norm import rms_norm
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.meta import on_meta
@@ -82,7 +83,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
         # In x's type: FSDP hands the weight out in it, and a mesh must not decide what is rounded.
-        return F.rms_norm(x, (x.shape[-1],), local(self.weight).to(x.dtype), self.eps).to(x.dtype)
+        return rms_norm(x, local(self.weight), self.eps)
 
 
 class Attention(nn.Module):
