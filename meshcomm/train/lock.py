@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Lock:
     samples: int | None = None
     """Read so far of this data; None: step times global_batch."""
 
-    best: Sequence[Any] = ()
+    best: tuple[Any, ...] = ()
     """Of the validation loss, as `early_stop.Best`; empty: nothing was evaluated, or nobody knows."""
 
     metadata: str = ""
@@ -119,7 +119,7 @@ class Lock:
                 raise ValueError("another format")
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
                 raise ValueError("its text is not the one that was written: its SHA-256 is another")
-            return cls(**facts)
+            return cls(**{**facts, "best": tuple(facts.get("best", ()))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -203,7 +203,7 @@ def samples_read(saved: Lock, now: Lock) -> int:
     return int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
 
 
-def best_of(saved: Lock, now: Lock) -> Sequence[Any]:
+def best_of(saved: Lock, now: Lock) -> tuple[Any, ...]:
     """How low the validation loss had come when `saved` was made; of other data: nobody knows."""
     old, new = _flat(saved), _flat(now)
     return () if any(_known(old, name) != _known(new, name) for name in _SAMPLES) else saved.best

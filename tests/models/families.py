@@ -131,7 +131,7 @@ def differences(pool: Any, config: Config, alone: Any = None) -> list[Difference
     if alone is None:
         (alone,) = pool.run(recorded, reference(config), ranks=1)
     count = math.prod(config.mesh.dims.values())
-    ranks = pool.run(recorded, config, ranks=count, timeout_s=60.0 * max(1, count // 4))
+    ranks = pool.run(recorded, config, ranks=count, timeout_s=120.0 * max(1, count // 4))
     assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
     return [each for rank in ranks for each in compare(rank, alone)]
 
