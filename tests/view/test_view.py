@@ -110,12 +110,13 @@ def test_predicted_traffic_is_that_of_place() -> None:
     assert found == [(each.operation, each.what, each.calls, each.size_bytes, each.ranks) for each in shares]
     by_what = {row["what"]: row for row in rows}
     gathered = by_what["weights gathered"]
-    assert gathered["sent_bytes"] == pytest.approx(gathered["calls"] * gathered["size_bytes"] * 7 / 8)
+    # Sharded along 8 ranks of dp and 16 of cp.
+    assert gathered["sent_bytes"] == pytest.approx(gathered["calls"] * gathered["size_bytes"] * 127 / 128)
     # One message each: 10 us, and its bytes at 50 GB/s.
     sent = by_what["activations and their gradients"]
     assert sent["seconds"] == pytest.approx(sent["calls"] * (10e-6 + sent["size_bytes"] / 50e9))
     assert {tuple(row["along"]): row["link"] for row in rows} == {
-        **{(dim,): "network" for dim in ("dp", "pp", "cp")},
+        **{dims: "network" for dims in (("dp", "cp"), ("pp",), ("cp",))},
         ("tp",): "node",
     }
 
