@@ -116,7 +116,7 @@ def test_predicted_traffic_is_that_of_place() -> None:
     sent = by_what["activations and their gradients"]
     assert sent["seconds"] == pytest.approx(sent["calls"] * (10e-6 + sent["size_bytes"] / 50e9))
     assert {tuple(row["along"]): row["link"] for row in rows} == {
-        **{dims: "network" for dims in (("dp", "cp"), ("pp",), ("cp",))},
+        **dict.fromkeys((("dp", "cp"), ("pp",), ("cp",)), "network"),
         ("tp",): "node",
     }
 
