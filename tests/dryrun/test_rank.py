@@ -89,7 +89,13 @@ def compared(pool: Pool, config: Config) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others belong to the deeper set.
+OFTEN = {"tp", "fsdp", "experts", "recompute selective"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.parity) for case in CASES]
+)
 def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str], None], case: str) -> None:
     dims, parallel, train, more = CASES[case]
     ratios = compared(pool, config_of(dims, parallel, train, {**BUILT_IN, **more}))
