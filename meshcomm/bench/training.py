@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from meshcomm.bench.measure import in_turn, slowest
 from meshcomm.bench.plain import Plain, split_by_torch
 from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config, ModelConfig, TrainConfig
+from meshcomm.errors import UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models import model_of
 from meshcomm.models.transformer import initialise
@@ -44,7 +45,7 @@ MICROBATCH: Final = 4
 MICROBATCHES: Final = 4
 OURS: Final = "meshcomm"
 # Where a traced step goes beside dims.
-COMPUTE, OPTIMIZER, REST = "forward and backward", "norm and optimizer", "the rest of a step"
+COMPUTE, OPTIMIZER, REST = "forward and backward", "optimizer", "the rest of a step"
 
 
 class Way(NamedTuple):
@@ -75,10 +76,17 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
     part, settings, data, train = known
     assert settings is not None and data is not None
     model = model_of(settings, data, train)
+    if not model.vocabulary:
+        raise UnsupportedOp(
+            "the samples of a measurement are tokens",
+            given="a model whose inputs are no tokens: vocabulary = 0",
+            expected="a model of tokens",
+            hint="meshcomm train CONFIG tells samples a second on data of your own",
+        )
     engine = Engine(mesh, config, model)
     each = train.microbatch * engine.microbatches * data.sequence
     x, y = _samples(
-        mesh, settings.vocabulary, train.microbatch * engine.microbatches, data.sequence, engine.data_coord
+        mesh, model.vocabulary, train.microbatch * engine.microbatches, data.sequence, engine.data_coord
     )
     losses: list[float] = []
 
@@ -120,14 +128,13 @@ def measured(mesh: Mesh, found: Sequence[Way], rounds: int, steps: int) -> dict[
 
     Called by: every rank. Returns: equal on all ranks.
     """
-    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def counted(way: Way) -> Callable[[], None]:
         def call() -> None:
             thread, process = time.thread_time(), time.process_time()
             way.step()
-            for place, value in enumerate((1.0, time.thread_time() - thread, time.process_time() - process)):
-                spent[way.name][place] += value
+            spent[way.name].append((time.thread_time() - thread, time.process_time() - process))
 
         return call
 
@@ -139,10 +146,9 @@ def measured(mesh: Mesh, found: Sequence[Way], rounds: int, steps: int) -> dict[
         {way.name: counted(way) for way in found}, rounds, steps, align=mesh.barrier, finish=finish
     )
     times = dict(zip(seconds, slowest(mesh, list(seconds.values())), strict=True))
-    mine = torch.tensor(
-        [[a / n, b / n] for n, a, b in (spent[way.name] for way in found)], dtype=torch.float64
-    )
-    mine = mine.to(mesh.device)
+    # The round before the others is not counted here either.
+    per_step = [[fmean(each) for each in zip(*spent[way.name][steps:], strict=True)] for way in found]
+    mine = torch.tensor(per_step, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, mine)
     rows = []
@@ -177,7 +183,8 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
 
     Of every dim, what is exposed: the time in which the program stood still in a call along it or waited for one, be
     it for bytes, for a rank that came late or, along the pipeline's, for its turn. "forward and backward" is without
-    that. Called by: every rank.
+    that. Of calls that torch makes by itself, as FSDP2 and pipelining do, only the time until they return is known:
+    what torch waits for them stays in the pass, or in the rest. Called by: every rank.
     """
     spans = Spans()
     optimizing = [0.0, 0.0]
@@ -368,11 +375,11 @@ def _no_counterpart(parts: Collection[str], settings: ModelConfig) -> str | None
     if not settings.is_built_in:
         return "only the built-in model is written in plain PyTorch too"
     if settings.experts or "expert" in parts:
-        return "torch has no experts"
+        return "experts are not in the plain model"
     if settings.dropout or settings.tied_embeddings:
         return "dropout and shared embeddings are not in the plain model"
     if "context" in parts:
-        return "torch's context_parallel has no kernel for the CPU, and none that is causal in float32"
+        return "a split sequence is not in the plain model"
     return None
 
 

@@ -66,7 +66,9 @@ def bench(
             help="Train on the mesh, beside independent processes and torch's DDP, tensor parallelism and FSDP2.",
         ),
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="With --train: steps of a round.")] = 2,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="With --train: steps of a round. Default: 2.")
+    ] = None,
     svg: Annotated[
         Path | None,
         typer.Option(help="Draw bandwidth over size, or with --train the ways beside each other."),
@@ -85,15 +87,25 @@ def bench(
     if startup:
         from meshcomm.jobs.startup import startup as start_job
 
-        unused = {"CONFIG": config, "--op": operation, "--bytes": size, "--dim": dim, "--alone": alone}
-        unused |= {"--svg": svg, "--fit": fit, "--set": overrides, "--train": train}
+        unused: dict[str, object] = {
+            "CONFIG": config,
+            "--op": operation,
+            "--bytes": size,
+            "--dim": dim,
+            "--alone": alone,
+        }
+        unused |= {"--svg": svg, "--fit": fit, "--set": overrides, "--train": train, "--steps": steps}
         raise typer.Exit(start_job(world, rounds, json, [name for name, value in unused.items() if value]))
     if train:
         from meshcomm.jobs.bench_training import bench_training
 
         unused = {"--op": operation, "--bytes": size, "--dim": dim, "--alone": alone, "--fit": fit}
         others = [name for name, value in unused.items() if value]
-        raise typer.Exit(bench_training(config, overrides or (), world, rounds, steps, json, svg, others))
+        raise typer.Exit(
+            bench_training(config, overrides or (), world, rounds, steps or 2, json, svg, others)
+        )
+    if steps is not None:
+        raise typer.BadParameter("--steps wants --train")
     from meshcomm.jobs.bench import Output
     from meshcomm.jobs.bench import bench as job
 

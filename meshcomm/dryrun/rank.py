@@ -181,7 +181,7 @@ def _pretended(rank: int, world: int) -> Iterator[None]:
             "a dry run needs a process of its own",
             given="torch.distributed, initialised",
             expected="a process without a default group",
-            hint="meshcomm dryrun CONFIG --world N",
+            hint="dist.destroy_process_group() before it, or a new process",
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:

@@ -71,10 +71,10 @@ def bench(
     families, _ = chosen_dims(settings.plan(size), dims)
     items(families, asked.operations, asked.sizes)
     if output.svg is not None:
-        _check_output(output.svg, "--svg", ".svg", SVG_MARK)
+        check_output(output.svg, "--svg", ".svg", SVG_MARK)
     if output.fit is not None:
         check_sizes(asked.sizes)
-        _check_output(output.fit, "--fit", ".toml", FIT_MARK)
+        check_output(output.fit, "--fit", ".toml", FIT_MARK)
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
     for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
         words += [word for value in values for word in (option, value)]
@@ -84,7 +84,7 @@ def bench(
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output, config is None))
 
 
-def _check_output(path: Path, option: str, suffix: str, mark: str) -> None:
+def check_output(path: Path, option: str, suffix: str, mark: str) -> None:
     """Raise ConfigError unless `path` can become a file of this kind.
 
     A file that is there is replaced only where `mark`, which all that meshcomm writes begins with, is in

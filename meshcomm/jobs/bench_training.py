@@ -16,10 +16,12 @@ from meshcomm.bench.training import MICROBATCH, MICROBATCHES, YARDSTICK, measure
 from meshcomm.config import Config, load
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
+from meshcomm.jobs.bench import check_output
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.show.bench_training import training_svg, training_view
+from meshcomm.show.plot import MARK
 
 # Without a config.
 _WORLD: Final = 4
@@ -56,6 +58,8 @@ def bench_training(
         world = world or _WORLD
     size = here.world_size if here.kind != "single" else world_of(settings, world)
     settings = trained(settings, size)
+    if svg is not None:
+        check_output(svg, "--svg", ".svg", MARK)
     words = ["bench", *([] if config is None else [str(config)]), "--train"]
     words += ["--rounds", str(rounds), "--steps", str(steps), *["--json"] * as_json]
     words += [] if svg is None else ["--svg", str(svg)]
@@ -77,6 +81,13 @@ def trained(settings: Config, world: int) -> Config:
             given="no [parallel]",
             expected="the parts of its dims in training",
             hint=f'--set parallel.data="{next(iter(settings.mesh.dims))}"',
+        )
+    if settings.mesh.ranks is not None:
+        raise ConfigError(
+            "training is measured on all ranks of the job",
+            given=f"mesh.ranks = {list(settings.mesh.ranks)}",
+            expected="a mesh of all of them",
+            hint="--set mesh.ranks=   (nothing behind = removes it)",
         )
     if settings.model is None and settings.train is None:
         share = part.copies(settings.mesh.sizes(world))

@@ -22,7 +22,8 @@ the rounds' ratios of meshcomm's tokens/s to this way's; CPU: processor time of 
 ranks' threads for 1,000 tokens, those that serve communication in brackets"""
 _STEP_NOTE = """\
 a step of meshcomm, the mean over ranks: along a dim the time in which the program
-stood still in its calls, for bytes, for a rank that came later, or for its turn"""
+stood still in its calls, for bytes, for a rank that came later, or for its turn;
+what FSDP2 and pipelining wait for their own calls is in the passes and the rest"""
 _WIDTH, _ROW, _NAME = 720, 26, 290
 _STYLE = """\
   svg { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif }

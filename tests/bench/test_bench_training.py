@@ -109,6 +109,15 @@ def test_what_cannot_be_trained_is_told(tmp_path: Path) -> None:
     mesh.write_text('[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n')
     assert "which dim plays which part" in refused(str(mesh))
     assert "--op has no effect on training" in refused(str(mesh), "--op", "all_reduce")
+    roles = ("--set", 'parallel.data="dp"')
+    mine = tmp_path / "mine.svg"
+    mine.write_text("<svg/>")
+    assert "is not what meshcomm bench wrote" in refused(str(mesh), *roles, "--svg", str(mine))
+    assert mine.read_text() == "<svg/>"
+    some = ("--set", "mesh.ranks=[0, 1]", "--world", "4")
+    assert "on all ranks of the job" in refused(str(mesh), *roles, *some)
+    result = CliRunner().invoke(app, ["bench", "--steps", "3"])
+    assert result.exit_code == 2 and "--steps wants --train" in result.stderr
     with pytest.raises(ConfigError, match="how to train, but not what"):
         trained(
             load(mesh, ['parallel={ data = "dp" }', "train={ steps = 1, global_batch = 8, microbatch = 4 }"]),
