@@ -81,7 +81,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
             "the samples of a measurement are tokens",
             given="a model whose inputs are no tokens: vocabulary = 0",
             expected="a model of tokens",
-            hint="meshcomm train CONFIG tells samples a second on data of your own",
+            hint="leave [model] out: the yardstick is trained",
         )
     engine = Engine(mesh, config, model)
     each = train.microbatch * engine.microbatches * data.sequence
