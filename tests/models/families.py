@@ -126,12 +126,12 @@ def recorded(config: Config, steps: int = 10) -> Any:
         return record(mesh, config, steps)
 
 
-def differences(pool: Any, config: Config, alone: Any = None) -> list[Difference]:
+def differences(pool: Any, config: Config, alone: Any = None, steps: int = 4) -> list[Difference]:
     """Of every rank from one process, in every quantity; every weight of the one is on some rank."""
     if alone is None:
-        (alone,) = pool.run(recorded, reference(config), ranks=1)
+        (alone,) = pool.run(recorded, reference(config), steps, ranks=1)
     count = math.prod(config.mesh.dims.values())
-    ranks = pool.run(recorded, config, ranks=count, timeout_s=120.0 * max(1, count // 4))
+    ranks = pool.run(recorded, config, steps, ranks=count, timeout_s=120.0 * max(1, count // 4))
     assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
     return [each for rank in ranks for each in compare(rank, alone)]
 

@@ -69,11 +69,13 @@ _LONG: list[tuple[str, dict[str, Any]]] = [
 PARITY += [(family, dims, more) for family in _WINDOWS for dims, more in _LONG]
 
 
-def _is_the_same(pool: Pool, path: Path, family: str, dims: str, more: dict[str, Any]) -> None:
+def _is_the_same(
+    pool: Pool, path: Path, family: str, dims: str, more: dict[str, Any], steps: int = 4
+) -> None:
     model = {"pretrained": str(folder_of(family, path)), "random_weights": True}
     if family == "gpt2":
         model["dropout"] = 0.0
-    found = differences(pool, config_of(model, dims, **more))
+    found = differences(pool, config_of(model, dims, **more), steps=steps)
     assert {each.kind for each in found} == {"loss", "gradient norm", "weight", "gradient"}
     assert max(each.relative for each in found) < 1e-9
 
@@ -91,7 +93,7 @@ def test_a_family_is_the_same_on_a_mesh(
 def test_every_family_is_the_same_on_every_mesh(
     pool: Pool, tmp_path: Path, family: str, dims: str, more: dict[str, Any]
 ) -> None:
-    _is_the_same(pool, tmp_path, family, dims, more)
+    _is_the_same(pool, tmp_path, family, dims, more, 10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

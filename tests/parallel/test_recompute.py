@@ -34,13 +34,25 @@ EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balanc
         pytest.param(
             BUILT_IN, "fsdp=2 tp=2", "selective", {"sequence_parallel": True}, marks=pytest.mark.parity
         ),
-        (BUILT_IN, "pp=2 tp=2", "selective", {"schedule": "zero_bubble", "stages_per_rank": 2}),
+        pytest.param(
+            BUILT_IN,
+            "pp=2 tp=2",
+            "selective",
+            {"schedule": "zero_bubble", "stages_per_rank": 2},
+            marks=pytest.mark.parity,
+        ),
         (BUILT_IN, "pp=2 dp=2", 2, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
         pytest.param(BUILT_IN, "pp=2 cp=2", "selective", {"schedule": "gpipe"}, marks=pytest.mark.parity),
         (OWN, "pp=2 tp=2", "selective", {"schedule": "1f1b", "sequence_parallel": True}),
-        (OWN, "fsdp=2 cp=2", "selective", {"attention": "ulysses"}),
+        pytest.param(OWN, "fsdp=2 cp=2", "selective", {"attention": "ulysses"}, marks=pytest.mark.parity),
         pytest.param(OWN, "dp=2 fsdp=2", 3, {}, marks=pytest.mark.parity),
-        (EXPERTS, "dp=2 cp=2", "selective", {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"}),
+        pytest.param(
+            EXPERTS,
+            "dp=2 cp=2",
+            "selective",
+            {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
+            marks=pytest.mark.parity,
+        ),
         (
             {**EXPERTS, "capacity_factor": 1.0},
             "dp=2 cp=2",

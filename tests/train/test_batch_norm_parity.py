@@ -90,6 +90,7 @@ def parity(folder: Path, *words: str, without: tuple[str, ...] = ()) -> subproce
     )
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(300)
 def test_several_micro_batches_with_batch_norms_agree_with_one_process(tmp_path: Path) -> None:
     done = parity(tmp_path, "c.json")
@@ -99,6 +100,7 @@ def test_several_micro_batches_with_batch_norms_agree_with_one_process(tmp_path:
     assert any("train.microbatch = 8 on one process" in note for note in facts["notes"])
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(300)
 def test_smaller_meshes_get_the_same_micro_batches_when_a_dim_to_blame_is_looked_for(tmp_path: Path) -> None:
     done = parity(tmp_path, "c.json", "--set", "model.args={ odd = true }")
@@ -107,7 +109,7 @@ def test_smaller_meshes_get_the_same_micro_batches_when_a_dim_to_blame_is_looked
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("microbatch", [4, 2])
+@pytest.mark.parametrize("microbatch", [pytest.param(4, marks=pytest.mark.parity), 2])
 def test_a_script_with_batch_norms(tmp_path: Path, microbatch: int) -> None:
     words = ("c.json", "--set", f"train.microbatch={microbatch}", "--steps", "2", "mine.py")
     done = parity(tmp_path, *words, without=("model", "data"))

@@ -38,7 +38,14 @@ def recorded(config: Config) -> Any:
         return record(mesh, config, 3)
 
 
-@pytest.mark.parametrize("name", KINDS)
+# The others share their code with one of these.
+_OFTEN = ("adamw", "sgd", "adagrad")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each in _OFTEN else pytest.mark.parity) for each in KINDS],
+)
 def test_every_optimiser_is_the_same_on_a_mesh(pool: Pool, name: str) -> None:
     shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"
     (alone,) = pool.run(recorded, reference(config_of(name, MESHES[0])), ranks=1)
@@ -63,7 +70,7 @@ def resumed(config: Config, folder: Path, save: bool) -> dict[str, Tensor]:
         return {name: whole(p).detach().clone() for name, p in trainer.engine.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["sgd", "nadam", "adagrad"])
+@pytest.mark.parametrize("name", ["adagrad", pytest.param("nadam", marks=pytest.mark.parity)])
 def test_state_is_put_back_on_another_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = pool.run(resumed, config_of(name, MESHES[0]), tmp_path / "saved", True, ranks=4)
     for found in pool.run(resumed, config_of(name, MESHES[1]), tmp_path / "saved", False, ranks=4):

@@ -79,6 +79,7 @@ def test_a_script_is_compared_with_itself_on_one_process(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(300)
 def test_samples_that_ranks_share_are_found_and_their_dim_is_named(tmp_path: Path) -> None:
     done = parity(tmp_path, "wrong")
