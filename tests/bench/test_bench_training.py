@@ -58,8 +58,15 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
     ("dims", "parallel", "torchs"),
     [
         ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }', "parallelize_module + fully_shard"),
-        ("{ tp = 2 }", '{ tensor = "tp", sequence_parallel = true }', "parallelize_module"),
-        ("{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }', "fully_shard"),
+        pytest.param(
+            "{ tp = 2 }",
+            '{ tensor = "tp", sequence_parallel = true }',
+            "parallelize_module",
+            marks=pytest.mark.parity,
+        ),
+        pytest.param(
+            "{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }', "fully_shard", marks=pytest.mark.parity
+        ),
         ("{ pp = 2, tp = 2 }", '{ pipeline = "pp", tensor = "tp" }', "parallelize_module + pipelining, 1F1B"),
     ],
 )

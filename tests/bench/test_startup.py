@@ -11,6 +11,7 @@ from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.jobs.startup import PROGRAMS, from_python, startup
 
 
+@pytest.mark.parity
 def test_both_programs_start_cold_and_forked(
     capsys: pytest.CaptureFixture[str], figures: Callable[[str], None]
 ) -> None:

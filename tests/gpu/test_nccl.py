@@ -80,6 +80,7 @@ def test_eight_gpus() -> None:
 # -- the harness itself, without a GPU ------------------------------------------------------------------
 
 
+@pytest.mark.faults
 def test_the_harness_reports_what_went_right_and_on_for_too_long(tmp_path: Path) -> None:
     emulated = Setting("emulated_nccl", "cpu")
     right = run(Experiment("right", "?", "graphs", 2, 100), emulated, tmp_path)

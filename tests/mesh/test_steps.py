@@ -597,6 +597,7 @@ def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps() -> None:
             assert mesh.closed
 
 
+@pytest.mark.faults
 @pytest.mark.mesh(
     dp=2, tp=2, validate_calls=2, via="gloo", not_via={"emulated_nccl": "closing waits for what is queued"}
 )

@@ -330,6 +330,7 @@ def test_kinds() -> None:
 # -- a rank that waits at the store answers others ------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.mesh(
     dp=2,
     tp=2,

@@ -36,6 +36,7 @@ def cycle() -> None:
         mesh.functional.all_gather("tp", torch.ones(2, requires_grad=True), grad="slice").sum().backward()
 
 
+@pytest.mark.faults
 @linux
 @on_ranks(4)
 def test_twenty_cycles_return_files_and_threads() -> None:

@@ -437,6 +437,7 @@ class _BusyStore:
         return b'{"rank": 1}'
 
 
+@pytest.mark.faults
 def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.3)
     monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 40)
@@ -578,6 +579,7 @@ mesh.close()
 """
 
 
+@pytest.mark.faults
 def test_a_rank_that_the_backend_holds_reports_and_ends(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)

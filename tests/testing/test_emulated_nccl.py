@@ -197,6 +197,7 @@ def overdue() -> None:
         time.sleep(20)
 
 
+@pytest.mark.faults
 def test_the_watchdog_aborts(pool: Pool) -> None:
     with pytest.raises(RankFailure, match=r"rank 0 of 2:\n(.*\n)*was killed by SIGABRT"):
         pool.run(overdue, ranks=2)

@@ -287,6 +287,7 @@ def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, job.returncode, out, err)
 
 
+@pytest.mark.faults
 def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     # A run from before, with a checkpoint further on, that a restart must not take for its own.
@@ -327,6 +328,7 @@ exit $code
 """
 
 
+@pytest.mark.faults
 def test_a_file_system_that_fills_up_while_saving_loses_nothing(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("this machine refuses user namespaces, in which a test may mount a file system")
@@ -487,12 +489,12 @@ MOMENTS: list[tuple[Any, list[str] | None, int | None]] = [
     ("while writing", [*TWO_STEPS, "step-000004.saving"], 2),
     ("before the rename", [*TWO_STEPS, "step-000004.saving"], 2),
     ("while removing the old one", [*FOUR[:2], "step-000002.removing", *FOUR[2:]], 4),
-    *((seed, None, None) for seed in range(2)),
+    (0, None, None),
 ]
 DEEP: list[tuple[Any, list[str] | None, int | None]] = [
     ("after the metadata", [*TWO_STEPS, "step-000004.saving"], 2),
     ("after the rename", [*TWO_STEPS, "step-000004"], 4),
-    *((seed, None, None) for seed in range(2, 10)),
+    *((seed, None, None) for seed in range(1, 10)),
 ]
 
 

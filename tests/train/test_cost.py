@@ -166,6 +166,7 @@ def test_recomputing_is_told_from_backward_inside_of_an_autograd_function() -> N
     assert (counter.model, counter.hardware) == (6 * 1024, 8 * 1024)
 
 
+@pytest.mark.parity
 def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
     config = on({"one": 1}, "train.compile=true", "model.layers=1")
     macs, _, _ = by_hand(config)

@@ -85,6 +85,7 @@ def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
         assert (each.steps, each.stopped) == (8, "the validation loss is 1.9900, train.target_loss = 1.995")
 
 
+@pytest.mark.parity
 def test_other_data_have_another_lowest_loss(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.target_loss=1.995")
     pool.run(evaluated, config, FALLS_TWICE, ranks=4)

@@ -106,10 +106,15 @@ def test_evaluating_changes_nothing_of_the_training(
         ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
         ({"fsdp": 2, "cp": 2}, {"shard": "fsdp", "context": "cp"}),
         ({"pp": 2, "dp": 2}, {"pipeline": "pp", "data": "dp"}),
-        ({"pp": 2, "fsdp": 2}, {"pipeline": "pp", "shard": "fsdp", "schedule": "gpipe"}),
-        (
+        pytest.param(
+            {"pp": 2, "fsdp": 2},
+            {"pipeline": "pp", "shard": "fsdp", "schedule": "gpipe"},
+            marks=pytest.mark.parity,
+        ),
+        pytest.param(
             {"pp": 2, "tp": 2},
             {"pipeline": "pp", "tensor": "tp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            marks=pytest.mark.parity,
         ),
         (
             {"pp": 2, "fsdp": 2},
