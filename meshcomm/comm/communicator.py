@@ -143,7 +143,9 @@ class Communicator:
         self.transport.wait_within(work, timeout_s)
 
     @contextmanager
-    def named(self, call: str, group: bool = True) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
+    def named(
+        self, call: str, group: bool = True, root: int = -1
+    ) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
         """Make one call of several: it is recorded and counted as `call`, its parts are not.
 
         Yields what makes the parts, a communicator whose calls are not compared and may have the library's own
@@ -159,7 +161,7 @@ class Communicator:
         parts.under_way = True
         made = Communicator(self.name, self.transport, self.who, None, parts)
         if group:
-            with recorder.call(self, counter, 0, None):
+            with recorder.call(self, counter, 0, None, root=root):
                 yield made, recorder.is_of
             return
         try:
@@ -247,7 +249,7 @@ class Communicator:
             # The others know nothing of the out of one root: it is refused when they have their part of the call.
             if problem is not None and row.root is None:
                 raise problem
-        with self._recorded(row, source):
+        with self._recorded(row, source, op, root):
             facts: dict[str, object] = {} if row.in_place else {"axis": axis}
             if row is ALL_TO_ALL:
                 facts = {"split_axis": axis, "concat_axis": concat, "splits": splits is not None}
@@ -327,7 +329,7 @@ class Communicator:
             except MeshcommError as error:
                 problem = error  # the others know nothing of x, and must hear of it
         refused = "not to be scattered" if problem is not None and out is not None else None
-        with self._recorded(SCATTER):
+        with self._recorded(SCATTER, root=src):
             try:
                 self._compare(SCATTER, None, {"src": src, "out": out is not None, "x_is": refused})
             except MeshcommError:
@@ -592,11 +594,13 @@ class Communicator:
 
     # -- the checked path -----------------------------------------------------------------------
 
-    def _recorded(self, row: Collective, x: Tensor | None = None) -> FlightRecorder:
+    def _recorded(
+        self, row: Collective, x: Tensor | None = None, op: str | None = None, root: int = -1
+    ) -> FlightRecorder:
         """The block of a call that moves `x`: recorded, and counted, under its own name or that of the whole."""
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
         counter = counter_of(self.recorder.counters, self.name, row.name)
-        return self.recorder.call(self, counter, nbytes, x)
+        return self.recorder.call(self, counter, nbytes, x, op, root)
 
     def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> bool:
         """Tell the other ranks of the call while calls are still compared, and say whether; raises where they make

@@ -119,7 +119,13 @@ class FlightRecorder:
     # -- calls of the mesh ---------------------------------------------------------------------------
 
     def call(
-        self, caller: Caller | None, counter: CallCounter, nbytes: int, x: Tensor | None
+        self,
+        caller: Caller | None,
+        counter: CallCounter,
+        nbytes: int,
+        x: Tensor | None,
+        op: str | None = None,
+        root: int = -1,
     ) -> FlightRecorder:
         """A collective begins; it ends with the block of `with` that this opens.
 
@@ -137,7 +143,16 @@ class FlightRecorder:
             tensors = () if x is None else (x,)
             place, began = (frame.f_code, frame.f_lasti), entry[4]
             self.span = self.spans.begin(
-                self.label, counter.name, counter.call, place, began, nbytes, tensors, number=number
+                self.label,
+                counter.name,
+                counter.call,
+                place,
+                began,
+                nbytes,
+                tensors,
+                number=number,
+                op=op,
+                root=root,
             )
         if profiling() and caller is not None:
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
@@ -243,7 +258,8 @@ class FlightRecorder:
         one = tensors[0] if len(tensors) == 1 else None
         nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
         counter = counter_of(self.counters, name, row.name, True)
-        self.call(None, counter, row.moved(nbytes, len(self.ranks)), one)
+        op, root = getattr(given, "op", None), given.root if row.root is not None else -1
+        self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
         try:
             if self._check is not None:
                 self._compare(self._check, row, kind, name, who, given)

@@ -81,7 +81,7 @@ class Objects:
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
         if self._pretended:
             return self._own_of(call, obj)
-        with call.comm.named("objects.broadcast") as (comm, moves):
+        with call.comm.named("objects.broadcast", root=src) as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
             data = comm.collective(BROADCAST, mine[0] if mine else call.blank(sizes[src]), root=src)
         return call.decoded(data)
@@ -114,7 +114,7 @@ class Objects:
         if self._pretended:
             found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
             return found if call.comm.coord == dst else None
-        with call.comm.named("objects.gather") as (comm, moves):
+        with call.comm.named("objects.gather", root=dst) as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
             parts = _gathered(comm, mine[0], sizes, dst)
         return [call.decoded(part) for part in parts] if comm.coord == dst else None
@@ -139,7 +139,7 @@ class Objects:
             return self._own_of(call, _one_each(objs, call.comm.size)[src], call.comm.size)
         if self._pretended:
             self._nobody(call)
-        with call.comm.named("objects.scatter") as (comm, moves):
+        with call.comm.named("objects.scatter", root=src) as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             splits = [message.numel() for message in mine] or [0] * comm.size
             own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), splits=splits)
@@ -252,7 +252,10 @@ class Objects:
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
         """What this rank gives, as what came of a call in a pretended world, which is counted as any."""
-        with call.comm.named(f"objects.{call.name}", group) as (_, moves), without_modes():
+        with (
+            call.comm.named(f"objects.{call.name}", group, call.root if group else -1) as (_, moves),
+            without_modes(),
+        ):
             sizes = [each.numel() for each in call.encoded(lambda: [obj])]
             call.compare([(call.comm.coord, call.offer)])
             moves(copies * sum(sizes))
@@ -287,6 +290,7 @@ class _Call:
     ) -> None:
         self.comm = comm
         self.name = call
+        self.root = root
         self.where = comm.where(f"objects.{call}")
         self._device = device
         # In host memory where the backend can, so that no accelerator is touched.

@@ -190,9 +190,12 @@ class MessageLog:
         total = counter_of(self._counters, name, direction, True)
         total.calls += 1
         total.nbytes += nbytes
-        message = PendingMessage(
-            self, name, direction, [(direction, peer, 0, number)], frame, nbytes, clock()
-        )
+        parts, now, told = [(direction, peer, 0, number)], clock(), None
+        if self.spans is not None:
+            at = frame.f_code, frame.f_lasti
+            told = self.spans.begin(self.label, name, direction, at, now, nbytes, tensors, parts=parts)
+            told.left = now
+        message = PendingMessage(self, name, direction, parts, frame, nbytes, now, told=told)
         message.over = message.began
         return message
 

@@ -29,7 +29,7 @@ class Span:
     group: label, "" for a stretch. lane: the dim, or what a stretch belongs to. number: sequence number of a
     collective on its group. left: when the program went on, None while it has not. waits: (begin, end) of each
     wait for an asynchronous call or a message; at_once: they follow its start. parts: of messages: (direction,
-    peer's coord, tag, number among those).
+    peer's coord, tag, number among those). op, root: of a collective that reduces, and that has a root: its coord, else -1.
     """
 
     group: str
@@ -42,6 +42,8 @@ class Span:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     parts: Sequence[tuple[str, int | None, int, int]] = ()
+    op: str | None = None
+    root: int = -1
     left: float | None = None
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -76,9 +78,13 @@ class Spans:
         *,
         number: int = 0,
         parts: Sequence[tuple[str, int | None, int, int]] = (),
+        op: str | None = None,
+        root: int = -1,
     ) -> Span:
         """A call begins; what becomes known of it later is written to the span."""
-        span = Span(group, lane, call, line_of(*callsite), began, number, nbytes, parts=parts)
+        span = Span(
+            group, lane, call, line_of(*callsite), began, number, nbytes, parts=parts, op=op, root=root
+        )
         if len(tensors) == 1:
             span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
         return self.keep(span)

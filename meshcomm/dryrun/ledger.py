@@ -21,8 +21,10 @@ from meshcomm.transport.torch_private import (
     backward_number,
     explicit_kernel,
     fake_mode,
+    flops_of,
     leaves_of,
     parts_of_dtensor,
+    wraps_tensors,
 )
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
@@ -65,7 +67,7 @@ class Ledger(DispatchMode):  # type: ignore[misc]
     """While it is entered, follows the memory of every tensor that an operator makes, real ones and fake ones.
 
     Bytes of storages, each counted once, from the operator that makes it until nobody holds it. What kernels use
-    inside themselves is not seen, nor what an allocator keeps besides.
+    inside themselves is not seen, nor what an allocator keeps besides. flops: computed since the start or `restart`.
 
     stretch: says what the program is doing, in words, and whether that is a forward pass.
     """
@@ -77,11 +79,13 @@ class Ledger(DispatchMode):  # type: ignore[misc]
         self._held: dict[int, _Held] = {}
         self._clock = 0
         self._fake: Any = None
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
         self.restart()
 
     def restart(self) -> None:
         """Look for the peak from now on."""
         self._peak, self._peak_clock = self.live, self._clock
+        self.flops = 0
         # What was there at the peak and is not any more.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
@@ -133,8 +137,8 @@ class Ledger(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
-        if any(issubclass(each, DTensor) for each in types):
-            # It calls the operators of what this rank holds, which come here.
+        if types and wraps_tensors(types):
+            # DTensor and its like call the operators of what this rank holds, which come here.
             return NotImplemented
         if func.namespace in _COMPOSED:
             # Whatever they are made of is seen, and made where a tensor without values would only get a shape.
@@ -148,12 +152,19 @@ class Ledger(DispatchMode):  # type: ignore[misc]
             # DTensor finds shapes by trying operators on tensors without memory.
             return found
         self._clock += 1
+        formula = self._formulas[func] if func in self._formulas else self._formula(func)
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=found))
         name = str(func)
         if name.startswith("fsdp."):
             self._copies(args)
         for each in (found,) if isinstance(found, Tensor) else leaves_of(found):
             if isinstance(each, Tensor):
                 self._see(each, name)
+        return found
+
+    def _formula(self, func: Any) -> Callable[..., int] | None:
+        found = self._formulas[func] = flops_of(func)
         return found
 
     def _see(self, tensor: Tensor, operator: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NamedTuple, final
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -26,10 +28,13 @@ from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import (
     DispatchMode,
     FakeMode,
+    ToldWork,
     fsdp_tensors,
+    leaves_of,
     plain_device_meshes,
     tell_hooks,
     without_modes,
+    wraps_tensors,
 )
 
 _BETWEEN: Final = "between passes"
@@ -46,11 +51,27 @@ class Row(NamedTuple):
     nbytes: int
 
 
+class Event(NamedTuple):
+    """One moment of the program: a call begins, or is waited for; a blocking one right after its start.
+
+    call: its place in `Step.calls`. flops: that this rank has computed since the step began, by the formulas of
+    torch.utils.flop_counter. during: the pass under way, or "between passes".
+    """
+
+    kind: Literal["start", "wait"]
+    call: int
+    flops: int
+    during: str
+
+
 class Step(NamedTuple):
     """One step of one rank.
 
     parameters: elements of this rank's parts of the weights. before: bytes held when the step began. peak: the most
-    during the step. rows: what it called. calls: each call by itself, in order.
+    during the step. rows: what it called. calls: each call by itself, in order, of the mesh or past it, of collectives
+    with `root`, the coord, and `op`, what it reduces with; `group` is equal on the ranks of a group, and on no others.
+    groups: global ranks by that, in coord order. events: starts and waits in order; waits of a pretended rank only.
+    A call that nobody waits for is there without one. flops: of the whole step.
     """
 
     rank: int
@@ -60,20 +81,45 @@ class Step(NamedTuple):
     peak: Peak
     rows: list[Row]
     calls: list[Span]
+    groups: dict[str, list[int]]
+    events: list[Event]
+    flops: int
 
 
 @final
 class _Passes(Spans):
-    """A trace that also says which pass is under way."""
+    """A trace that also says which pass is under way, and in which order calls begin and are waited for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(most=sys.maxsize)
         self._now: Span | None = None
+        self.flops: Callable[[], int] = int
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the calls so far."""
+        self.calls: list[Span] = []
+        self.events: list[Event] = []
 
     def keep(self, span: Span) -> Span:
         if span.lane == PASSES:
             self._now = span
+        if span.group:
+            self.calls.append(span)
+            self._happens("start", len(self.calls) - 1)
         return super().keep(span)
+
+    def waiting(self) -> Callable[[], None]:
+        """What is to be called when the last call is waited for."""
+        return partial(self._waited, len(self.calls) - 1, self.calls)
+
+    def _waited(self, call: int, calls: list[Span]) -> None:
+        # One from before `restart` is no part of the step.
+        if calls is self.calls and call >= 0:
+            self._happens("wait", call)
+
+    def _happens(self, kind: Literal["start", "wait"], call: int) -> None:
+        self.events.append(Event(kind, call, self.flops(), self.stretch()[0]))
 
     def stretch(self) -> tuple[str, bool]:
         """Its name, and whether it is a forward pass."""
@@ -83,10 +129,10 @@ class _Passes(Spans):
         return now.call, now.call.startswith("forward")
 
 
-def counted_step(mesh: Mesh, config: Config, *, filled: bool = True) -> Step:
+def counted_step(mesh: Mesh, config: Config, *, filled: bool = True, passes: _Passes | None = None) -> Step:
     """Build the model of `config` on `mesh`, train it for two steps, and tell of the second one.
 
-    filled: False: weights get memory and no values.
+    filled: False: weights get memory and no values. passes: takes the calls.
     Called by: every rank of the mesh.
     Raises:    as `Engine`.
     """
@@ -98,8 +144,9 @@ def counted_step(mesh: Mesh, config: Config, *, filled: bool = True) -> Step:
             expected="both: their sizes are what memory and bytes follow from",
             hint="configs/quickstart.toml has both",
         )
-    passes = _Passes()
+    passes = _Passes() if passes is None else passes
     ledger = Ledger(passes.stretch)
+    passes.flops = lambda: ledger.flops
     with ledger:
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=filled)
         # What the first steps compare is no part of the others.
@@ -119,9 +166,9 @@ def counted_step(mesh: Mesh, config: Config, *, filled: bool = True) -> Step:
             for number in range(1, _WARM_UP + 1):
                 engine.step(tokens, tokens, known.train.lr, number)
             name_parts()
-            earlier, first = mesh.stats(), len(passes.found)
-            before = ledger.now()
+            earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
+            passes.restart()
             engine.step(tokens, tokens, known.train.lr, _WARM_UP + 1)
             name_parts()
             made = mesh.stats().since(earlier)
@@ -132,8 +179,18 @@ def counted_step(mesh: Mesh, config: Config, *, filled: bool = True) -> Step:
             sums = rows.get((row.dim, row.call), Row(row.dim, row.call, 0, 0))
             rows[row.dim, row.call] = Row(row.dim, row.call, sums.calls + row.calls, sums.nbytes + row.nbytes)
         count = sum(local(each.detach()).numel() for each in parameters)
-        calls = [span for span in passes.found[first:] if span.group]
-        return Step(mesh.rank, mesh.coords, count, before, ledger.peak(), list(rows.values()), calls)
+        return Step(
+            mesh.rank,
+            mesh.coords,
+            count,
+            before,
+            ledger.peak(),
+            list(rows.values()),
+            passes.calls,
+            mesh.groups_by_label,
+            passes.events,
+            ledger.flops,
+        )
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:
@@ -150,9 +207,10 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         modes.enter_context(plain_device_meshes())
         modes.enter_context(FakeMode(allow_non_fake_inputs=True))
-        modes.enter_context(_Answers())
+        passes = _Passes()
+        modes.enter_context(_Answers(passes))
         try:
-            return counted_step(mesh, _alone(config), filled=False)
+            return counted_step(mesh, _alone(config), filled=False, passes=passes)
         except MeshcommError:
             raise
         except Exception as error:
@@ -194,15 +252,50 @@ def _pretended(rank: int, world: int) -> Iterator[None]:
 class _Answers(DispatchMode):  # type: ignore[misc]
     """What a world without values and other ranks answers: every look at a value 0, and every call at once."""
 
+    def __init__(self, passes: _Passes) -> None:
+        super().__init__()
+        self._passes = passes
+        # Functional collectives under way, by the memory of what they give.
+        self._flying: dict[int, Callable[[], None]] = {}
+        # torch holds on to a Work, and not to the part of it that is Python's.
+        self._works: list[ToldWork] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
+        if types and wraps_tensors(types):
+            return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             with without_modes():
                 return torch.zeros((), dtype=args[0].dtype).item()
         if func.namespace == "c10d":
-            # Tensors without values do not come to the backend, which would tell of the call.
-            tell_hooks(func, args)
-        return func(*args, **(kwargs or {}))
+            return self._call(func, args, func(*args, **(kwargs or {})))
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self._functional(func, args, found)
+        return found
+
+    def _call(self, func: Any, args: Any, found: Any) -> Any:
+        """Tell of a call, as tensors without values do not come to the backend, which would; and of its wait."""
+        # A call of the mesh is known already; one past it becomes known by its hook.
+        work = ToldWork(lambda: told())
+        self._works.append(work)
+        known = tell_hooks(func, args, (), work)
+        told = self._passes.waiting() if known else int
+        return work.boxed() if not isinstance(found, tuple) else (*found[:-1], work.boxed())
+
+    def _functional(self, func: Any, args: Any, found: Any) -> None:
+        waits = "wait_tensor" in func._schema.name
+        outputs = [each for each in leaves_of(args if waits else found) if isinstance(each, Tensor)]
+        keys = [each.untyped_storage()._cdata for each in outputs]
+        if waits:
+            for told in dict.fromkeys(self._flying.pop(key, None) for key in keys):
+                if told is not None:
+                    told()
+            return
+        before = len(self._passes.calls)
+        tell_hooks(func, args, outputs, None)
+        if len(self._passes.calls) > before:
+            self._flying.update(dict.fromkeys(keys, self._passes.waiting()))
 
 
 def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:

@@ -45,6 +45,17 @@ fake_mode: Callable[[], Any] = active_fake_mode
 FakeMode: Any = FakeTensorMode
 # A block that no mode sees.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
+
+
+def wraps_tensors(types: Iterable[type]) -> bool:
+    """Whether one of these is a subclass of tensors, as DTensor, that itself calls operators of what it holds."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
+        for each in types
+    )
+
+
 # How many modes see an operator after the one that is asking.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -148,29 +159,82 @@ class GroupHooks:
         self._group = None
 
 
-def tell_hooks(operator: Any, args: Sequence[Any]) -> None:
-    """Call the hooks of a group, if any, for a `c10d` operator that a mode keeps from the backend, which would do so."""
+# What hooks of a group call the functional collectives, by the operator's name.
+_FUNCTIONAL = {
+    "all_reduce": "ALLREDUCE",
+    "all_reduce_coalesced": "ALLREDUCE_COALESCED",
+    "all_gather_into_tensor": "ALLGATHER_BASE",
+    "all_gather_into_tensor_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
+    "reduce_scatter_tensor": "REDUCE_SCATTER_BASE",
+    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
+    "all_to_all_single": "ALLTOALL_BASE",
+    "broadcast": "BROADCAST",
+    "isend": "SEND",
+    "irecv": "RECV",
+}
+
+
+@final
+class ToldWork(Work):  # type: ignore[misc]
+    """The Work of a call that nobody carries: over at once, and says when it is waited for."""
+
+    def __init__(self, waited: Callable[[], object]) -> None:
+        super().__init__()
+        self._waited: Callable[[], object] = waited
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, as all of them."""
+        waited, self._waited = self._waited, int
+        waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
+    """Call the hooks of a group, and say whether it has any, for a collective that a mode keeps from the backend, which would do so.
+
+    operator: of `c10d`, or a functional collective. outputs: what it gave, of a functional one. work: for the hook.
+    """
     given = {each.name: value for each, value in zip(operator._schema.arguments, args, strict=False)}
-    group = dist.ProcessGroup.unbox(given["process_group"])
+    kind = operator._schema.name.partition("::")[2].strip("_")
+    group: Any
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        kind = kind.upper().removesuffix("_ANY_SOURCE")
+    else:
+        # By name, as a ProcessGroup may also be given as itself.
+        group = given["group_name"]
+        group = c10d._resolve_process_group(_NAME(group)) if isinstance(group, str) else group
+        kind = _FUNCTIONAL.get(kind.removesuffix("_out"), "")
     hooks: GroupHooks | None = _HOOKED_GROUPS.get(str(group.group_name))
-    if hooks is None:
-        return
-    kind = operator._schema.name.partition("::")[2].strip("_").upper().removesuffix("_ANY_SOURCE")
-    found: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    if hooks is None or kind not in HOOK_NUMBERS:
+        return False
+    found: dict[bool, list[torch.Tensor]] = {False: [], True: list(outputs)}
     for name, value in given.items():
         if name.startswith(("tensor", "input", "output")):
             into = name.startswith("output")
             found[into] += [each for each in leaves_of(value) if isinstance(each, torch.Tensor)]
-    inputs, outputs = found[False], found[True]
+    inputs, came = found[False], found[True]
     if kind == "RECV":
-        inputs, outputs = [], inputs
+        inputs, came = [], inputs
     root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
-    number = next(number for number, name in HOOK_NAMES.items() if name == kind)
+    op = given.get("reduce_op")
     call = SimpleNamespace(
-        name=number, input_tensors=inputs, output_tensors=outputs, root=root, async_op=True
+        name=HOOK_NUMBERS[kind],
+        input_tensors=inputs,
+        output_tensors=came,
+        root=root,
+        async_op=True,
+        op=op if isinstance(op, str) or op is None else dist.ReduceOp.unbox(op).op.name.lower(),
     )
     hooks.before(call)
-    hooks.after(SimpleNamespace(name=number, work=_done([])))
+    hooks.after(SimpleNamespace(name=call.name, work=work))
+    return True
 
 
 @contextmanager
@@ -241,6 +305,25 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 # Whether forward-mode AD is switched on, and a tensor's value and tangent (None) at its only level, 0.
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of matrices one beside the other, where one of both has three axes, or none; of as many of each, where both have."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+# What torch 2.15 has no formula for, by the operator's name.
+_MORE_FLOPS = {"aten._grouped_mm": _grouped}
+
+
+def flops_of(operator: Any) -> Callable[..., int] | None:
+    """What tells the floating-point operations of an operator from its arguments and `out_val`, its result; None: of none."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(operator, "_overloadpacket", operator)
+    return flop_registry.get(packet) or _MORE_FLOPS.get(str(packet))
+
 
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
 

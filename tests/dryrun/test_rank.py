@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.distributed_c10d as c10d
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, MeshConfig, load
 from meshcomm.dryrun.ledger import Ledger
 from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
+from meshcomm.mesh.source import MeshOnly
 from meshcomm.testing import Pool
 from tests.models.families import folder_of
 
@@ -140,6 +143,83 @@ class Looks(torch.nn.Module):
 
 def looks() -> torch.nn.Module:
     return Looks()
+
+
+def test_the_order_of_calls_and_waits() -> None:
+    config = config_of("pp=2 fsdp=2", {"pipeline": "pp", "shard": "fsdp"}, {}, BUILT_IN)
+    first, last = pretended_step(config, 0, WORLD), pretended_step(config, 3, WORLD)
+    for step in (first, last):
+        begun, ended = (
+            {event.call: place for place, event in enumerate(step.events) if event.kind == kind}
+            for kind in ("start", "wait")
+        )
+        assert list(begun) == list(range(len(step.calls)))
+        assert all(place < ended[call] for call, place in begun.items())
+        flops = [event.flops for event in step.events]
+        assert flops == sorted(flops) and flops[0] == 0 and flops[-1] == step.flops
+        assert {call.group for call in step.calls} == set(step.groups)
+    assert first.groups == {"pp[fsdp=0]": [0, 2], "fsdp[pp=0]": [0, 1]}
+    assert last.groups == {"pp[fsdp=1]": [1, 3], "fsdp[pp=1]": [2, 3]}
+    # torch's schedule starts sending a gradient and receiving the next input, then waits for both.
+    pairs = [(event.kind, last.calls[event.call].call) for event in last.events]
+    assert [("start", "send"), ("start", "recv"), ("wait", "send"), ("wait", "recv")] in [
+        pairs[place : place + 4] for place in range(len(pairs))
+    ]
+    assert {(call.call, call.op, call.root) for call in last.calls if not call.parts} == {
+        ("all_gather", None, -1),
+        ("reduce_scatter", "sum", -1),
+        ("all_reduce", "sum", -1),
+        ("broadcast", None, 1),
+    }
+
+
+def test_a_group_s_label_belongs_to_no_other_group() -> None:
+    dims = {"pp": 2, "dp": 4, "tp": 2}
+    config = MeshConfig(
+        dims=dims,
+        views={"expert": {"pp": 2, "edp": 2, "ep": 4}, "flat": {"all": -1}},
+        merge={"rest": ("dp", "tp"), "model": ("pp", "tp"), "whole": ("pp", "dp", "tp")},
+    )
+    plan = MeshOnly(config).plan(16)
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in range(16):
+        for group in plan.for_rank(rank).groups:
+            assert found.setdefault(group.label, group.ranks) == group.ranks
+            assert rank in group.ranks
+    assert len(set(found)) > len(set(found.values())) > 20
+
+
+class Summing(torch.nn.Module):
+    """Calls torch's functional collectives, as DTensor does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = next(each for each in c10d._world.pg_map if each.group_desc.startswith("dp"))
+        y = self.table(x)
+        # Their names until torch 2.14, and since.
+        gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+        scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+        whole = gather(y.detach()[0, :4], 0, group)
+        part = scatter(whole * 2, "max", 0, group)
+        return y + 0 * funcol.all_reduce(part.sum(), "sum", group)
+
+
+def summing() -> torch.nn.Module:
+    return Summing()
+
+
+def test_functional_collectives(pool: Pool) -> None:
+    config = config_of("dp=4", {"data": "dp"}, {}, {"build": "tests.dryrun.test_rank:summing"})
+    compared(pool, config)
+    step = pretended_step(config, 1, WORLD)
+    forward = [event for event in step.events if event.during == "forward 2"]
+    assert [(event.kind, step.calls[event.call].call) for event in forward] == [
+        (kind, call) for call in ("all_gather", "reduce_scatter", "all_reduce") for kind in ("start", "wait")
+    ]
+    assert [step.calls[event.call].op for event in forward[::2]] == [None, "max", "sum"]
 
 
 def test_without_a_model_there_is_nothing_to_run() -> None:

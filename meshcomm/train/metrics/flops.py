@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from meshcomm.config import TrainConfig
-from meshcomm.transport.torch_private import DispatchMode, recomputes
-
-
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Of matrices one beside the other, where one of both has three axes, or none; of as many of each, where both have."""
-    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
-
-
-# What torch 2.15 has no formula for, by the operator's name.
-_MORE: Final[dict[str, Callable[..., int]]] = {"aten._grouped_mm": _grouped}
+from meshcomm.transport.torch_private import DispatchMode, flops_of, recomputes
 
 
 @final
@@ -55,14 +43,13 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operator = getattr(func, "_overloadpacket", func)
-        formula = flop_registry.get(operator) or _MORE.get(str(operator))
+        formula = flops_of(func)
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=result))
             self.hardware += flops
             if not recomputes():
                 # Five products where the gradients need four.
-                again = "attention" in str(operator) and "backward" in str(operator)
+                again = "attention" in str(func) and "backward" in str(func)
                 self.model += flops * 4 // 5 if again else flops
         return result
 
