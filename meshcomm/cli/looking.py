@@ -197,8 +197,8 @@ def view(
     """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
     from meshcomm.view.facts import page_facts
     from meshcomm.view.page import check_page, export_page
+    from meshcomm.view.run import find_target
     from meshcomm.view.server import Server
-    from meshcomm.view.target import find_target
 
     if export is not None:
         check_page(export)

@@ -271,20 +271,6 @@ def check_coord(coord: int, size: int, what: str, where: Callable[[], str]) -> N
         )
 
 
-def check_peer(coord: int, own: int, size: int, what: str, where: Callable[[], str]) -> None:
-    """A message goes to another rank."""
-    if type(coord) is int and 0 <= coord < size and coord != own:
-        return
-    check_coord(coord, size, what, where)
-    if coord == own:
-        raise LayoutError(
-            f"{where()}: {what}={coord} is this rank itself",
-            given=f"{what}={coord}, own coord {own}",
-            expected="another coord of the dim",
-            hint="x.clone(), or shift, which copies where the peer is the rank itself",
-        )
-
-
 def check_tag(tag: object, where: Callable[[], str]) -> None:
     """Tags are small whole numbers; those above are the library's own."""
     if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < OWN_TAGS:

@@ -37,7 +37,7 @@ from meshcomm.comm.checks import (
     usable,
 )
 from meshcomm.comm.counters import CallCounter, counter_of
-from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.p2p import Messages
@@ -78,7 +78,7 @@ class Ready(NamedTuple):
 
 
 @final
-class Communicator:
+class Communicator(Caller):
     """What talks along `name`. Shape rules live here, once for every transport.
 
     Every call goes one of two ways. The first of its kind is checked, compared with the other ranks', and
@@ -92,20 +92,6 @@ class Communicator:
         recorder: watches the group, and knows whom to ask when a call fails.
     """
 
-    __slots__ = (
-        "_calls",
-        "_kinds",
-        "_queues",
-        "_ready",
-        "coord",
-        "messages",
-        "name",
-        "recorder",
-        "size",
-        "transport",
-        "who",
-    )
-
     def __init__(
         self,
         name: str,
@@ -114,33 +100,17 @@ class Communicator:
         calls: CallCheck | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        self.name = name
-        self.recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
+        recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
+        super().__init__(name, transport, who, recorder)
         # None once there is nothing left to compare: what is off costs nothing.
         self._calls = calls
-        self.transport = transport
-        self.size = transport.size
         self._kinds = transport.kinds
-        self.coord = transport.coord
-        self.who = who
         # Whether calls run after they have returned, so that somebody has to look after them.
         self._queues = self.recorder.ordered
         # The prepared calls. Nothing in it leads back here: this and its group have to go with their last reference.
         self._ready: dict[tuple[object, ...], Ready] = {}
         self.recorder.quick.append(self._ready)
         self.messages = Messages(name, transport, who, self.recorder)
-
-    def where(self, call: str) -> str:
-        """What opens an error about a call."""
-        return f'{call} along "{self.name}" on {self.who}'
-
-    def failed(self, call: str, error: BaseException) -> MeshcommError:
-        """The error for a call that the backend gave up on."""
-        return self.recorder.inquire(self.recorder, self.where(call), error)
-
-    def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for one of the group's Works for a limited time."""
-        self.transport.wait_within(work, timeout_s)
 
     @contextmanager
     def named(
@@ -687,8 +657,6 @@ class CommunicatorCache(dict[Dims, Communicator]):
     `explain(dims)` is called for dims that are not in it: it returns a communicator that they can
     share, or raises UnknownDim (or MeshClosed, or NotMember).
     """
-
-    __slots__ = ("_explain",)
 
     def __init__(self, explain: Callable[[Dims], Communicator]) -> None:
         super().__init__()

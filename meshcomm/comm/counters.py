@@ -69,19 +69,6 @@ class PendingCall:
     began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
     """
 
-    __slots__ = (
-        "_calls",
-        "_seconds",
-        "_shown",
-        "_sums",
-        "_total",
-        "began",
-        "nbytes",
-        "over",
-        "place",
-        "told",
-    )
-
     def __init__(
         self,
         total: CallCounter | None,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
 
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold, ranks_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.flight_recorder import FlightRecorder
+
+Node = TypeVar("Node")
 
 # As `Watchdog.status` has it, by rank where there are several.
 Status: TypeAlias = Mapping[str, Any]
@@ -259,8 +261,7 @@ def root_cause(statuses: Statuses) -> list[str]:
                 calls[rank] = f"{_told(call)}, at {call['callsite']}"
     if not waits:
         return ["no rank was found waiting for another: the reports hold no diagnosis"]
-    circle = _circle(waits)
-    if circle:
+    if circle := find_circle(waits):
         lines = ["circular wait:"]
         for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
             lines.append(f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}")
@@ -306,20 +307,41 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
     return {tag: n for way, other, tag, n in group["messages"]["begun"] if way == half and other == peer}
 
 
-def _circle(waits: Mapping[int, Iterable[int]]) -> list[int]:
-    """A shortest-first search for ranks that wait for each other in a ring."""
-    for start in sorted(waits):
-        paths = [[start]]
-        seen = {start}
-        while paths:
-            path = paths.pop(0)
-            for other in waits.get(path[-1], ()):
-                if other == start:
-                    return path
-                if other in waits and other not in seen:
-                    seen.add(other)
-                    paths.append([*path, other])
-    return []
+def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
+    """Ranks that wait each for the next and the last for the first; [] where there are none.
+
+    waits: rank -> the ranks that it waits for. A shortest circle through the lowest rank of the circle
+    that following the waits from the lowest rank leads into.
+    """
+    left = dict(waits)
+    # Who waits for nobody that is left is in no circle.
+    while free := [rank for rank, others in left.items() if not any(other in left for other in others)]:
+        for rank in free:
+            del left[rank]
+    if not left:
+        return []
+    walk = [min(left)]
+    while (following := next(other for other in left[walk[-1]] if other in left)) not in walk:
+        walk.append(following)
+    start = min(walk[walk.index(following) :])
+    return shortest_way(left, start, start)[:-1]
+
+
+def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
+    """The nodes from one to another, both included, in one step or more; [] where there is no way."""
+    came = dict.fromkeys(after[source], source)
+    front = list(came)
+    for node in front:
+        for later in after.get(node, ()):
+            if later not in came:
+                came[later] = node
+                front.append(later)
+    if target not in came:
+        return []
+    way = [target]
+    while way[-1] != source or len(way) == 1:
+        way.append(came[way[-1]])
+    return way[::-1]
 
 
 def _group(status: Status | None, label: str | None) -> Any:

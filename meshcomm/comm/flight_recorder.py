@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter as clock
 from traceback import clear_frames
 from types import CodeType, TracebackType
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 from weakref import ref
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
-from meshcomm.transport.base import Direction
+from meshcomm.transport.base import Direction, Transport, Work
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling
 
@@ -34,12 +34,6 @@ _EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_p
 _MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
-
-
-class Caller(Protocol):
-    """Whose call it is: makes the error of a call that the backend gave up on."""
-
-    def failed(self, call: str, error: BaseException) -> MeshcommError: ...
 
 
 @final
@@ -402,6 +396,30 @@ class FlightRecorder:
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.told(),
         }
+
+
+class Caller:
+    """What calls along the dim `name`: opens the text of an error about a call, and explains one that failed.
+
+    who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
+    """
+
+    def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
+        self.name, self.who = name, who
+        self.transport, self.recorder = transport, recorder
+        self.size, self.coord = transport.size, transport.coord
+
+    def where(self, call: str) -> str:
+        """What opens an error about a call."""
+        return f'{call} along "{self.name}" on {self.who}'
+
+    def failed(self, call: str, error: BaseException) -> MeshcommError:
+        """The error for a call that the backend gave up on."""
+        return self.recorder.inquire(self.recorder, self.where(call), error)
+
+    def wait_within(self, work: Work, timeout_s: float) -> None:
+        """Wait for one of the group's Works for a limited time."""
+        self.transport.wait_within(work, timeout_s)
 
 
 def _facts(

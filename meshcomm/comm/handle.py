@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock, Thread
 from time import perf_counter as clock
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
 from torch.futures import Future
 
@@ -17,17 +17,10 @@ from meshcomm.comm.counters import PendingCall
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport.torch_private import outside_graphs
 
+if TYPE_CHECKING:
+    from meshcomm.comm.flight_recorder import Caller
+
 T = TypeVar("T")
-
-
-class Caller(Protocol):
-    """Whose call it is: opens the text of an error about a call, and makes that of one the backend gave up on."""
-
-    def where(self, call: str) -> str: ...
-
-    def failed(self, call: str, error: BaseException) -> MeshcommError: ...
-
-    def wait_within(self, work: Any, timeout_s: float) -> None: ...
 
 
 class UnwaitedHandle(UserWarning):
@@ -52,22 +45,6 @@ class Handle(Generic[T]):
             seconds that are left of the timeout where it stayed silent.
         held: kept until the wait.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_by",
-        "_call",
-        "_confirm",
-        "_error",
-        "_finish",
-        "_held",
-        "_lock",
-        "_pending",
-        "_place",
-        "_result",
-        "_source",
-        "_works",
-    )
 
     def __init__(
         self,
@@ -236,7 +213,7 @@ class Handle(Generic[T]):
         return self._source
 
     def __del__(self) -> None:
-        # Slots may be missing where __init__ did not finish.
+        # Not there where __init__ did not finish.
         if getattr(self, "_works", None):
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",

@@ -32,8 +32,6 @@ class CallCheck:
     limit: how many calls are compared; None for all of them. Every rank has the same.
     """
 
-    __slots__ = ("_left", "_number", "_ranks", "_transport")
-
     def __init__(self, transport: Transport, ranks: Sequence[int], limit: int | None) -> None:
         self._transport = transport
         self._ranks = list(ranks)

@@ -27,7 +27,7 @@ from meshcomm.comm.checks import (
     check_written,
     usable,
 )
-from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p_log import MessageLog, PendingMessage
 from meshcomm.comm.shapes import (
@@ -41,7 +41,7 @@ from meshcomm.comm.shapes import (
     leaving,
     materialised,
 )
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Done, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
@@ -54,36 +54,18 @@ _MOST_FAST = 4096
 
 
 @final
-class Messages:
+class Messages(Caller):
     """Point to point along `name`; a communicator has one. Peers are coords.
 
     Every call comes down to `_start`, of one message or many, blocking or not. What was checked before, with the
     same peer, tag and dtype, is not checked again where the tensor is `usable` as it is.
     """
 
-    __slots__ = (
-        "_device",
-        "_fast",
-        "_kinds",
-        "_loopback",
-        "_name",
-        "_recorder",
-        "_size",
-        "_transport",
-        "_who",
-        "coord",
-    )
-
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
-        self._name = name
-        self._transport = transport
+        super().__init__(name, transport, who, recorder)
         self._kinds = kinds = transport.message_kinds
         # Where what describes a message is: that of the mesh, if messages are carried there.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
-        self._size = transport.size
-        self.coord = transport.coord
-        self._who = who
-        self._recorder = recorder
         self._fast: dict[tuple[object, ...], torch.device] = {}
         self._loopback = _Loopback(transport.coord)
         recorder.quick.append(self._fast)
@@ -91,7 +73,7 @@ class Messages:
     @property
     def ordered(self) -> bool:
         """Whether a message waits for those before it, in either direction."""
-        return self._transport.ordered
+        return self.transport.ordered
 
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
         """Send `x` to coord `dst`; with `async_op`, a handle. See `Mesh.send`."""
@@ -171,14 +153,14 @@ class Messages:
         check_offset(offset, lambda: self.where("shift"))
         target, source = self.coord + offset, self.coord - offset
         if wrap:
-            target, source = target % self._size, source % self._size
+            target, source = target % self.size, source % self.size
             known = not handshake and self._is_fast("send", x, target, 0)
             if known and ("recv", source, int, 0, int, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
                 self._start("shift", ends, carried=True)
                 return out
-        goes, comes = 0 <= target < self._size, 0 <= source < self._size
+        goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or handshake or not self._is_fast("send", x, target, 0):
             check_tensor(x, self._kinds, lambda: self.where("shift"))
             check_in_place(x, lambda: self.where("shift"), "shift")
@@ -196,18 +178,6 @@ class Messages:
         sends, recvs = [(x, target)] if goes else [], [(buffer, source)] if comes else []
         received = self.exchange(sends, recvs, call="shift")
         return received[0] if received else None
-
-    def where(self, call: str) -> str:
-        """What opens an error about a call."""
-        return f'{call} along "{self._name}" on {self._who}'
-
-    def failed(self, call: str, error: BaseException) -> MeshcommError:
-        """The error for a call that the backend gave up on."""
-        return self._recorder.inquire(self._recorder, self.where(call), error)
-
-    def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for one of the group's Works for a limited time."""
-        self._transport.wait_within(work, timeout_s)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -262,9 +232,9 @@ class Messages:
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)
         else:
-            check_coord(peer, self._size, "dst" if direction == "send" else "src", where)
+            check_coord(peer, self.size, "dst" if direction == "send" else "src", where)
         # The library's own calls, on a line of its own, may use the tags above.
-        if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self._recorder.inside):
+        if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)
         if direction == "recv":
             check_in_place(x, where, "shift")
@@ -277,23 +247,23 @@ class Messages:
             and tag < OWN_TAGS
             and x.dtype in CARRIED
             and len(self._fast) < _MOST_FAST
-            and self._recorder.messages.settled(direction, peer)
+            and self.recorder.messages.settled(direction, peer)
         ):
             self._fast[direction, peer, int, tag, int, x.dtype] = x.device
         return P2P(direction, dense, peer, tag)
 
     def _check_any(self, call: str) -> None:
-        if self._size == 1:
+        if self.size == 1:
             raise UnsupportedOp(
                 f"{self.where(call)}: there is nobody to receive from",
                 given="a dim of size 1",
                 expected="a dim with another rank",
                 hint="guard the call by mesh.size(dims) > 1",
             )
-        if not self._transport.any_source:
+        if not self.transport.any_source:
             raise UnsupportedOp(
-                f"{self.where(call)}: {self._transport.name} cannot receive from any source",
-                given=f"backend {self._transport.name}",
+                f"{self.where(call)}: {self.transport.name} cannot receive from any source",
+                given=f"backend {self.transport.name}",
                 expected="a Gloo dim",
                 hint="name the source: mesh.recv(dims, out, src=...)",
             )
@@ -342,21 +312,21 @@ class Messages:
         carried: every dtype is known to be one that backends carry.
         calls, nbytes: see MessageLog.begin.
         """
-        recorder, log = self._recorder, self._recorder.messages
+        recorder, log = self.recorder, self.recorder.messages
         message = handle = None
         works: Sequence[Work] = ()
-        if self._transport.ordered and len(ends) == 1:
+        if self.transport.ordered and len(ends) == 1:
             self._check_order(call, ends[0], log)
         try:
             # Messages of a collective that is done step by step are a part of it.
-            message = log.begin(self._name, call, ends, recorder.under_way is None, calls, nbytes)
+            message = log.begin(self.name, call, ends, recorder.under_way is None, calls, nbytes)
             left_s = None if async_op else log.confirm(message)
             with (
-                record_function(f"meshcomm::{call} {self._name}{recorder.plan}")
+                record_function(f"meshcomm::{call} {self.name}{recorder.plan}")
                 if profiling()
                 else _UNLABELLED
             ):
-                works = self._transport.start_p2p(
+                works = self.transport.start_p2p(
                     ends
                     if carried
                     else [
@@ -368,7 +338,7 @@ class Messages:
                 recorder.queued(works[-1], message)
             if async_op:
                 message.started()
-                if self._transport.ordered and len(ends) == 1:
+                if self.transport.ordered and len(ends) == 1:
                     log.flies(message)
                 handle = Handle(
                     [*own, *works] if own else works,
@@ -404,7 +374,7 @@ class Messages:
         if other is None:
             return
         raise UnsupportedOp(
-            f"{self.where(_told(call, [end]))}: {self._transport.name} would start it when an earlier "
+            f"{self.where(_told(call, [end]))}: {self.transport.name} would start it when an earlier "
             f"{'receive' if end.direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
             given=f"{other.call} at {line_of(*other.place)} was not waited for",
             expected="messages in both directions as one call, or a wait in between",
@@ -413,8 +383,8 @@ class Messages:
 
     def _served_by(self, work: Work, message: PendingMessage) -> int:
         """The coord that a receive from any source was served by."""
-        src = self._transport.source_of(work)
-        self._recorder.messages.arrived(message, src)
+        src = self.transport.source_of(work)
+        self.recorder.messages.arrived(message, src)
         return src
 
 

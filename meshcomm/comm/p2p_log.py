@@ -47,7 +47,6 @@ class PendingMessage(PendingCall):
     other ends that had not come. For the rest see PendingCall.
     """
 
-    __slots__ = ("_log", "call", "name", "parts", "unanswered")
     place: tuple[CodeType, int]
 
     def __init__(
@@ -111,8 +110,6 @@ class MessageLog:
         counters: of the group, where calls are summed up.
         check: compares the first messages between their ends; None compares nothing.
     """
-
-    __slots__ = ("_check", "_counters", "_flying", "_posted", "begun", "label", "recent", "spans", "waiting")
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
         self._counters = counters

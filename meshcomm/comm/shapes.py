@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from typing import Final
 
 import torch
@@ -103,11 +102,6 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def without(x: Tensor, axis: int) -> Tensor:
     """`x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
     return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
-
-
-def rows_beside(x: Tensor, axis: int) -> int:
-    """Elements for each index of `axis`, also where x is empty."""
-    return prod(size for i, size in enumerate(x.shape) if i != axis)
 
 
 # -- what travels for a tensor ---------------------------------------------------------------------

@@ -63,6 +63,6 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
         print(dumps(facts, indent=2))
         return
     from meshcomm.bench.table import console
-    from meshcomm.doctor.view import view
+    from meshcomm.doctor.finding import view
 
     console().print(view(facts))

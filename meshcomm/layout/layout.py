@@ -350,15 +350,20 @@ class Layout:
                 expected="one coord for each of " + ", ".join(self.dims),
                 hint=f"add {', '.join(missing)}" if missing else "leave out the others",
             )
-        for name, size in sizes.items():
-            if not 0 <= coords[name] < size:
-                raise LayoutError(
-                    f"{name}={coords[name]} is outside the mesh",
-                    given=f"{name}={coords[name]}",
-                    expected=f"0 to {size - 1}",
-                    hint=f"{name} has size {size}; coords count from 0",
-                )
+        for name in sizes:
+            self.check_coord(name, coords[name])
         return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in coords.items()))
+
+    def check_coord(self, name: str, coord: int) -> None:
+        """Raise LayoutError where the dim `name` has no such coord."""
+        size = self.size(name)
+        if not 0 <= coord < size:
+            raise LayoutError(
+                f"{name}={coord} is outside the mesh",
+                given=f"{name}={coord}",
+                expected=f"0 to {size - 1}",
+                hint=f"{name} has size {size}; coords count from 0",
+            )
 
     def groups(self, dims: Dims) -> Ranks:
         """Every group along `dims`, shape (number of groups, size), in coord order.

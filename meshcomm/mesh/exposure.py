@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 import stat
-import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,6 @@ _OPEN: Final = (
     "an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
     "who reaches it can read and change all that the ranks tell each other"
 )
-_LISTENS: Final = "0A"
 
 
 class ExposedRendezvous(UserWarning):
@@ -83,18 +82,12 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
 
 def listening(port: int) -> list[str]:
     """The addresses of this host on which someone listens at `port`; none where the system does not say."""
-    found: list[str] = []
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            _, local, _, state, *_ = line.split()
-            digits, _, number = local.partition(":")
-            if state == _LISTENS and int(number, 16) == port:
-                # The kernel shows 32-bit words in its own byte order.
-                words = [
-                    int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)
-                ]
-                found.append(str(ipaddress.ip_address(b"".join(words))))
-    return found
+    import psutil
+
+    with suppress(psutil.AccessDenied):
+        found = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        return [each.laddr.ip for each in found if each.laddr.port == port]
+    return []
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -39,10 +39,9 @@ from meshcomm.mesh.environment import (
 )
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rank_claim import blame, claim
-from meshcomm.mesh.rendezvous import Meeting, meet, of_this_attempt
+from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt
 from meshcomm.mesh.runtime import WORLD, Runtime, Watching, World
-from meshcomm.mesh.source import MeshOnly, Settings, Source, settings_of
+from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, settings_of
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
@@ -94,20 +93,9 @@ def init(
 
     Raises: ConfigError, LaunchError, and MeshMismatchError, which every rank gets when one differs.
     """
-    keys = {
-        "dims": dims,
-        "merge": merge,
-        "views": views,
-        "options": options,
-        "rank_order": tuple(rank_order) if isinstance(rank_order, Iterable) else rank_order,
-        "ranks": tuple(ranks) if isinstance(ranks, Iterable) else ranks,
-        "device": device,
-        "backend": backend,
-        "timeout_s": timeout_s,
-        "validate_calls": validate_calls,
-        "warm_up": warm_up,
-    }
-    given = {name: value for name, value in keys.items() if value is not None}
+    grid = {"dims": dims, "merge": merge, "views": views, "rank_order": rank_order, "ranks": ranks}
+    calls = {"timeout_s": timeout_s, "validate_calls": validate_calls, "warm_up": warm_up}
+    given = given_keys(**grid, options=options, device=device, backend=backend, **calls)
     world = WORLD.get()
     launch = find_launch(os.environ) if world is None else world.launch
     failure: MeshcommError | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -47,7 +48,7 @@ class Runtime:
     pretended: bool = False
 
 
-class Watching(Protocol):
+class Watching(ABC):
     """Gives a mesh the recorders of its groups, and answers for this rank while the mesh lives.
 
     timed: whether the ranks run at the same time, so that it means something when they do what.
@@ -55,33 +56,37 @@ class Watching(Protocol):
 
     timed: bool
 
+    @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         """A recorder for one more group, which `transport` carries."""
-        ...
 
+    @abstractmethod
     def noted(self, step: int) -> None:
         """All recorders have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
-        ...
 
     def before_leaving(self) -> CallMismatchError | None:
         """The error where ranks differ in a step and this rank has not raised it; may wait for seconds."""
-        ...
+        return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error to raise from `error`, where that is a backend's about a call past the mesh; may wait for seconds."""
-        ...
+        """The error to raise from `error`, by which the program leaves the mesh: of a call made past the mesh.
+
+        None where it is no backend's, or no such call on a group of the mesh has failed or is under way. May wait for
+        seconds.
+        """
+        return None
 
     def drain(self) -> None:
-        """Return when all that was queued on the groups is over."""
-        ...
+        """Return when all that was queued on any group is over; a call that cannot end is found as ever meanwhile."""
+        return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         """What each of `ranks` that answers is doing; may wait for seconds. Nothing where nobody can be asked."""
-        ...
+        return {}
 
     def close(self) -> None:
-        """Stop answering. Harmless when repeated."""
-        ...
+        """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
+        return
 
 
 class World(Protocol):

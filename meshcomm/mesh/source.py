@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,6 +57,13 @@ Settings: TypeAlias = "Config | MeshOnly"
 _SECTIONS: Final = ("mesh", "process", "network", "topology")
 # Whether this rank has made a mesh from the job's configuration: then another one may be the program's own.
 _TAKEN: ContextVar[bool] = ContextVar("meshcomm_config_taken", default=False)
+
+
+def given_keys(**keys: Any) -> dict[str, Any]:
+    """Those keys of `[mesh]` that were given; lists of ranks as tuples."""
+    given = {name: value for name, value in keys.items() if value is not None}
+    ranks = [name for name in ("rank_order", "ranks") if isinstance(given.get(name), Iterable)]
+    return {**given, **{name: tuple(given[name]) for name in ranks}}
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:

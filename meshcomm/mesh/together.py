@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def is_first(mesh: Mesh) -> bool:
     return mesh.rank == min(ranks_of(mesh))
 
 
-def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
+def of_every_rank(mesh: Metrics, mine: Any) -> list[Any]:
     """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
     table = [mine]
     for dim in reversed(list(mesh.layout.dims)):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 from meshcomm.comm.spans import Span, Spans, stretch
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import StoreError, UnsupportedOp
+from meshcomm.mesh.together import of_every_rank
 
 if TYPE_CHECKING:
     from meshcomm.mesh.metrics import Metrics
@@ -113,11 +114,11 @@ class Trace:
                 write(path, [self._part(-self._opened)], {**facts, "alone": True})
             return
         # The second time nobody is late, which is what makes the bounds tight.
-        self._all(None)
+        of_every_rank(self._mesh, None)
         entered = clock()
-        self._all(None)
+        of_every_rank(self._mesh, None)
         mine = _Clock(self._mesh.rank, host(), entered, clock(), self._opened, self.dropped)
-        clocks = [_Clock(*each) for each in self._all(tuple(mine))]
+        clocks = [_Clock(*each) for each in of_every_rank(self._mesh, tuple(mine))]
         ahead = offsets(clocks)
         origin = min(each.opened + ahead[each.rank][0] for each in clocks)
         parts = self._gathered(self._part(ahead[self._mesh.rank][0] - origin))
@@ -132,7 +133,7 @@ class Trace:
                 write(self.path, parts, facts)
             except OSError as failed:
                 problem = str(failed)
-        problem = "".join(self._all(problem))
+        problem = "".join(of_every_rank(self._mesh, problem))
         if problem:
             raise StoreError(
                 f"the trace {self.path} could not be written",
@@ -150,13 +151,6 @@ class Trace:
             span.began, span.left = span.began + shift_s, span.left + shift_s
             span.waits = [(since + shift_s, now + shift_s) for since, now in span.waits]
         return part_of(mesh.rank, f"rank {mesh.rank} ({coords})", lanes, spans, mesh.groups_by_label)
-
-    def _all(self, mine: Any) -> list[Any]:
-        """What every rank of the mesh gives, in the order of their coords."""
-        found = [mine]
-        for dim in self._dims:
-            found = [each for part in self._mesh.objects.all_gather(dim, found) for each in part]
-        return found
 
     def _gathered(self, mine: bytes) -> list[bytes] | None:
         """All parts, in the order of their ranks' coords, on the first rank of the mesh; None on the others."""

@@ -35,6 +35,7 @@ from meshcomm.comm.p2p_log import MessageCheck, PendingMessage, has_failed
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
@@ -61,7 +62,7 @@ _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 
 
 @final
-class Watchdog:
+class Watchdog(Watching):
     """Answers for one rank, asks for it, and ends its process where the backend holds a call for ever.
 
     A rank whose call failed sets a key for each rank that it asks. Every rank looks at its own key a few times a
@@ -80,6 +81,8 @@ class Watchdog:
         alone: the other ranks are no processes, and nobody there says what it does.
     """
 
+    timed = True
+
     def __init__(
         self,
         store: Any,
@@ -92,7 +95,6 @@ class Watchdog:
         end: Callable[[MeshcommError], None],
         alone: bool = False,
     ) -> None:
-        self.timed = True
         self._store = store
         self._rank = rank
         self._coords = coords
@@ -129,7 +131,6 @@ class Watchdog:
         atexit.register(self._at_exit)
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        """A recorder for one more group, which `transport` carries."""
         check = None
         if self._compared != 0:
             store = dist.PrefixStore("messages", self._store)
@@ -149,18 +150,12 @@ class Watchdog:
         return recorder
 
     def noted(self, step: int) -> None:
-        """All groups have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
         self._desync.noted(step)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """The error where ranks differ in a step, as far as can be known within seconds, and it was not raised."""
         return None if self._alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error to raise from `error`, by which the program leaves the mesh: of a call made past the mesh.
-
-        None where it is no backend's, or no such call on a group of the mesh has failed or is under way.
-        """
         asks = isinstance(error, RuntimeError) and reason_of(error) is not Reason.OTHER and not capturing()
         if not asks or self._stop.is_set():
             return None
@@ -181,13 +176,11 @@ class Watchdog:
             recorder.messages.waiting = None
 
     def drain(self) -> None:
-        """Return when all that was queued on any group is over; a call that cannot end is found as ever meanwhile."""
         for recorder, _ in self._recorders:
             while recorder.ordered and recorder.pending:
                 time.sleep(0.002)
 
     def close(self) -> None:
-        """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
         if self._stop.is_set():
             return
         atexit.unregister(self._at_exit)
@@ -316,7 +309,6 @@ class Watchdog:
     # -- asking -----------------------------------------------------------------------------------------
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """What each of `ranks` that answers is doing; may wait for seconds."""
         with contextlib.suppress(TimeoutError, RuntimeError):
             return {} if self._alone else self._query.limited(lambda: self._query.ask(ranks))
         return {}

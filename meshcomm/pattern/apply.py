@@ -54,8 +54,6 @@ class Rearranger:
         who:        this rank with its coords, for errors.
     """
 
-    __slots__ = ("_at", "_functional", "_layout", "_recipe", "_who")
-
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
         self._layout = layout
         self._at = at

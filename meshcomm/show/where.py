@@ -55,15 +55,8 @@ def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
     """
     positions = np.arange(layout.world_size, dtype=np.int64)
     for name, coord in coords.items():
-        digits = layout.digits(name)
-        if not 0 <= coord < digits.size:
-            raise LayoutError(
-                f"{name}={coord} is outside the mesh",
-                given=f"{name}={coord}",
-                expected=f"0 to {digits.size - 1}",
-                hint=f"{name} has size {digits.size}; coords count from 0",
-            )
-        positions = positions[digits.coord(positions) == coord]
+        layout.check_coord(name, coord)
+        positions = positions[layout.digits(name).coord(positions) == coord]
     found: list[int] = layout.ranks[positions].tolist()
     return found
 

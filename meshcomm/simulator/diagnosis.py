@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor
-from meshcomm.simulator.start_order import shortest_way
 from meshcomm.simulator.store import StoreWait
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState
@@ -211,26 +211,6 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
                 expected = set(group.ranks)
     came = shared.store.writers.get(on.keys[0].rpartition("/")[0] + "/come", [])
     return sorted(expected - set(came))
-
-
-def find_circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks that wait each for the next and the last for the first; [] where there are none.
-
-    waits: rank -> the ranks that it waits for. A shortest circle through the lowest rank of the circle
-    that following the waits from the lowest rank leads into.
-    """
-    left = dict(waits)
-    # Who waits for nobody that is left is in no circle.
-    while free := [rank for rank, others in left.items() if not any(other in left for other in others)]:
-        for rank in free:
-            del left[rank]
-    if not left:
-        return []
-    walk = [min(left)]
-    while (following := next(other for other in left[walk[-1]] if other in left)) not in walk:
-        walk.append(following)
-    start = min(walk[walk.index(following) :])
-    return shortest_way(left, start, start)[:-1]
 
 
 def _doing(actor: Actor) -> str:

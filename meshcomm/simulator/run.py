@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import how_many_ranks, with_variables
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job, given_keys
 from meshcomm.simulator.diagnosis import at_the_end, diagnose
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.traffic import traffic_facts
@@ -63,15 +63,8 @@ def simulate(
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
     HandleNotWaited; RankFailed with what a rank's `fn` raised; ConfigError.
     """
-    keys: dict[str, Any] = {
-        "dims": dims,
-        "merge": merge,
-        "views": views,
-        "options": options,
-        "rank_order": tuple(rank_order) if isinstance(rank_order, Iterable) else rank_order,
-        "ranks": tuple(ranks) if isinstance(ranks, Iterable) else ranks,
-    }
-    given = {name: value for name, value in keys.items() if value is not None}
+    grid = {"dims": dims, "merge": merge, "views": views, "rank_order": rank_order, "ranks": ranks}
+    given = given_keys(**grid, options=options)
     if (config is None) == (not given):
         raise LaunchError(
             "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeAlias, TypeVar, final
+from typing import Final, NamedTuple, TypeAlias, final
 
+from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.errors import DeadlockError
-
-Node = TypeVar("Node")
 
 # A collective: which group, and its number there. A message: also the coords of its ends.
 Call: TypeAlias = tuple[int, ...]
@@ -87,23 +86,6 @@ class StartOrder:
                     self._before[later].discard(at)
                     waiting.append(later)
                 del self._left[at], self._before[at]
-
-
-def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """The nodes from one to another, both included, in one step or more; [] where there is no way."""
-    came = dict.fromkeys(after[source], source)
-    front = list(came)
-    for node in front:
-        for later in after.get(node, ()):
-            if later not in came:
-                came[later] = node
-                front.append(later)
-    if target not in came:
-        return []
-    way = [target]
-    while way[-1] != source or len(way) == 1:
-        way.append(came[way[-1]])
-    return way[::-1]
 
 
 def _error(circle: Sequence[tuple[Start, Start]], what: str, expected: str, hint: str) -> DeadlockError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from meshcomm.comm.handle import failure
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.runtime import Watching
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.store import InMemoryStore, SimulatedStore
@@ -84,7 +85,7 @@ class SimulatedWorld:
 
 
 @final
-class SimulatedWatch:
+class SimulatedWatch(Watching):
     """Recorders for the groups of a simulated rank. The scheduler knows what it does: no thread answers."""
 
     timed = False
@@ -110,18 +111,3 @@ class SimulatedWatch:
                 error = self._shared.desync(self._prefix, label)
                 if error is not None:
                     self._shared.scheduler.fail(error)
-
-    def explain(self, error: BaseException) -> None:
-        return None
-
-    def before_leaving(self) -> None:
-        return None
-
-    def drain(self) -> None:
-        return None
-
-    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        return {}
-
-    def close(self) -> None:
-        return None

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -45,27 +46,22 @@ from meshcomm.transport.torch_private import (
 
 NAME: Final = "emulated_nccl"
 
-# ProcessGroup's methods, those of older torch too: what hooks call them, and which arguments hold inputs and roots.
+# ProcessGroup's methods, those of older torch too: what hooks call them, and which argument holds inputs.
 _METHODS: Final = {
-    "allreduce": ("ALLREDUCE", 0),
+    **{
+        name: (row.hooks[0], 0 if row.in_place else 1)
+        for row in ROWS.values()
+        if row is not BARRIER
+        for name in row.methods
+    },
     "allreduce_coalesced": ("ALLREDUCE_COALESCED", 0),
-    "broadcast": ("BROADCAST", 0),
-    "reduce": ("REDUCE", 0),
     "allgather": ("ALLGATHER", 1),
-    "_allgather_base": ("ALLGATHER_BASE", 1),
-    "all_gather_single": ("ALLGATHER_BASE", 1),
     "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
     "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
-    "gather": ("GATHER", 1),
-    "scatter": ("SCATTER", 1),
     "reduce_scatter": ("REDUCE_SCATTER", 1),
-    "_reduce_scatter_base": ("REDUCE_SCATTER_BASE", 1),
-    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", 1),
     "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
     "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
     "alltoall": ("ALLTOALL", 1),
-    "alltoall_base": ("ALLTOALL_BASE", 1),
-    "all_to_all_single": ("ALLTOALL_BASE", 1),
 }
 _KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
 _LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)

@@ -45,15 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the ranks."""
-    ways = sys.modules.get("meshcomm.testing.ways")
-    if ways is not None and ways.POOL in config.stash:
-        config.stash[ways.POOL].close()
+    started = sys.modules.get("meshcomm.testing.processes")
+    if started is not None and started.POOL in config.stash:
+        config.stash[started.POOL].close()
 
 
 @pytest.fixture(scope="session")
 def mesh_pool(pytestconfig: pytest.Config) -> Pool:
     """The run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
-    from meshcomm.testing.ways import pool_of
+    from meshcomm.testing.processes import pool_of
 
     return pool_of(pytestconfig)
 
@@ -97,8 +97,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
     from meshcomm.errors import ConfigError, MeshTestError
+    from meshcomm.testing.processes import way
     from meshcomm.testing.report import settle
-    from meshcomm.testing.ways import way
 
     try:
         ends = way(request.via, pyfuncitem.config)(pyfuncitem, request)

@@ -1,4 +1,4 @@
-"""Runs a test's body on every rank of its mesh, each a warm process of the pool."""
+"""Runs a test's body on every rank of its mesh, each a warm process of the pool; and which `via` does what instead."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import pytest
 
@@ -18,14 +20,36 @@ from meshcomm.testing.modules import sources
 from meshcomm.testing.outcome import Ends
 from meshcomm.testing.pool import Pool
 
+Way: TypeAlias = Callable[[pytest.Function, MeshRequest], Ends]
+"""Runs a test's body on every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
+
+POOL: pytest.StashKey[Pool] = pytest.StashKey()
+
 # What the others get to say by themselves after one rank has failed.
 _SETTLE_S: Final = 2.0
 # What ranks get to report a verdict after the test's time is up and their stacks are taken.
 _GRACE_S: Final = 2.0
 
 
+def way(via: str, config: pytest.Config) -> Way:
+    """The way that a marker or `--mesh-via` calls `via`."""
+    if via == "simulator":
+        from meshcomm.testing import simulated
+
+        return simulated.run
+    return partial(run, pool=pool_of(config))
+
+
+def pool_of(config: pytest.Config) -> Pool:
+    """The run's warm ranks, forked when they are first asked for."""
+    if POOL not in config.stash:
+        always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body")
+        config.stash[POOL] = Pool((*always, *config.getini("mesh_preload")))
+    return config.stash[POOL]
+
+
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
-    """The body of `item` on processes of the pool; see `meshcomm.testing.ways.Way`."""
+    """The body of `item` on processes of the pool; see `Way`."""
     module = item.module.__name__
     look = look_of(item.config)
     task = Task(

@@ -40,7 +40,7 @@ class TimeUp(BaseException):
 
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
-    """The body of `item` as every rank; see `meshcomm.testing.ways.Way`."""
+    """The body of `item` as every rank; see `meshcomm.testing.processes.Way`."""
     look, values = look_of(item.config), given(item)
     outcomes: dict[int, Outcome] = {}
     stacks: dict[int, str] = {}

@@ -59,10 +59,8 @@ def wraps_tensors(types: Iterable[type]) -> bool:
 # How many modes see an operator after the one that is asking.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# Whether torch's profiler watches this thread.
-profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The number of the backward pass that runs in this thread, -1 for none; the pack and unpack hooks of saved tensors, if any.
-_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
 _saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -71,7 +69,7 @@ def recomputes() -> bool:
 
     What backward itself computes is neither recorded for another backward pass, nor does it save tensors.
     """
-    return _backward_pass() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
+    return backward_number() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
 
 
 # The type of a group's name, where torch has one of its own.
@@ -567,10 +565,6 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
     return found
 
 
-# Whether the engine is in a backward pass: its number, or -1.
-backward_number: Callable[[], int] = torch._C._current_graph_task_id
-
-
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
     state = module._get_fsdp_state()
@@ -693,9 +687,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    pg_name = group_name
 
     def getBackendName(self) -> str:
         return "solo"
@@ -709,8 +701,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         return None
 
-    def abort(self) -> None:
-        return None
+    abort = shutdown
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)

@@ -1,4 +1,4 @@
-"""What a training run has written since somebody last asked: read from its folder, at any moment."""
+"""Which run is to be shown, and what it has written since somebody last asked: read from its folder, at any moment."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config import Config, load
+from meshcomm.errors import ViewError
 
 Facts = dict[str, Any]
 
@@ -17,6 +21,44 @@ RUN: Final = "run.json"
 COLUMNS: Final = ("step", "loss", "tokens_per_s", "gradient_norm", "lr", "seconds")
 # So much of the file at once: a page that is opened late asks again until it has all.
 _MOST_BYTES: Final = 1 << 20
+
+
+class Target(NamedTuple):
+    """settings: what is shown. folder: where the run writes, there or not yet; None without training."""
+
+    settings: Config
+    folder: Path | None
+
+
+def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
+    """A file is a configuration, whose run writes into train.out; a folder is a run with its config.json.
+
+    Raises ViewError where it is neither, ConfigError where the configuration is wrong.
+    """
+    if target.is_dir():
+        config = target / "config.json"
+        if not config.is_file():
+            raise ViewError(
+                f"{target} is not the folder of a run",
+                given=f"a folder without config.json: {_content(target)}",
+                expected="the train.out of `meshcomm train`, which writes config.json, run.json and metrics.jsonl",
+                hint="the configuration's file: meshcomm view CONFIG waits for its run",
+            )
+        return Target(load(config, overrides), target)
+    if not target.exists() and target.suffix.lower() not in (".toml", ".json", ".yaml", ".yml"):
+        raise ViewError(
+            f"there is no {target}",
+            given=str(target),
+            expected="a configuration's file, or the folder of a run",
+            hint="before a run has begun, meshcomm view CONFIG: it waits for train.out",
+        )
+    settings = load(target, overrides)
+    return Target(settings, None if settings.train is None else Path(settings.train.out))
+
+
+def _content(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "empty"
 
 
 def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: int = _MOST_BYTES) -> Facts:

@@ -20,9 +20,8 @@ from meshcomm.config import Config, MeshConfig, ProcessConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.rank_claim import blame, claim, is_running, process_name
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.mesh.rendezvous import find_tcp_store, meet, what_is_at
+from meshcomm.mesh.rendezvous import blame, claim, find_tcp_store, is_running, meet, process_name, what_is_at
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port

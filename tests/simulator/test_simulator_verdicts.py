@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import meshcomm
+from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -28,7 +29,6 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.simulator import scheduler
-from meshcomm.simulator.diagnosis import find_circle
 from tests.simulator import planted_bugs
 from tests.simulator.planted_bugs import DIMS, MERGE, PROGRAMS, one
 

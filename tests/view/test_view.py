@@ -30,9 +30,8 @@ from meshcomm.train import Start, Step, Summary
 from meshcomm.train.run_files import MetricsFile, put_aside, recorded
 from meshcomm.view.facts import page_facts
 from meshcomm.view.page import document, export_page
-from meshcomm.view.run import run_news
+from meshcomm.view.run import find_target, run_news
 from meshcomm.view.server import Server
-from meshcomm.view.target import find_target
 from tests.show.shown import run
 from tests.view.browser import Browser, Tab, find_browser
 
