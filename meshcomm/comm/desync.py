@@ -11,9 +11,8 @@ from zlib import crc32
 
 from meshcomm.comm.callsite import line_of
 from meshcomm.comm.counters import Entry
-from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout.sizes import ranks_text
+from meshcomm.layout.sizes import rank_text, ranks_text
 
 # The runs of equal steps whose calls are remembered.
 RUNS: Final = 64
@@ -149,7 +148,7 @@ def _finding(
     model, first = steps[usual[0]], steps[mismatched[0]]
     number = max(step.number for step in steps.values())
     which = f"step {number}{' or one before' if forgotten else ''}"
-    who = ", ".join(name_of_rank(rank, {"coords": coords[rank]}) for rank in mismatched[:4])
+    who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
         made = "other calls"

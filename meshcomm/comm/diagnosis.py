@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
 
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
-from meshcomm.layout.sizes import fold, ranks_text
+from meshcomm.layout.sizes import fold, rank_text, ranks_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.flight_recorder import FlightRecorder
@@ -68,7 +68,7 @@ def reason_of(error: BaseException) -> Reason:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # -- what the statuses say -------------------------------------------------------------------------------
@@ -229,10 +229,8 @@ def doing_of(status: Status, label: str | None = None) -> str:
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:
-    """`rank 6 (pp=1 dp=1 tp=0)`."""
-    if status is None:
-        return f"rank {rank}"
-    return f"rank {rank} ({' '.join(f'{dim}={coord}' for dim, coord in status['coords'].items())})"
+    """The rank with its coords, where it answered."""
+    return rank_text(rank, None if status is None else status["coords"])
 
 
 def root_cause(statuses: Statuses) -> list[str]:

@@ -14,6 +14,7 @@ from torch.futures import Future
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.counters import PendingCall
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -225,10 +226,9 @@ class Handle(Generic[T]):
 
 def failure(where: str, error: BaseException) -> CommunicationError:
     """The backend's error with the dim, the coords and the operation around it."""
-    first = str(error).strip().splitlines()
     return CommunicationError(
         f"{where} failed",
-        given=first[0] if first else type(error).__name__,
+        given=first_line(error),
         expected="every rank of the group to make the same call and stay alive until it ends",
         hint="look for the first error of the other ranks; this one may only follow from it",
     )

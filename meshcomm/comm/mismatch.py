@@ -13,7 +13,7 @@ import torch
 from meshcomm.collectives import ALL_GATHER, Call
 from meshcomm.comm.callsite import caller
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.transport import Transport
 
 _BYTES: Final = 512
@@ -93,23 +93,18 @@ def mismatch(
     lines = []
     for sign in dict.fromkeys(signs[place] for place in odd):
         places = [place for place in odd if signs[place] == sign]
-        lines.append(f"{_those(ranks, places)}: {_told(calls[places[0]])}")
+        lines.append(f"{ranks_text([ranks[place] for place in places])}: {_told(calls[places[0]])}")
     rest = [place for place in range(len(signs)) if place not in odd]
     error = CallMismatchError(
-        f'ranks differ in call {number} along "{name}": {_those(ranks, odd)} '
+        f'ranks differ in call {number} along "{name}": {ranks_text([ranks[place] for place in odd])} '
         f"{'is' if len(odd) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
-        expected=f"as {_those(ranks, rest)}: {_told(usual)}",
+        expected=f"as {ranks_text([ranks[place] for place in rest])}: {_told(usual)}",
         hint="make the ranks of a group call the same in the same order; "
         "look for a branch that depends on the rank",
     )
     error.mismatched_ranks = tuple(ranks[place] for place in odd)
     return error
-
-
-def _those(ranks: Sequence[int], places: Sequence[int]) -> str:
-    named = [ranks[place] for place in places]
-    return f"rank {named[0]}" if len(named) == 1 else f"ranks {fold(named)}"
 
 
 def _message(call: str, facts: dict[str, Any]) -> bytes:

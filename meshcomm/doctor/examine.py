@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import torch
 
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.config import Config, NetworkConfig
 from meshcomm.doctor import limits as limit
 from meshcomm.doctor import network
@@ -86,7 +87,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
                 Finding(
                     "error",
                     "Gloo finds no address to listen on",
-                    given=f"{str(error).splitlines()[0]}, GLOO_SOCKET_IFNAME {interface}",
+                    given=f"{first_line(error)}, GLOO_SOCKET_IFNAME {interface}",
                     expected="an interface of this host with an address",
                     hint=network.interface_hint(present),
                 )

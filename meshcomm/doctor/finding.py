@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from meshcomm.errors import MeshcommError
+from meshcomm.layout.sizes import coords_text
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -134,9 +135,8 @@ def _limits(facts: Facts) -> Table:
 def _ranks(facts: Facts) -> Table:
     rows = []
     for row in facts["ranks"]:
-        coords = " ".join(f"{name}={coord}" for name, coord in (row["coords"] or {}).items())
         where = (row["host"], row["interface"] or "-", row["address"], row["device"])
-        rows.append((str(row["rank"]), coords or "-", *where))
+        rows.append((str(row["rank"]), coords_text(row["coords"] or {}) or "-", *where))
     return _table("ranks", ("rank", "coords", "host", "interface", "address", "device"), rows)
 
 

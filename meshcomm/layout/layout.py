@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import LayoutError, UnknownDim
 from meshcomm.layout.names import check_name, did_you_mean
-from meshcomm.layout.sizes import check_sizes, fold, resolve, times, toml_dims
+from meshcomm.layout.sizes import check_sizes, fold, rank_text, resolve, times, toml_dims
 
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
@@ -331,6 +331,10 @@ class Layout:
             )
         position = self.position(rank)
         return {name: self._digits[name].coord(position) for name in sizes}
+
+    def label(self, rank: int) -> str:
+        """The rank with its coords in the base, as in `rank 5 (pp=1 dp=0 tp=1)`; one outside as such."""
+        return rank_text(rank, self.coords(rank)) if rank in self else f"rank {rank} (not in the mesh)"
 
     def coord(self, rank: int, dims: Dims) -> int:
         """The coord of `rank` along `dims`."""

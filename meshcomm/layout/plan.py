@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from meshcomm.layout.layout import Digits, Dims, Layout, Ranks
+from meshcomm.layout.sizes import coords_text
 
 Scalar = str | int | float | bool
 
@@ -74,8 +75,7 @@ class Group:
     @property
     def label(self) -> str:
         """Name and common coords, as in `tp[pp=0 dp=1]`; the name alone where all ranks are in one group."""
-        common = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
-        return f"{self.name}[{common}]" if common else self.name
+        return f"{self.name}[{coords_text(self.coords)}]" if self.coords else self.name
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""

@@ -130,6 +130,16 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
     )
 
 
+def coords_text(coords: Mapping[str, int]) -> str:
+    """As in `pp=1 tp=0`; of sizes too."""
+    return " ".join(f"{name}={coord}" for name, coord in coords.items())
+
+
+def rank_text(rank: int, coords: Mapping[str, int] | None) -> str:
+    """`rank 6 (pp=1 dp=1 tp=0)`; None: they are not known."""
+    return f"rank {rank}" if coords is None else f"rank {rank} ({coords_text(coords)})"
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0 1 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshMismatchError, StoreError
 from meshcomm.layout.sizes import ranks_text
 
@@ -77,10 +78,9 @@ def agree(
             raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
         return moment
     except RuntimeError as error:
-        lines = str(error).strip().splitlines()
         raise StoreError(
             f"rank {rank} lost the job's store while the ranks agreed on {what}",
-            given=lines[0] if lines else type(error).__name__,
+            given=first_line(error),
             expected="a store that answers until all ranks have come; it lives in rank 0, the launcher, or a file",
             hint="look for the first error of the process that holds the store",
         ) from error

@@ -86,7 +86,7 @@ def listening(port: int) -> list[str]:
 
     with suppress(psutil.AccessDenied):
         found = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        return [each.laddr.ip for each in found if each.laddr.port == port]
+        return [each.laddr.ip for each in found if each.laddr and each.laddr.port == port]
     return []
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm.diagnosis import INTERFACES, Reason, reason_of
+from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
@@ -103,7 +103,7 @@ def open_group(
             missing = group.ranks[int(awaited[1])]
             lost = PeerLost(
                 f"rank {rank} could not create the group {group.label}: rank {missing} has not come to it",
-                given=f"{options.backend} on ranks {list(group.ranks)}: {str(error).splitlines()[0]}",
+                given=f"{options.backend} on ranks {list(group.ranks)}: {first_line(error)}",
                 expected=f"every rank of the group to create it within {options.timeout_s:g} s",
                 hint=f"look at the first error of rank {missing}",
             )
@@ -111,7 +111,7 @@ def open_group(
             raise lost from error
         raise CommunicationError(
             f"rank {rank} could not create the group {group.label}",
-            given=f"{options.backend}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            given=f"{options.backend}: {first_line(error)}",
             expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
             hint=INTERFACES
             if reason_of(error) is Reason.UNREACHABLE

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
-from meshcomm.comm.diagnosis import name_of_rank
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError, StoreError
 from meshcomm.layout import Group, Plan
@@ -157,7 +157,7 @@ def _open(
     except RuntimeError as error:
         raise StoreError(
             f"rank {joined.rank} lost the job's store before the mesh was opened",
-            given=str(error).splitlines()[0],
+            given=first_line(error),
             expected="a store that lives as long as the job: in the launcher, in rank 0, or a file",
             hint="look for the first error of the process that holds the store",
         ) from error
@@ -273,7 +273,7 @@ def _create(
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank} could not start torch's default group",
-                given=str(error).splitlines()[0],
+                given=first_line(error),
                 expected=f"backend {plan.defaults.backend} to start, and a store that answers",
                 hint="look for the first error of the process that holds the store",
             ) from error
@@ -314,7 +314,7 @@ def _create(
 
             # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
             # may be about to say whom it waits for itself.
-            end_rank(error, launch, name_of_rank(rank, {"coords": coords}), patience_s=1.0)
+            end_rank(error, launch, plan.layout.label(rank), patience_s=1.0)
 
         if world is not None:
             watch = world.watch(coords, prefix)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
@@ -137,7 +138,7 @@ def _find_store(
     except (dist.DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"rank {rank} of {world_size} could not meet the others at {address}",
-            given=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            given=first_line(error),
             expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
             hint=f"look whether rank 0 is running, and who has the port on its host: ss -ltnp 'sport = :{port}'",
         ) from error

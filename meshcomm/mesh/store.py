@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
 
 T = TypeVar("T")
@@ -308,10 +309,9 @@ class MeshStore:
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
-            text = str(error).strip().splitlines()
             raise StoreError(
                 f"store.{call} on {self._label()}: the job's {self.kind} failed",
-                given=f"{_named(names)}; {text[0] if text else type(error).__name__}",
+                given=f"{_named(names)}; {first_line(error)}",
                 expected="a store that answers; it lives in rank 0, the launcher, or a file",
                 hint="look for the first error of the process that holds the store",
             ) from error

@@ -59,8 +59,7 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     for rank, said in sorted(zip(ranks_of(mesh), told, strict=True)):
         if said:
             words, given, expected, hint = said
-            coords = " ".join(f"{dim}={coord}" for dim, coord in mesh.coords_of(rank).items())
-            could_not = f"rank {rank} ({coords}) could not {what}"
+            could_not = f"{mesh.layout.label(rank)} could not {what}"
             words = words if words == could_not else f"{could_not}: {words}"
             raise TrainingError(words, given=given, expected=expected, hint=hint)
     return result  # type: ignore[return-value]

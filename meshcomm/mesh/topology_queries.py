@@ -111,10 +111,7 @@ class TopologyQueries:
     @property
     def label(self) -> str:
         """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
-        if not self.is_member:
-            return f"rank {self.rank} (not in the mesh)"
-        inner = " ".join(f"{name}={coord}" for name, coord in self.coords.items())
-        return f"rank {self.rank} ({inner})"
+        return self.layout.label(self.rank)
 
     def _member(self) -> int:
         if not self.is_member:

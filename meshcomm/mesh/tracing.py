@@ -144,13 +144,12 @@ class Trace:
 
     def _part(self, shift_s: float) -> bytes:
         mesh, spans = self._mesh, self._spans.found
-        coords = " ".join(f"{dim}={coord}" for dim, coord in mesh.coords.items())
         lanes = [family.name for family in mesh.plan.families]
         for span in spans:
             assert span.left is not None
             span.began, span.left = span.began + shift_s, span.left + shift_s
             span.waits = [(since + shift_s, now + shift_s) for since, now in span.waits]
-        return part_of(mesh.rank, f"rank {mesh.rank} ({coords})", lanes, spans, mesh.groups_by_label)
+        return part_of(mesh.rank, mesh.label, lanes, spans, mesh.groups_by_label)
 
     def _gathered(self, mine: bytes) -> list[bytes] | None:
         """All parts, in the order of their ranks' coords, on the first rank of the mesh; None on the others."""

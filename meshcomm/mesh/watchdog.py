@@ -26,7 +26,6 @@ from meshcomm.comm.diagnosis import (
     Reason,
     diagnose,
     first_line,
-    name_of_rank,
     reason_of,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
@@ -34,6 +33,7 @@ from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage, has_failed
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
+from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.status_query import StatusQuery
@@ -98,7 +98,7 @@ class Watchdog(Watching):
         self._store = store
         self._rank = rank
         self._coords = coords
-        self._who = name_of_rank(rank, {"coords": coords})
+        self._who = rank_text(rank, coords)
         self._reports = reports
         self._compared = compared
         self._interval = look_interval_s(world_size)

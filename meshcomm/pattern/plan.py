@@ -9,6 +9,7 @@ from operator import index
 
 from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
+from meshcomm.layout.sizes import coords_text
 from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, shown
 from meshcomm.pattern.recipe import Kind, Recipe, Role, Step
 from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles, spread
@@ -93,7 +94,7 @@ def plan(
         check_apart(pattern, layout)
         return _plan(str(text), pattern, mesh_dims(layout), shape, partial, sizes)
     except PatternError as error:
-        mesh = " ".join(f"{name}={layout.size(name)}" for name in layout.names)
+        mesh = coords_text({name: layout.size(name) for name in layout.names})
         tensor = "" if shape is None else f"x of shape {tuple(shape)}, "
         error.given = f"{shown(text)}\n{tensor}mesh {mesh}"
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final
 
+from meshcomm.layout.sizes import coords_text
 from meshcomm.pattern.parse import Side, text_of
 
 Role: TypeAlias = Literal["gather", "slice", "reduce_scatter", "move", "stay"]
@@ -120,7 +121,7 @@ class Recipe:
         return None if self.shape is None else sum(step.pieces * int(step.piece) for step in self.steps)
 
     def __str__(self) -> str:
-        mesh = " ".join(f"{name}={size}" for name, size in self.dims)
+        mesh = coords_text(dict(self.dims))
         lines = [f"{self.text.strip()}    on {'mesh ' + mesh if mesh else 'each rank by itself'}"]
         lines += [f"  {name}: {_ROLES[role]}" for name, role in self.roles]
         rows = [("step", "axes", "shape", "each rank sends")]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.fit import Fitted
 from meshcomm.predict.times import Operation, bus_factor
 from meshcomm.show.page import Cells, Line, Part, page_view
@@ -83,10 +84,9 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
     facts: machine, mesh, rounds, alone, dims, rows (`row_facts`), skipped, and fit (`fit_facts`, or None).
     """
     machine, mesh = facts["machine"], facts["mesh"]
-    sizes = " ".join(f"{name}={size}" for name, size in mesh["dims"].items())
     groups = "one group along a dim at a time" if facts["alone"] else "all groups along a dim at once"
     head = (
-        f"mesh {sizes}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
+        f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
         f"{machine['device']}, torch {machine['torch']}\n"
         f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
         f"medians of {facts['rounds']} rounds, each round's slowest rank; {groups}"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from meshcomm.layout.sizes import coords_text
 from meshcomm.show.page import Cells, Line, Part, page_view
-from meshcomm.show.plan import coords_text
 from meshcomm.show.plot import MARK
 from meshcomm.show.units import count, seconds_text
 

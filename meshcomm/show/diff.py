@@ -10,9 +10,8 @@ import numpy as np
 from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Family, Layout, Plan, Ranks
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.page import Cells, Line, Part
-from meshcomm.show.plan import coords_text
 
 Facts = dict[str, Any]
 

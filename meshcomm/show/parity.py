@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from meshcomm.layout.sizes import coords_text
 from meshcomm.show.page import Cells, Line, page_view
-from meshcomm.show.plan import coords_text
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import Part
+from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.place import Placement, Ranking
 from meshcomm.show.page import Cells, Line, page_view
 from meshcomm.show.units import bytes_text, seconds_text
@@ -126,7 +127,7 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
 
 
 def _dims(placement: Facts) -> str:
-    text = " ".join(f"{name}={size}" for name, size in placement["dims"].items())
+    text = coords_text(placement["dims"])
     if placement["expert"] is None:
         return text
     (name, size), (_, inside) = placement["expert"].items()

@@ -10,7 +10,7 @@ import numpy as np
 from meshcomm.config import TopologyConfig
 from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.layout import Family, Layout, Plan, RankPlan
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
 from meshcomm.show.page import Cells, Line, Part, page_view
@@ -168,11 +168,6 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
 
 def _neighbour(rank: int | None, wraps: bool) -> str | None:
     return None if rank is None else f"{rank} (wraps)" if wraps else str(rank)
-
-
-def coords_text(coords: dict[str, int]) -> str:
-    """As in `pp=1 tp=0`."""
-    return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 
 def _dims_table(dims: list[Facts]) -> Cells:

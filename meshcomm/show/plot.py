@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from meshcomm.show.plan import coords_text
+from meshcomm.layout.sizes import coords_text
 from meshcomm.show.units import count, size_text
 
 # The first words after the XML's own: a file that may be written over.

@@ -10,8 +10,7 @@ from meshcomm.config import TopologyConfig
 from meshcomm.errors import UnknownDim
 from meshcomm.layout import Plan, Ranks
 from meshcomm.layout.names import did_you_mean
-from meshcomm.layout.sizes import fold
-from meshcomm.show.plan import coords_text
+from meshcomm.layout.sizes import coords_text, fold
 
 if TYPE_CHECKING:
     from rich.tree import Tree

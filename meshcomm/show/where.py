@@ -11,10 +11,10 @@ import numpy as np
 from meshcomm.config import Config, ParallelConfig, TopologyConfig
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Dims, Layout, Plan
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.lint import roles
 from meshcomm.show.page import Cells, Line, Part
-from meshcomm.show.plan import coords_text, plan_facts, rank_page
+from meshcomm.show.plan import plan_facts, rank_page
 
 Facts = dict[str, Any]
 

@@ -15,8 +15,8 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
-from meshcomm.comm.diagnosis import name_of_rank
 from meshcomm.errors import UnsupportedOp
+from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import put
 
 # Ranks keep little on the stack; what Python calls in Python is not there at all.
@@ -150,7 +150,7 @@ class Actor:
     @property
     def name(self) -> str:
         """`rank 5 (dp=1 tp=0)`."""
-        return name_of_rank(self.rank, {"coords": self.coords} if self.coords else None)
+        return rank_text(self.rank, self.coords or None)
 
 
 @final

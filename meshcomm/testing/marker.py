@@ -32,12 +32,6 @@ class MeshRequest:
     timeout_s: float
     skip: str = ""
 
-    def label(self, rank: int) -> str:
-        """As `mesh.label` on that rank."""
-        if rank not in self.layout:
-            return f"rank {rank} (not in the mesh)"
-        return f"rank {rank} ({' '.join(f'{dim}={at}' for dim, at in self.layout.coords(rank).items())})"
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

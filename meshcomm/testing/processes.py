@@ -56,7 +56,7 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
         module=module,
         path=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
         table=sources(module),
-        labels=tuple(request.label(rank) for rank in range(request.world_size)),
+        labels=tuple(request.layout.label(rank) for rank in range(request.world_size)),
         config=request.config,
         look=look,
         environ=dict(os.environ),

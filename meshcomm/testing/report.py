@@ -135,7 +135,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> MeshFailure | None:
     report = MeshFailure([(f"all {len(ranks)} ranks together", shared)] if shared else [])
     report.parts += failures(after=False)
     for rank in died:
-        text = f"{request.label(rank)} {ranks[rank].text}\n{ranks[rank].stack}"
+        text = f"{request.layout.label(rank)} {ranks[rank].text}\n{ranks[rank].stack}"
         report.parts.append((header([rank]), text.rstrip()))
     report.parts += failures(after=True)
     report.parts += stacks(late, "still running" if failed or died else ranks[late[0]].text if late else "")
@@ -148,7 +148,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> MeshFailure | None:
     if shared:
         report.reprcrash = ReprFileLocation("", 0, shared.splitlines()[0])
     elif died and (first is None or failed[first].after):
-        report.reprcrash = ReprFileLocation("", 0, f"{request.label(died[0])} {ranks[died[0]].text}")
+        report.reprcrash = ReprFileLocation("", 0, f"{request.layout.label(died[0])} {ranks[died[0]].text}")
     elif first is not None:
         text = f"{prefix(request.layout, first)} {failed[first].reason}"
         report.reprcrash = ReprFileLocation(failed[first].path, failed[first].line, text)
@@ -169,7 +169,7 @@ def _header(ranks: Sequence[int], request: MeshRequest) -> str:
     """Who they are: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (tp=1) of 4` with what their coords have in common."""
     world, layout = request.world_size, request.layout
     if len(ranks) == 1:
-        return f"{request.label(ranks[0])} of {world}"
+        return f"{request.layout.label(ranks[0])} of {world}"
     if len(ranks) == world:
         return f"all {world} ranks"
     numbers = f"ranks {' '.join(map(str, ranks))}"
@@ -182,5 +182,5 @@ def _header(ranks: Sequence[int], request: MeshRequest) -> str:
             )
             return f"{numbers} (all with {words}) of {world}"
         if len(ranks) <= 4:
-            return f"{', '.join(request.label(rank) for rank in ranks)} of {world}"
+            return f"{', '.join(request.layout.label(rank) for rank in ranks)} of {world}"
     return f"{numbers} of {world}"

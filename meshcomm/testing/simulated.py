@@ -67,7 +67,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
                 failed.append(error)
                 raise
 
-        outcome = outcome_of(once, request.label(mesh.rank), look)
+        outcome = outcome_of(once, request.layout.label(mesh.rank), look)
         unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
         if not unwound:
             outcomes[mesh.rank] = outcome
@@ -82,7 +82,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
         except RankFailed as error:
             for rank, cause in error.by_rank.items():
                 if rank not in outcomes and not isinstance(cause, TimeUp):
-                    outcomes[rank] = outcome_of(_raising(cause), request.label(rank), look)
+                    outcomes[rank] = outcome_of(_raising(cause), request.layout.label(rank), look)
         except ConfigError:
             raise
         except MeshcommError as error:

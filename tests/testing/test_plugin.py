@@ -397,5 +397,8 @@ def test_equal_stacks_are_told_once() -> None:
     assert isinstance(report, MeshFailure)
     assert report.parts == [
         ("ranks 0 1 2 3 4 of 8: did not return within 1 s", "here"),
-        (f"{', '.join(request.label(rank) for rank in (5, 6, 7))} of 8: did not return within 1 s", "there"),
+        (
+            f"{', '.join(request.layout.label(rank) for rank in (5, 6, 7))} of 8: did not return within 1 s",
+            "there",
+        ),
     ]

@@ -8,9 +8,8 @@ import numpy as np
 
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Dims, Plan
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.grid.frame import Frame
-from meshcomm.show.plan import coords_text
 from meshcomm.show.units import count
 
 Facts = dict[str, Any]

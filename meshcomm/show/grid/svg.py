@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
+from meshcomm.layout.sizes import coords_text
 from meshcomm.show.grid.facts import group_label, headlines, legend, place_coords, tag
 from meshcomm.show.grid.frame import PALETTE, Frame, Slot, Units, frame, middles
-from meshcomm.show.plan import coords_text
 
 Facts = dict[str, Any]
 
