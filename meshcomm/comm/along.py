@@ -18,8 +18,8 @@ from meshcomm.collectives import (
 )
 from meshcomm.comm import lists, scheduled
 from meshcomm.comm.communicator import CommunicatorCache
+from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.mean import divided, message
 from meshcomm.comm.p2p import Envelope
 from meshcomm.errors import UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, Layout
@@ -153,7 +153,7 @@ class AlongDims:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError for weights that need a gradient; CommunicationError.
         """
-        sums = message(values, weights, self.label)
+        sums = mean_message(values, weights, self.label)
         names: Sequence[Dims] = [dims]
         if not isinstance(dims, str):
             try:
@@ -162,7 +162,7 @@ class AlongDims:
                 names = self.layout.expand(dims)
         for each in names:
             self.all_reduce(each, sums)
-        return divided(values, sums)
+        return mean_of(values, sums)
 
     def _by_algorithm(
         self,

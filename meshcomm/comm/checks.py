@@ -9,6 +9,7 @@ from numbers import Complex, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,7 +133,7 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
     """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent."""
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
-        ((*_span(x), x, comes) for x, comes in tensors if x.numel() and not isinstance(x, FakeTensor)),
+        ((*span_of(x), x, comes) for x, comes in tensors if x.numel() and not isinstance(x, FakeTensor)),
         key=lambda each: each[0],
     )
     open_: list[tuple[int, int, Tensor, bool]] = []
@@ -152,32 +153,23 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
 
 def _share_a_byte(one: Tensor, other: Tensor) -> bool:
     """Of two whose spans overlap: two columns of one matrix lie between each other and share none."""
-    (mine, mine_bytes), (theirs, theirs_bytes) = _runs(one), _runs(other)
-    # Of theirs, the last run that begins at or before each of mine, and the first one after it.
-    after = torch.searchsorted(theirs, mine, right=True)
-    before = theirs[(after - 1).clamp(min=0)]
-    begun = (after > 0) & (before + theirs_bytes > mine)
-    follows = (after < len(theirs)) & (theirs[after.clamp(max=len(theirs) - 1)] < mine + mine_bytes)
-    return bool((begun | follows).any())
+    return np.shares_memory(*(np.asarray(_Extent(x)) for x in (one, other)))
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+class _Extent:
+    """Where a tensor lies, on any device, for what asks an array for nothing but that."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        steps = tuple(stride * size for stride in x.stride())
+        place = {"data": (x.data_ptr(), True), "typestr": f"|V{size}", "shape": tuple(x.shape)}
+        self.__array_interface__ = {**place, "strides": steps, "version": 3}
+
+
+def span_of(x: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's memory, and the first behind it; it must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
-
-
-def _runs(x: Tensor) -> tuple[Tensor, int]:
-    """Where the runs of neighbouring bytes of `x` begin, in order, and how long each is."""
-    steps = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
-    length = 1
-    while steps and steps[0][0] == length:
-        length *= steps.pop(0)[1]
-    starts = torch.tensor([x.data_ptr()])
-    for stride, size in steps:
-        starts = (
-            starts[:, None] + torch.arange(size if stride else 1) * (stride * x.element_size())
-        ).flatten()
-    return starts.sort().values, length * x.element_size()
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:

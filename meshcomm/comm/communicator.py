@@ -39,7 +39,6 @@ from meshcomm.comm.checks import (
 from meshcomm.comm.counters import CallCounter, counter_of
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
-from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.shapes import (
     CARRIED,
@@ -62,7 +61,7 @@ from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.layout import Dims
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.support import WIDENED, check_reduce, name_of
-from meshcomm.transport.torch_private import capturing, written
+from meshcomm.transport.torch_private import written
 
 # Of the messages of a collective: a user's own do not meet them.
 _TAG: Final = OWN_TAGS
@@ -88,8 +87,7 @@ class Communicator(Caller):
         name: the dim or dims, as errors show them.
         transport: the group.
         who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
-        calls: compares the first calls on this group between its ranks.
-        recorder: watches the group, and knows whom to ask when a call fails.
+        recorder: watches the group, compares its first calls between its ranks, and knows whom to ask when one fails.
     """
 
     def __init__(
@@ -97,13 +95,10 @@ class Communicator(Caller):
         name: str,
         transport: Transport,
         who: str,
-        calls: CallCheck | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
         recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
         super().__init__(name, transport, who, recorder)
-        # None once there is nothing left to compare: what is off costs nothing.
-        self._calls = calls
         self._kinds = transport.kinds
         # Whether calls run after they have returned, so that somebody has to look after them.
         self._queues = self.recorder.ordered
@@ -129,7 +124,7 @@ class Communicator(Caller):
         )
         parts.messages = recorder.messages
         parts.under_way = True
-        made = Communicator(self.name, self.transport, self.who, None, parts)
+        made = Communicator(self.name, self.transport, self.who, parts)
         if group:
             with recorder.call(self, counter, 0, None, root=root):
                 yield made, recorder.is_of
@@ -556,7 +551,7 @@ class Communicator(Caller):
 
     def _keep(self, row: Collective, op: str | None, root: int, async_op: bool, x: Tensor) -> None:
         """Make calls like this one without asking again, where they are no longer compared or traced."""
-        if self._calls is None and self.recorder.spans is None and x.dtype in CARRIED:
+        if self.recorder.check is None and self.recorder.spans is None and x.dtype in CARRIED:
             prepared = self.transport.prepare(row, op, root, not async_op)
             if prepared is not None:
                 counter = counter_of(self.recorder.counters, self.name, row.name)
@@ -573,21 +568,10 @@ class Communicator(Caller):
         return self.recorder.call(self, counter, nbytes, x, op, root)
 
     def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> bool:
-        """Tell the other ranks of the call while calls are still compared, and say whether; raises where they make
-        another."""
-        # What is compared is read by the host, which would end the capture of a graph.
-        if self._calls is None or capturing():
-            return False
-        if not self._calls.active:
-            self._calls = None
-            return False
-        if x is not None:
+        """See `FlightRecorder.compare`."""
+        if x is not None and self.recorder.check is not None:
             facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
-        try:
-            return self._calls.compare(self.name, row.name, facts)
-        except MeshcommError:
-            self.recorder.refuse()
-            raise
+        return self.recorder.compare(self.name, row.name, facts)
 
     def _run(self, call: Call, finish: Callable[[], Any] = lambda: None, async_op: bool = False) -> Any:
         return self._finished(self._started(call), call.row.name, finish, async_op, call)

@@ -53,7 +53,7 @@ class FlightRecorder:
     left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
     counters:    the counters of all calls. messages: the group's messages, which are counted by peer.
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
-    hooks:     those of `watch`.
+    hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
     steps:     what was called in each step, where the program tells.
     plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
                one. quick: the
@@ -95,10 +95,10 @@ class FlightRecorder:
         self._outer: object = None
         self._past: PendingMessage | None = None
         self._profiled: Any = None
-        self._check: CallCheck | None = None
         # Whether a collective past the mesh is between its two hooks.
         self._issued = False
         self.hooks: GroupHooks | None = None
+        self.check: CallCheck | None = None
 
     @property
     def inside(self) -> bool:
@@ -198,6 +198,23 @@ class FlightRecorder:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
 
+    def compare(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+        """Tell the other ranks of the call under way while calls are still compared, and say whether.
+
+        It travels on the same group. Raises CallMismatchError where they make another.
+        """
+        # What is compared is read by the host, which would end the capture of a graph.
+        if self.check is None or capturing():
+            return False
+        if not self.check.active:
+            self.check = None
+            return False
+        try:
+            return self.check.compare(name, call, facts)
+        except MeshcommError:
+            self.refuse()
+            raise
+
     def later(self) -> PendingCall | None:
         """The call under way is only started: who is told of the waits for it."""
         place = self.started % KEPT
@@ -214,12 +231,11 @@ class FlightRecorder:
 
     # -- calls past the mesh -------------------------------------------------------------------------
 
-    def watch(self, group: Any, name: str, who: str, check: CallCheck) -> None:
+    def watch(self, group: Any, name: str, who: str) -> None:
         """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
 
-        who: this rank with its coords, for errors. check: compares the first collectives before they are sent.
+        who: this rank with its coords, for errors.
         """
-        self._check = check
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
         me = ref(self)
 
@@ -255,29 +271,16 @@ class FlightRecorder:
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
         try:
-            if self._check is not None:
-                self._compare(self._check, row, kind, name, who, given)
-        finally:
-            self.under_way = None
-        self._issued = True
-
-    def _compare(self, check: CallCheck, row: Collective, kind: str, name: str, who: str, given: Any) -> None:
-        """Compare a call past the mesh. What is compared travels on the same group while this call is under way."""
-        if capturing():
-            return
-        if not check.active:
-            self._check = None
-            return
-        try:
-            check.compare(
-                name, row.name, _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
-            )
-        except MeshcommError:
-            self.refuse()
-            raise
+            if self.check is not None:
+                self.compare(
+                    name, row.name, _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
+                )
         except RuntimeError as error:
             where = f'{row.name} made past the mesh along "{name}" on {who}'
             raise self.inquire(self, where, error) from error
+        finally:
+            self.under_way = None
+        self._issued = True
 
     def _after(self, given: Any) -> None:
         """A call has been issued on the group."""
@@ -329,7 +332,7 @@ class FlightRecorder:
         self.messages.close()
         if self.hooks is not None:
             self.hooks.remove()
-        self.work = self._check = None
+        self.work = self.check = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
         """The call `number` as plain data; None where it is not in the ring.

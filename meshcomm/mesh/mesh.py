@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from meshcomm.config import TopologyConfig
     from meshcomm.pattern.apply import GatherRules, Rearranger
-    from meshcomm.show.grid.view import RankGrid
+    from meshcomm.show.grid import RankGrid
 
 # How long the groups of NCCL may take to let go of their calls, where a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
@@ -78,8 +78,6 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self._runtime = runtime
         self._transports = runtime.transports
         self._watch = runtime.watch
-        # By group, not by name: names that share a group share the count of what is compared on it.
-        self._calls: dict[int, CallCheck] = {}
         self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
         self.objects = Objects(self._at, self.device, self.pretended)
@@ -225,7 +223,6 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
-        self._calls.clear()
         self._recorders.clear()
         if self._watch is not None:
             self._watch.close()
@@ -286,7 +283,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         Returns: what prints as text, in colour by rich, as a picture in a notebook; `.save("topo.svg")`.
         Asks no other rank. Raises UnknownDim.
         """
-        from meshcomm.show.grid.view import RankGrid
+        from meshcomm.show.grid import RankGrid
 
         return RankGrid(self.plan, by, self.topology, self.rank if self.is_member else None)
 
@@ -313,16 +310,16 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         if transport.size == 1 or self._watch is None:
             return Communicator(name, transport, self.label)
         key = id(transport)
-        if key not in self._calls:
+        if key not in self._recorders:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
-            check = self._calls[key] = CallCheck(transport, ranks, self._runtime.validate_calls)
             recorder = self._recorders[key] = self._watch.record(group.label, ranks, transport)
+            recorder.check = CallCheck(transport, ranks, self._runtime.validate_calls)
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.spans)
             if isinstance(transport, ProcessGroupTransport):
-                recorder.watch(transport.group, name, self.label, check)
-        return Communicator(name, transport, self.label, self._calls[key], self._recorders[key])
+                recorder.watch(transport.group, name, self.label)
+        return Communicator(name, transport, self.label, self._recorders[key])
 
     def _usable(self) -> None:
         self._member()

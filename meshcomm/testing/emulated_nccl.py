@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS
+from meshcomm.comm.checks import span_of
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -95,7 +96,7 @@ class _Item:
         self.queue = queue
         self.name = name
         self.run = run
-        self.memory = [(*_extent(x), written) for x, written in tensors if x.numel()]
+        self.memory = [(*span_of(x), written) for x, written in tensors if x.numel()]
         self.kept = [x for x, _ in tensors]
         self.number = 0
         self.queued_at = 0.0
@@ -561,7 +562,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
         """An operator is about to read or write `x`: it comes after what it was ordered behind."""
-        begin, end = _extent(x)
+        begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
                 if not item.ordered:
@@ -728,13 +729,6 @@ def _in_a_graph() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's memory, and the first behind it."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    begin = x.data_ptr()
-    return begin, begin + (reach * x.element_size() if x.numel() else 0)
 
 
 def _is_options(given: Any) -> bool:

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from meshcomm.errors import LayoutError, UnknownDim
+from meshcomm.show.grid import RankGrid
 from meshcomm.show.grid.facts import grid_facts
 from meshcomm.show.grid.frame import PALETTE
 from meshcomm.show.grid.text import GridText
-from meshcomm.show.grid.view import RankGrid
 from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_facts
 from tests.show.shown import GPT, MESH, ROOT, SVG, WIDE, nodes, plan_at, plan_of, run
