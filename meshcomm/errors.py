@@ -10,7 +10,7 @@ class MeshcommError(Exception):
     """Base of every error a user can cause or meet.
 
     The text has one line that says what happened, then up to three indented lines:
-    what was given, what was expected, what to try.
+    what was given, what was expected, what to try. facts: attributes that the error's own class describes.
     """
 
     def __init__(
@@ -20,12 +20,14 @@ class MeshcommError(Exception):
         given: str | None = None,
         expected: str | None = None,
         hint: str | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__(what)
         self.what = what
         self.given = given
         self.expected = expected
         self.hint = hint
+        self.__dict__.update(facts)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -38,23 +40,6 @@ class MeshcommError(Exception):
                 body = text.replace("\n", "\n" + " " * 12)
                 lines.append(f"  {label:<9} {body}")
         return "\n".join(lines)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.what, self.given, self.expected, self.hint, self.__dict__)
-
-
-def _rebuild(
-    kind: type[MeshcommError],
-    what: str,
-    given: str | None,
-    expected: str | None,
-    hint: str | None,
-    state: dict[str, Any],
-) -> MeshcommError:
-    error = kind.__new__(kind)
-    MeshcommError.__init__(error, what, given=given, expected=expected, hint=hint)
-    error.__dict__.update(state)
-    return error
 
 
 class ConfigError(MeshcommError):

@@ -120,11 +120,8 @@ def find_desync(
 
 def error_of(finding: Mapping[str, Any]) -> CallMismatchError:
     """The error for what `find_desync` has found."""
-    texts = {key: finding[key] for key in ("given", "expected", "hint")}
-    error = CallMismatchError(finding["what"], **texts)
-    error.mismatched_ranks = tuple(finding["mismatched"])
-    error.step = finding["step"]
-    return error
+    facts = {key: finding[key] for key in ("given", "expected", "hint", "step")}
+    return CallMismatchError(finding["what"], **facts, mismatched_ranks=tuple(finding["mismatched"]))
 
 
 def _step(runs: Sequence[Sequence[Any]], step: int) -> _Run:

@@ -406,16 +406,15 @@ class FailedCall:
         if reports:
             hint = f"meshcomm report {reports} puts the ranks' reports together"
         if found.mismatched:
-            mismatch = CallMismatchError(
+            return CallMismatchError(
                 f"{self._where} {self.reason.value}: the ranks of the group make different calls, rank "
                 f"{fold(found.mismatched)} {'is' if len(found.mismatched) == 1 else 'are'} mismatched",
                 given="\n".join([self._first, *found.lines]),
                 expected="the same calls in the same order on every rank of the group",
                 hint="look for a call that only some ranks make; mesh.step() at the end of each step names the "
                 "step and the call that was left out",
+                mismatched_ranks=tuple(found.mismatched),
             )
-            mismatch.mismatched_ranks = tuple(found.mismatched)
-            return mismatch
         come = "every rank of the group has come to the call"
         expected = "every rank of the group to make the same call and stay alive until it ends"
         if self.waiting is not None:
@@ -466,8 +465,6 @@ class FailedCall:
     ) -> MeshcommError:
         kind = {Reason.CLOSED: PeerLost, Reason.TIMEOUT: CollectiveTimeout}.get(reason, CommunicationError)
         given = "\n".join([self._first, *lines])
-        error = kind(f"{self._where} {reason.value}", given=given, expected=expected, hint=hint)
-        error.call = self._call
-        if isinstance(error, CollectiveTimeout):
-            error.missing = tuple(missing)
-        return error
+        facts: Any = {"missing": tuple(missing)} if issubclass(kind, CollectiveTimeout) else {}
+        what = f"{self._where} {reason.value}"
+        return kind(what, given=given, expected=expected, hint=hint, call=self._call, **facts)

@@ -95,16 +95,15 @@ def mismatch(
         places = [place for place in odd if signs[place] == sign]
         lines.append(f"{ranks_text([ranks[place] for place in places])}: {_told(calls[places[0]])}")
     rest = [place for place in range(len(signs)) if place not in odd]
-    error = CallMismatchError(
+    return CallMismatchError(
         f'ranks differ in call {number} along "{name}": {ranks_text([ranks[place] for place in odd])} '
         f"{'is' if len(odd) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
         expected=f"as {ranks_text([ranks[place] for place in rest])}: {_told(usual)}",
         hint="make the ranks of a group call the same in the same order; "
         "look for a branch that depends on the rank",
+        mismatched_ranks=tuple(ranks[place] for place in odd),
     )
-    error.mismatched_ranks = tuple(ranks[place] for place in odd)
-    return error
 
 
 def _message(call: str, facts: dict[str, Any]) -> bytes:

@@ -406,12 +406,11 @@ class MessageCheck:
     def _differs(self, key: str, told: str) -> CallMismatchError:
         pair, tag, number = key.split("/")[-3:]
         src, dst = map(int, pair.split(">"))
-        error = CallMismatchError(
+        return CallMismatchError(
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
             "means two things; nothing was sent",
             given=told,
             expected="the same dtype and number of elements at both ends",
             hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",
+            mismatched_ranks=(src, dst),
         )
-        error.mismatched_ranks = (src, dst)
-        return error

@@ -113,12 +113,10 @@ def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshM
         told = json.loads(_get(store, "told", _TELL_S))
     except RuntimeError:  # the one that was to tell is gone
         return find()
-    mismatched_ranks, missing = (tuple(told.pop(name, ())) for name in ("mismatched_ranks", "missing"))
-    if rank in missing:  # it has come since
+    lists = {name: tuple(told.get(name, ())) for name in ("mismatched_ranks", "missing")}
+    if rank in lists["missing"]:  # it has come since
         return find()
-    error = MeshMismatchError(**told)
-    error.mismatched_ranks, error.missing = mismatched_ranks, missing
-    return error
+    return MeshMismatchError(**{**told, **lists})
 
 
 class _Arrival(NamedTuple):
@@ -190,14 +188,13 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
         for name, ours, theirs in _differences(usual, other_facts):
             lines.append(f"{ranks_text(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
     usual_ranks = [other for other in present if other not in odd]
-    error = MeshMismatchError(
+    return MeshMismatchError(
         f"{what} differs between ranks: {ranks_text(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
         given="\n".join(lines),
         expected=f"what {ranks_text(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
         hint=f"start {ranks_text(odd)} with the same config, code and package versions",
+        mismatched_ranks=odd,
     )
-    error.mismatched_ranks = odd
-    return error
 
 
 def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> MeshMismatchError:
@@ -215,14 +212,13 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
             expected=expected,
             hint="start the ranks closer together, or a longer timeout_s",
         )
-    error = MeshMismatchError(
+    return MeshMismatchError(
         f"{ranks_text(missing)} of {len(ranks)} never came to agree on {what}",
         given=f"after {timeout_s:g} s {came}",
         expected=expected,
         hint="look at how the missing ranks were started and at their first error",
+        missing=missing,
     )
-    error.missing = missing
-    return error
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:

@@ -193,7 +193,7 @@ def monitored_barrier(
     missing = [ranks[place] for place in absent]
     came = [rank for rank in ranks if rank not in missing]
     calls = calls_of(missing) if missing else ""
-    error = BarrierTimeout(
+    raise BarrierTimeout(
         f"{where}: {len(missing)} of {len(ranks)} ranks did not come within {timeout_s:g} s",
         given=f"missing: rank {fold(missing)}; came: rank {fold(came)}" + (f"\n{calls}" if calls else "")
         if missing
@@ -202,9 +202,8 @@ def monitored_barrier(
         hint="ranks that differ in their number of calls: mesh.step() after each step names the call that one left out"
         if calls
         else "look at what the missing ranks are doing; a longer timeout_s helps only if they are slow",
+        missing=tuple(missing),
     )
-    error.missing = tuple(missing)
-    raise error
 
 
 def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | None:

@@ -101,14 +101,13 @@ def open_group(
         awaited = _AWAITED.search(str(error))
         if awaited is not None and int(awaited[1]) < len(group.ranks):
             missing = group.ranks[int(awaited[1])]
-            lost = PeerLost(
+            raise PeerLost(
                 f"rank {rank} could not create the group {group.label}: rank {missing} has not come to it",
                 given=f"{options.backend} on ranks {list(group.ranks)}: {first_line(error)}",
                 expected=f"every rank of the group to create it within {options.timeout_s:g} s",
                 hint=f"look at the first error of rank {missing}",
-            )
-            lost.missing = (missing,)
-            raise lost from error
+                missing=(missing,),
+            ) from error
         raise CommunicationError(
             f"rank {rank} could not create the group {group.label}",
             given=f"{options.backend}: {first_line(error)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
@@ -78,8 +78,8 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
         given="\n".join(lines),
         expected="a program that returns on every rank",
         hint="look at the line named above",
+        by_rank=failed,
     )
-    found.by_rank = failed
     found.__cause__ = failed[first]
     return found
 
@@ -104,14 +104,14 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
         for rank, other in zip(circle, following, strict=True)
     ]
     path = [*circle[:8], *([".."] if len(circle) > 8 else []), circle[0]]
-    error = DeadlockError(
+    return DeadlockError(
         f"circular wait: {' -> '.join(map(str, path))}",
         given=_with_rest(lines, set(waiting) - set(circle)),
         expected="calls in one order on all ranks, so that somebody can always go on",
         hint="messages both ways: mesh.exchange or mesh.shift; collectives: the same order of dims",
+        circle=tuple(circle),
+        waiting=tuple(sorted(waiting)),
     )
-    error.circle, error.waiting = tuple(circle), tuple(sorted(waiting))
-    return error
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
@@ -129,31 +129,28 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         )
         lines.append(f"{waiting[rank].name} {_doing(waiting[rank])}{why}")
     given = _with_rest(lines, set(waiting) - set(roots))
+    facts: Any = {"given": given, "waiting": tuple(sorted(waiting))}
     on = [waiting[rank].wait for rank in roots]
-    error: UnmatchedMessage | DeadlockError
     if all(isinstance(wait, SimulatedWork) and wait.kind != "collective" for wait in on):
-        error = UnmatchedMessage(
+        return UnmatchedMessage(
             f"{ranks_text(gone)} returned while {_wait(roots)} for a message",
-            given=given,
             expected=_PAIRS,
             hint="look at the peers and at the number of messages on both sides",
+            **facts,
         )
-    elif gone:
-        error = DeadlockError(
+    if gone:
+        return DeadlockError(
             f"{ranks_text(gone)} returned while {_wait(roots)}",
-            given=given,
             expected="the same number of calls on every rank",
             hint="look for a loop, a return or a branch that depends on the rank",
+            **facts,
         )
-    else:
-        error = DeadlockError(
-            f"{_wait(roots)} for a key that no rank sets",
-            given=given,
-            expected="another rank to set what is waited for",
-            hint="look at the key's name on the rank that sets it",
-        )
-    error.waiting = tuple(sorted(waiting))
-    return error
+    return DeadlockError(
+        f"{_wait(roots)} for a key that no rank sets",
+        expected="another rank to set what is waited for",
+        hint="look at the key's name on the rank that sets it",
+        **facts,
+    )
 
 
 def _left_over(shared: SharedState) -> UnmatchedMessage | None:
@@ -174,14 +171,13 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
             ranks.add(actor.rank)
     if not lines:
         return None
-    error = HandleNotWaited(
+    return HandleNotWaited(
         f"{ranks_text(sorted(ranks))} ended without waiting for {_count(lines, 'handle')}",
         given="\n".join(_shortened(lines)),
         expected="handle.wait() for every call with async_op, isend and irecv",
         hint="keep the handle, and wait for it before its tensors are used",
+        mismatched_ranks=tuple(sorted(ranks)),
     )
-    error.mismatched_ranks = tuple(sorted(ranks))
-    return error
 
 
 # -- facts ----------------------------------------------------------------------------------
@@ -238,14 +234,13 @@ def _started(work: SimulatedWork) -> str:
 
 
 def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: str) -> UnmatchedMessage:
-    error = UnmatchedMessage(
+    return UnmatchedMessage(
         what,
         given="\n".join(_shortened([_started(each.work) for each in messages])),
         expected=expected,
         hint="look at the peers, the tags and the number of messages on both sides",
+        waiting=tuple(sorted({each.work.actor.rank for each in messages})),
     )
-    error.waiting = tuple(sorted({each.work.actor.rank for each in messages}))
-    return error
 
 
 # -- words -----------------------------------------------------------------------------------------

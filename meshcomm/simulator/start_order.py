@@ -91,11 +91,10 @@ class StartOrder:
 def _error(circle: Sequence[tuple[Start, Start]], what: str, expected: str, hint: str) -> DeadlockError:
     lines = [f"{first.where} starts {first.what}, then {second.what}" for first, second in circle]
     ranks = tuple(dict.fromkeys(first.rank for first, _ in circle))
-    error = DeadlockError(
+    return DeadlockError(
         f"ranks start {what} in different orders: " + ", ".join(map(str, ranks)),
         given="\n".join(lines),
         expected=expected,
         hint=hint,
+        circle=ranks,
     )
-    error.circle = ranks
-    return error

@@ -315,8 +315,8 @@ class SimulatedGroup:
                 given=f"{send.line()}\n{recv.line()}",
                 expected="a buffer of the sender's shape and dtype",
                 hint="send with handshake=True and receive without out, where only the sender knows them",
+                mismatched_ranks=(receiver,),
             )
-            error.mismatched_ranks = (receiver,)
             self.scheduler.fail(error)
         if send.x.numel():
             with torch.inference_mode():
