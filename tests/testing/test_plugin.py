@@ -372,7 +372,7 @@ def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], wh
     with pytest.raises(MeshTestError, match=what):
         read(args, keywords, "gloo")
     good = read(({"timeout": 2},), {"dp": 2, "timeout_s": 20, "merge": {"all": ("timeout", "dp")}}, "gloo")
-    assert (good.world_size, good.timeout_s, good.label(3)) == (4, 20.0, "rank 3 (timeout=1 dp=1)")
+    assert (good.world_size, good.timeout_s, good.layout.label(3)) == (4, 20.0, "rank 3 (timeout=1 dp=1)")
     assert read((), {"dp": -1, "tp": 2, "world_size": 6}, "gloo").layout.dims == {"dp": 3, "tp": 2}
     assert read((), {"dp": 2, "not_via": {"gloo": "why"}}, "gloo").skip == "why"
     queued = read((), {"dp": 2, "not_via": {"gloo": "why"}}, "emulated_nccl")
