@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import LayoutError, UnknownDim
 from meshcomm.layout.names import check_name, did_you_mean
-from meshcomm.layout.sizes import check_sizes, fold, rank_text, resolve, times, toml_dims
+from meshcomm.layout.sizes import check_coord, check_sizes, fold, rank_text, resolve, times, toml_dims
 
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
@@ -354,20 +354,9 @@ class Layout:
                 expected="one coord for each of " + ", ".join(self.dims),
                 hint=f"add {', '.join(missing)}" if missing else "leave out the others",
             )
-        for name in sizes:
-            self.check_coord(name, coords[name])
+        for name, size in sizes.items():
+            check_coord(name, coords[name], size)
         return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in coords.items()))
-
-    def check_coord(self, name: str, coord: int) -> None:
-        """Raise LayoutError where the dim `name` has no such coord."""
-        size = self.size(name)
-        if not 0 <= coord < size:
-            raise LayoutError(
-                f"{name}={coord} is outside the mesh",
-                given=f"{name}={coord}",
-                expected=f"0 to {size - 1}",
-                hint=f"{name} has size {size}; coords count from 0",
-            )
 
     def groups(self, dims: Dims) -> Ranks:
         """Every group along `dims`, shape (number of groups, size), in coord order.

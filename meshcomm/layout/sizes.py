@@ -130,6 +130,17 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
     )
 
 
+def check_coord(name: str, coord: int, size: int) -> None:
+    """Raise LayoutError where the dim `name` has no such coord."""
+    if not 0 <= coord < size:
+        raise LayoutError(
+            f"{name}={coord} is outside the mesh",
+            given=f"{name}={coord}",
+            expected=f"0 to {size - 1}",
+            hint=f"{name} has size {size}; coords count from 0",
+        )
+
+
 def coords_text(coords: Mapping[str, int]) -> str:
     """As in `pp=1 tp=0`; of sizes too."""
     return " ".join(f"{name}={coord}" for name, coord in coords.items())

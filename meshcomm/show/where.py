@@ -11,7 +11,7 @@ import numpy as np
 from meshcomm.config import Config, ParallelConfig, TopologyConfig
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Dims, Layout, Plan
-from meshcomm.layout.sizes import coords_text, fold
+from meshcomm.layout.sizes import check_coord, coords_text, fold
 from meshcomm.predict.lint import roles
 from meshcomm.show.page import Cells, Line, Part
 from meshcomm.show.plan import plan_facts, rank_page
@@ -55,8 +55,9 @@ def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
     """
     positions = np.arange(layout.world_size, dtype=np.int64)
     for name, coord in coords.items():
-        layout.check_coord(name, coord)
-        positions = positions[layout.digits(name).coord(positions) == coord]
+        digits = layout.digits(name)
+        check_coord(name, coord, digits.size)
+        positions = positions[digits.coord(positions) == coord]
     found: list[int] = layout.ranks[positions].tolist()
     return found
 

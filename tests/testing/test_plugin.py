@@ -377,7 +377,7 @@ def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], wh
     assert read((), {"dp": 2, "not_via": {"gloo": "why"}}, "gloo").skip == "why"
     queued = read((), {"dp": 2, "not_via": {"gloo": "why"}}, "emulated_nccl")
     assert (queued.skip, queued.config["mesh"]["backend"]) == ("", "emulated_nccl")
-    assert read((), {"tp": 2, "ranks": (1, 3)}, "gloo").label(2) == "rank 2 (not in the mesh)"
+    assert read((), {"tp": 2, "ranks": (1, 3)}, "gloo").layout.label(2) == "rank 2 (not in the mesh)"
 
 
 def test_via() -> None:
