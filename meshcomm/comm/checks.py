@@ -16,7 +16,6 @@ from torch import Tensor
 
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.transport.torch_private import (
-    FakeTensor,
     forward_mode,
     is_fwd_grad_enabled,
     is_wrapped,
@@ -134,7 +133,7 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
     """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent."""
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
-        ((*span_of(x), x, comes) for x, comes in tensors if x.numel() and not isinstance(x, FakeTensor)),
+        ((*span_of(x), x, comes) for x, comes in tensors if x.numel()),
         key=lambda each: each[0],
     )
     open_: list[tuple[int, int, Tensor, bool]] = []

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
@@ -20,7 +21,7 @@ from meshcomm.transport.torch_private import (
     DispatchMode,
     backward_number,
     explicit_kernel,
-    fake_mode,
+    fake_tensors_on,
     flops_of,
     leaves_of,
     parts_of_dtensor,
@@ -33,9 +34,9 @@ PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activati
 not summed over ranks yet. activations: what forward passes make, also when they are run again in a backward pass.
 gathered: other ranks' parts of the weights. rest: buffers of calls, temporary memory of backward passes and of the optimizer."""
 
-# Of operators that are made of others, calls on groups among them.
-_COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
-_SKIPPED: Final = (str(Path(torch.__file__).parent), __file__)
+# Operators that are made of others, calls on groups among them.
+COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
+_SKIPPED: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @final
@@ -63,23 +64,23 @@ class Peak(NamedTuple):
 
 
 @final
-class Ledger(DispatchMode):  # type: ignore[misc]
-    """While it is entered, follows the memory of every tensor that an operator makes, real ones and fake ones.
+class Ledger:
+    """While it is entered, follows the memory of every tensor that it is told of, until nobody holds it.
 
-    Bytes of storages, each counted once, from the operator that makes it until nobody holds it. What kernels use
-    inside themselves is not seen, nor what an allocator keeps besides. flops: computed since the start or `restart`.
+    Bytes of storages, each counted once. What kernels use inside themselves is not seen, nor what an allocator keeps
+    besides. flops: computed since the start or `restart`.
 
-    stretch: says what the program is doing, in words, and whether that is a forward pass.
+    Args:
+        stretch: says what the program is doing, in words, and whether that is a forward pass.
+        hollow: storages have an address and no memory. torch cannot resize these: it is done here, in figures.
     """
 
-    def __init__(self, stretch: Callable[[], tuple[str, bool]]) -> None:
-        super().__init__()
+    def __init__(self, stretch: Callable[[], tuple[str, bool]], *, hollow: bool = False) -> None:
         self.live = 0
         self._stretch = stretch
+        self._hollow = hollow
         self._held: dict[int, _Held] = {}
         self._clock = 0
-        self._fake: Any = None
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -93,7 +94,7 @@ class Ledger(DispatchMode):  # type: ignore[misc]
     def call_it(self, part: Part, tensors: Iterable[Any]) -> None:
         """Say what the memory of `tensors` is for; of DTensors what this rank holds."""
         for tensor in tensors:
-            # Without an operator: a view of what FSDP has let go of would bring a fake tensor's memory back.
+            # Without an operator: a view of what FSDP has let go of would bring its memory back.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
             held = self._held.get(mine.untyped_storage()._cdata)
             if held is not None:
@@ -111,78 +112,58 @@ class Ledger(DispatchMode):  # type: ignore[misc]
         return Peak(self._peak, self._sums([*there, *self._gone]), during, at, operator)
 
     def __enter__(self) -> Ledger:
-        self._fake = fake_mode()
-        resize, ledger = UntypedStorage.resize_, self
+        resize, size, ledger = UntypedStorage.resize_, UntypedStorage.nbytes, self
 
         def resized(storage: UntypedStorage, size: int) -> Any:
             # FSDP lets go of what it has gathered by this, past all operators.
-            found = resize(storage, size)
             held = ledger._held.get(storage._cdata)
-            if held is not None and held.nbytes != storage.nbytes():
+            if not ledger._hollow or held is None:
+                resize(storage, size)
+            if held is not None and held.nbytes != size:
                 ledger._clock += 1
-                ledger._let_go(held)
-                held = _Held(storage.nbytes(), held.part, held.forward, ledger._clock, held.watch)
-                ledger._held[storage._cdata] = held
-                ledger._grow(held.nbytes, "resize_")
-            return found
+                ledger._becomes(storage._cdata, held, size, "resize_")
+            return storage
 
-        self._patch = patch.object(UntypedStorage, "resize_", resized)
-        self._patch.start()
-        super().__enter__()
+        def sized(storage: UntypedStorage) -> int:
+            held = ledger._held.get(storage._cdata)
+            return size(storage) if held is None else held.nbytes
+
+        self._patches = ExitStack()
+        self._patches.enter_context(patch.object(UntypedStorage, "resize_", resized))
+        if self._hollow:
+            # `size` asks it.
+            self._patches.enter_context(patch.object(UntypedStorage, "nbytes", sized))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
+        self._patches.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
-        if types and wraps_tensors(types):
-            # DTensor and its like call the operators of what this rank holds, which come here.
-            return NotImplemented
-        if func.namespace in _COMPOSED:
-            # Whatever they are made of is seen, and made where a tensor without values would only get a shape.
-            DispatchMode.__enter__(self)
-            try:
-                return explicit_kernel(func, *args, **(kwargs or {}))
-            finally:
-                DispatchMode.__exit__(self, None, None, None)
-        found = func(*args, **(kwargs or {}))
-        if fake_mode() is not self._fake:
-            # DTensor finds shapes by trying operators on tensors without memory.
-            return found
-        self._clock += 1
-        formula = self._formulas[func] if func in self._formulas else self._formula(func)
-        if formula is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=found))
-        name = str(func)
-        if name.startswith("fsdp."):
-            self._copies(args)
-        for each in (found,) if isinstance(found, Tensor) else leaves_of(found):
-            if isinstance(each, Tensor):
-                self._see(each, name)
-        return found
-
-    def _formula(self, func: Any) -> Callable[..., int] | None:
-        found = self._formulas[func] = flops_of(func)
-        return found
-
-    def _see(self, tensor: Tensor, operator: str) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+    def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
+        """An operator has made, or resized, a storage, or given one that is known."""
+        key = storage._cdata
         held = self._held.get(key)
         if held is not None:
             if held.nbytes != nbytes:
-                # Tensor.resize_ and its like: not seen otherwise.
-                self._let_go(held)
-                self._held[key] = _Held(nbytes, held.part, held.forward, self._clock, held.watch)
-                self._grow(nbytes, operator)
+                self._clock += 1
+                self._becomes(key, held, nbytes, operator)
             return
-        if tensor.device.type == "meta":
-            return
+        self._clock += 1
         forward = self._stretch()[1] if backward_number() < 0 else torch.is_grad_enabled()
         watch = weakref.ref(storage, partial(_ended, weakref.ref(self), key))
         self._held[key] = _Held(nbytes, None, forward, self._clock, watch)
+        self._grow(nbytes, operator)
+
+    def copied(self, tensors: Iterable[Any]) -> None:
+        """What FSDP moves weights and gradients through."""
+        for each in tensors:
+            if isinstance(each, Tensor):
+                held = self._held.get(each.untyped_storage()._cdata)
+                if held is not None and held.part is None:
+                    held.part = "rest"
+
+    def _becomes(self, key: int, held: _Held, nbytes: int, operator: str) -> None:
+        self._let_go(held)
+        self._held[key] = _Held(nbytes, held.part, held.forward, self._clock, held.watch)
         self._grow(nbytes, operator)
 
     def _grow(self, nbytes: int, operator: str) -> None:
@@ -205,19 +186,59 @@ class Ledger(DispatchMode):  # type: ignore[misc]
         if held is not None:
             self._let_go(held)
 
-    def _copies(self, args: Any) -> None:
-        """What FSDP moves weights and gradients through."""
-        for each in leaves_of(args):
-            if isinstance(each, Tensor):
-                held = self._held.get(each.untyped_storage()._cdata)
-                if held is not None and held.part is None:
-                    held.part = "rest"
-
     def _sums(self, those: Iterable[_Held]) -> dict[Part, int]:
         found: Counter[Part] = Counter()
         for each in those:
             found[each.known] += each.nbytes
         return {part: found[part] for part in PARTS}
+
+
+@final
+class Watched(DispatchMode):  # type: ignore[misc]
+    """While it is entered, a ledger is told of every tensor that an operator makes, and of its FLOPs."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
+
+    def __enter__(self) -> Watched:
+        self._ledger.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._ledger.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        if types and wraps_tensors(types):
+            # DTensor and its like call the operators of what this rank holds, which come here.
+            return NotImplemented
+        if func.namespace in COMPOSED:
+            # Whatever they are made of is seen.
+            DispatchMode.__enter__(self)
+            try:
+                return explicit_kernel(func, *args, **(kwargs or {}))
+            finally:
+                DispatchMode.__exit__(self, None, None, None)
+        found = func(*args, **(kwargs or {}))
+        if fake_tensors_on():
+            # DTensor finds shapes by trying operators on tensors without memory.
+            return found
+        if func not in self._formulas:
+            self._formulas[func] = flops_of(func)
+        if (formula := self._formulas[func]) is not None:
+            self._ledger.flops += int(formula(*args, **(kwargs or {}), out_val=found))
+        name = str(func)
+        if name.startswith("fsdp."):
+            self._ledger.copied(leaves_of(args))
+        for each in (found,) if isinstance(found, Tensor) else leaves_of(found):
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                storage = each.untyped_storage()
+                self._ledger.made(storage, storage.nbytes(), name)
+        return found
 
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:

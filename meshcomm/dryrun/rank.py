@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,24 +17,15 @@ from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config
 from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
-from meshcomm.dryrun.ledger import Ledger, Part, Peak
+from meshcomm.dryrun.hollow import Hollow
+from meshcomm.dryrun.ledger import Ledger, Part, Peak, Watched
 from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.tensor import local
-from meshcomm.transport.torch_private import (
-    DispatchMode,
-    FakeMode,
-    ToldWork,
-    fsdp_tensors,
-    leaves_of,
-    plain_device_meshes,
-    tell_hooks,
-    without_modes,
-    wraps_tensors,
-)
+from meshcomm.transport.torch_private import fsdp_tensors, plain_device_meshes
 
 _BETWEEN: Final = "between passes"
 # What is held between two steps besides weights and what belongs to them is small; the first makes it.
@@ -129,10 +119,10 @@ class _Passes(Spans):
         return now.call, now.call.startswith("forward")
 
 
-def counted_step(mesh: Mesh, config: Config, *, filled: bool = True, passes: _Passes | None = None) -> Step:
+def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
     """Build the model of `config` on `mesh`, train it for two steps, and tell of the second one.
 
-    filled: False: weights get memory and no values. passes: takes the calls.
+    hollow: tensors have neither memory nor values.
     Called by: every rank of the mesh.
     Raises:    as `Engine`.
     """
@@ -144,11 +134,11 @@ def counted_step(mesh: Mesh, config: Config, *, filled: bool = True, passes: _Pa
             expected="both: their sizes are what memory and bytes follow from",
             hint="configs/quickstart.toml has both",
         )
-    passes = _Passes() if passes is None else passes
-    ledger = Ledger(passes.stretch)
+    passes = _Passes()
+    ledger = Ledger(passes.stretch, hollow=hollow)
     passes.flops = lambda: ledger.flops
-    with ledger:
-        engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=filled)
+    with Hollow(ledger, passes) if hollow else Watched(ledger):
+        engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
         # What the first steps compare is no part of the others.
         engine.checked_steps = 0
         parameters = [parameter for _, parameter in engine.named_parameters()]
@@ -202,15 +192,9 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
     Raises: as `counted_step`; UnsupportedOp where the model looks at values.
     """
     with _pretended(rank, world), init(_alone(config)) as mesh, ExitStack() as modes:
-        modes.enter_context(warnings.catch_warnings())
-        # Messages that arrive at once are asked for their memory, to see whether they share it.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         modes.enter_context(plain_device_meshes())
-        modes.enter_context(FakeMode(allow_non_fake_inputs=True))
-        passes = _Passes()
-        modes.enter_context(_Answers(passes))
         try:
-            return counted_step(mesh, _alone(config), filled=False, passes=passes)
+            return counted_step(mesh, _alone(config), hollow=True)
         except MeshcommError:
             raise
         except Exception as error:
@@ -246,56 +230,6 @@ def _pretended(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@final
-class _Answers(DispatchMode):  # type: ignore[misc]
-    """What a world without values and other ranks answers: every look at a value 0, and every call at once."""
-
-    def __init__(self, passes: _Passes) -> None:
-        super().__init__()
-        self._passes = passes
-        # Functional collectives under way, by the memory of what they give.
-        self._flying: dict[int, Callable[[], None]] = {}
-        # torch holds on to a Work, and not to the part of it that is Python's.
-        self._works: list[ToldWork] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
-        if types and wraps_tensors(types):
-            return NotImplemented
-        if func is torch.ops.aten._local_scalar_dense.default:
-            with without_modes():
-                return torch.zeros((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d":
-            return self._call(func, args, func(*args, **(kwargs or {})))
-        found = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional":
-            self._functional(func, args, found)
-        return found
-
-    def _call(self, func: Any, args: Any, found: Any) -> Any:
-        """Tell of a call, as tensors without values do not come to the backend, which would; and of its wait."""
-        # A call of the mesh is known already; one past it becomes known by its hook.
-        work = ToldWork(lambda: told())
-        self._works.append(work)
-        known = tell_hooks(func, args, (), work)
-        told = self._passes.waiting() if known else int
-        return work.boxed() if not isinstance(found, tuple) else (*found[:-1], work.boxed())
-
-    def _functional(self, func: Any, args: Any, found: Any) -> None:
-        waits = "wait_tensor" in func._schema.name
-        outputs = [each for each in leaves_of(args if waits else found) if isinstance(each, Tensor)]
-        keys = [each.untyped_storage()._cdata for each in outputs]
-        if waits:
-            for told in dict.fromkeys(self._flying.pop(key, None) for key in keys):
-                if told is not None:
-                    told()
-            return
-        before = len(self._passes.calls)
-        tell_hooks(func, args, outputs, None)
-        if len(self._passes.calls) > before:
-            self._flying.update(dict.fromkeys(keys, self._passes.waiting()))
 
 
 def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:

@@ -8,14 +8,17 @@ with different names on their members never meet. Here a group is named by what 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
 import json
+import mmap
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal, TypeAlias, TypeVar, final
 from unittest.mock import patch
@@ -27,24 +30,69 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # For a backend in Python: what it returns, what sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
-# The mode under which tensors have no values, if one is on.
-fake_mode: Callable[[], Any] = active_fake_mode
+flatten_tree: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
+unflatten_tree: Callable[[Sequence[Any], Any], Any] = tree_unflatten
 FakeMode: Any = FakeTensorMode
+_CPU = torch.device("cpu")
 # A block that no mode sees.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
+
+
+def fake_tensors_on() -> bool:
+    """Whether tensors that are made here are FakeTensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@final
+class _Addresses:
+    """Addresses that nothing else in this process gets, and no memory stands behind. Reading them gives zeros.
+
+    After all have been given, which a step of 32 TiB would take, they are given again.
+    """
+
+    SPAN = 1 << 45
+
+    def __init__(self) -> None:
+        # Python 3.11 has no name for Linux's flag.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        self._room = mmap.mmap(-1, self.SPAN, flags=flags)
+        self.first = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
+        self._used = 0
+
+    def take(self, nbytes: int) -> int:
+        if self._used + nbytes > self.SPAN:
+            self._used = 0
+        at = self.first + self._used
+        self._used += max(512, -(-nbytes // 512) * 512)
+        return at
+
+
+_addresses = lru_cache(maxsize=1)(_Addresses)
+
+
+def storage_without_memory(nbytes: int) -> Any:
+    """A storage of the CPU of this size, with an address of its own and no memory. It cannot be resized."""
+    return torch._C._construct_storage_from_data_pointer(_addresses().take(nbytes), _CPU, nbytes)
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has memory, and with it values: neither a FakeTensor, nor on a `storage_without_memory`."""
+    if isinstance(x, FakeTensor):
+        return False
+    known = _addresses() if _addresses.cache_info().currsize else None
+    return known is None or not known.first <= x.data_ptr() < known.first + known.SPAN
 
 
 def wraps_tensors(types: Iterable[type]) -> bool:
@@ -174,16 +222,22 @@ _FUNCTIONAL = {
 
 @final
 class ToldWork(Work):  # type: ignore[misc]
-    """The Work of a call that nobody carries: over at once, and says when it is waited for."""
+    """The Work of a call that nobody carries: over at once, and says when it is first waited for.
 
-    def __init__(self, waited: Callable[[], object]) -> None:
+    held: tensors of the call, which it keeps, as those of backends do. Whoever makes one keeps it until it is waited
+    for: torch holds on to a Work, and not to the part of it that is Python's.
+    """
+
+    def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:
         super().__init__()
-        self._waited: Callable[[], object] = waited
+        self._held = held
+        self._waited: Callable[[ToldWork], object] | None = waited
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True, as all of them."""
-        waited, self._waited = self._waited, int
-        waited()
+        if self._waited is not None:
+            waited, self._waited = self._waited, None
+            waited(self)
         return True
 
     def is_completed(self) -> bool:
@@ -191,6 +245,13 @@ class ToldWork(Work):  # type: ignore[misc]
 
     def is_success(self) -> bool:
         return True
+
+    def get_future(self) -> Any:
+        """Of the call's tensors, as far as they are flat."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
+        return future
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 import meshcomm
 from meshcomm.config import Config, MeshConfig, load
-from meshcomm.dryrun.ledger import Ledger
+from meshcomm.dryrun.ledger import Ledger, Watched
 from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh.source import MeshOnly
@@ -237,7 +237,7 @@ def test_without_a_model_there_is_nothing_to_run() -> None:
 
 def test_a_ledger_counts_storages_while_they_live() -> None:
     ledger = Ledger(lambda: ("forward 0", True))
-    with ledger:
+    with Watched(ledger):
         x = torch.zeros(100)
         view = x[10:]
         y = x + 1

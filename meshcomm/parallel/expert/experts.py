@@ -15,7 +15,7 @@ from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, 
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
-from meshcomm.transport.torch_private import FakeTensor, outside_graphs
+from meshcomm.transport.torch_private import has_memory, outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 """The parameters of an `Experts`."""
@@ -388,7 +388,7 @@ def _check_alike(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
 
 def _told(often: Tensor, total: int) -> Any:
     """As lists, where the host has to know. Tensors without values, as in a dry run, say: `total` evenly divided."""
-    if not isinstance(often, FakeTensor):
+    if has_memory(often):
         return often.tolist()
     each, more = divmod(total, often.shape[-1])
     even = [each + (place < more) for place in range(often.shape[-1])]

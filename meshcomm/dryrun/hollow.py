@@ -1,0 +1,334 @@
+"""How do operators run when no tensor has values or memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from meshcomm.dryrun.ledger import COMPOSED, Ledger
+from meshcomm.transport.torch_private import (
+    DispatchMode,
+    FakeMode,
+    FakeTensor,
+    ToldWork,
+    explicit_kernel,
+    fake_tensors_on,
+    flatten_tree,
+    flops_of,
+    leaves_of,
+    storage_without_memory,
+    tell_hooks,
+    unflatten_tree,
+    wraps_tensors,
+)
+
+_EMPTY: Final[dict[str, Any]] = {}
+_Handler: TypeAlias = Callable[[Any, Any, Any], Any]
+
+
+class Calls(Protocol):
+    """Who takes the calls on groups."""
+
+    @property
+    def calls(self) -> Sequence[object]:
+        """Those so far."""
+        ...
+
+    def waiting(self) -> Callable[[], None]:
+        """What is to be called when the last one is waited for."""
+        ...
+
+
+class _Result(NamedTuple):
+    """One tensor of a result. given: which argument it is, or whose memory it shares; -1: none. memory: which new one.
+
+    It is that argument itself where shape is None; else offset is beyond that of the argument.
+    """
+
+    given: int
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Known(NamedTuple):
+    """What an operator does with arguments of some shapes.
+
+    memories: bytes of each new one. leaves: tensors as _Result, anything else as it is. structure: None for a single
+    leaf. resized: which arguments become another size. real: on the meta device, where torch does it all.
+    """
+
+    memories: tuple[int, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+    resized: tuple[tuple[int, _Result], ...]
+    flops: int
+    real: bool
+
+
+_REAL: Final = _Known((), (), None, (), 0, True)
+
+
+@final
+class Hollow(DispatchMode):  # type: ignore[misc]
+    """While it is entered, operators on the CPU's tensors give results of the right size, whose memory nobody has.
+
+    They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
+    like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
+    Calls on groups are over at once, and answer nothing. Every look at a value gives 0.
+
+    Args:
+        ledger: told of memory and FLOPs. calls: takes the calls on groups.
+
+    Raises: torch's DataDependentOutputException or DynamicOutputShapeException where a result depends on values.
+    """
+
+    def __init__(self, ledger: Ledger, calls: Calls) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._calls = calls
+        self._fake = FakeMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, _Known] = {}
+        self._handlers: dict[Any, _Handler] = {}
+        self._names: dict[Any, str] = {}
+        # Functional collectives under way, by the memory of what they give.
+        self._flying: dict[int, Callable[[], None]] = {}
+        # Those that nobody has waited for.
+        self._works: dict[ToldWork, Callable[[], object]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch puts two calls around each operator.
+        return False
+
+    def __enter__(self) -> Hollow:
+        self._ledger.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._ledger.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        if types and wraps_tensors(types):
+            # DTensor and its like call the operators of what this rank holds, which come here.
+            return NotImplemented
+        if fake_tensors_on() or (types and any(issubclass(each, FakeTensor) for each in types)):
+            # DTensor finds shapes by trying operators on tensors without memory.
+            return func(*args, **(kwargs or _EMPTY))
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler(func)
+        return handler(func, args, kwargs or _EMPTY)
+
+    def _handler(self, func: Any) -> _Handler:
+        """What does an operator."""
+        self._names[func] = str(func)
+        schema, namespace = func._schema, func.namespace
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return lambda func, args, kwargs: _zero(args[0].dtype)
+        if namespace in COMPOSED:
+            return self._composed
+        if namespace == "c10d":
+            return self._call
+        if "wait_tensor" in schema.name:
+            return self._wait
+        if namespace.startswith("_c10d_functional"):
+            # The subclass whose first use waits is no collective.
+            return _as_torch if schema.name.endswith("_wrap_tensor_autograd") else self._functional
+        if schema.name == "aten::set_" or namespace == "profiler":
+            return _as_torch
+        written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
+        if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
+            # A view, which touches no memory; or one or a copy, as of reshape.
+            return self._decomposed if func._can_decompose() else _as_torch
+        return self._compute
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Whatever makes new values: at most new memory, of a size that is known."""
+        tensors: list[Tensor] = []
+        key: list[Any] = [func]
+        _describe(args, key, tensors)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                _describe((value,), key, tensors)
+        of = tuple(key)
+        try:
+            known = self._known.get(of)
+        except TypeError:
+            # Of arguments that no dictionary takes nothing is remembered.
+            known = self._learn(func, args, kwargs, tensors)
+        if known is None:
+            known = self._known[of] = self._learn(func, args, kwargs, tensors)
+        if known.real:
+            return func(*args, **kwargs)
+        ledger, name = self._ledger, self._names[func]
+        ledger.flops += known.flops
+        memories = [self._memory(nbytes, name) for nbytes in known.memories]
+        for number, result in known.resized:
+            _made(memories[result.memory], result, tensors[number])
+        found = [
+            (_of(tensors[leaf.given], leaf) if leaf.given >= 0 else _made(memories[leaf.memory], leaf))
+            if type(leaf) is _Result
+            else leaf
+            for leaf in known.leaves
+        ]
+        if func.namespace == "fsdp":
+            ledger.copied(tensors)
+        return found[0] if known.structure is None else unflatten_tree(found, known.structure)
+
+    def _memory(self, nbytes: int, name: str) -> Any:
+        storage = storage_without_memory(nbytes)
+        self._ledger.made(storage, nbytes, name)
+        return storage
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> _Known:
+        """Try an operator on torch's FakeTensors of the same sizes."""
+        twins: dict[int, Tensor] = {}
+
+        def twin(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in twins:
+                twins[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            return twins[id(x)]
+
+        leaves, structure = flatten_tree((args, dict(kwargs)))
+        # A failure is raised; torch would also log it.
+        with self._fake, patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+            theirs, named = unflatten_tree([twin(leaf) for leaf in leaves], structure)
+            result = func(*theirs, **named)
+            formula = flops_of(func)
+            flops = 0 if formula is None else int(formula(*theirs, **named, out_val=result))
+        places = {id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
+        given = {_memory_of(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
+        memories: dict[int, tuple[int, int]] = {}
+
+        def one(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            number = places.get(id(x))
+            if number is not None:
+                return _Result(number, -1, x.dtype, None, (), 0)
+            shape = (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+            if _memory_of(x) in given:
+                return _Result(given[_memory_of(x)], -1, *shape)
+            size = x.untyped_storage().nbytes()
+            place, _ = memories.setdefault(_memory_of(x), (len(memories), size))
+            return _Result(-1, place, *shape)
+
+        resized = []
+        for number, x in enumerate(tensors):
+            after = twins[id(x)]
+            if after.shape != x.shape or after.stride() != x.stride():
+                # As out=... of another size. Its storage is the same one, larger.
+                place, _ = memories.setdefault(-1 - number, (len(memories), after.untyped_storage().nbytes()))
+                resized.append((number, _Result(-1, place, x.dtype, tuple(after.shape), after.stride(), 0)))
+        flat, structure = flatten_tree(result)
+        there = [x for x in flat if isinstance(x, Tensor)] or list(twins.values())
+        if there and all(x.device.type == "meta" for x in there):
+            return _REAL
+        found = tuple(one(x) for x in flat)
+        single = len(flat) == 1 and flat[0] is result
+        sizes = tuple(size for _, size in memories.values())
+        return _Known(sizes, found, None if single else structure, tuple(resized), flops, False)
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        DispatchMode.__enter__(self)
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            DispatchMode.__exit__(self, None, None, None)
+
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # Whatever they are made of is seen, and made where a tensor without values would only get a shape.
+        DispatchMode.__enter__(self)
+        try:
+            return explicit_kernel(func, *args, **kwargs)
+        finally:
+            DispatchMode.__exit__(self, None, None, None)
+
+    # -- calls on groups ------------------------------------------------------------------------------
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tell of a call, as the backend would, and of its wait. A call of the mesh is known already."""
+        work = ToldWork(args, self._waited)
+        known = tell_hooks(func, args, (), work)
+        self._works[work] = self._calls.waiting() if known else int
+        returned = len(func._schema.returns)
+        return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
+
+    def _waited(self, work: ToldWork) -> None:
+        self._works.pop(work)()
+
+    def _functional(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = self._compute(func, args, kwargs)
+        outputs = [each for each in leaves_of(found) if isinstance(each, Tensor)]
+        before = len(self._calls.calls)
+        tell_hooks(func, args, outputs, None)
+        if len(self._calls.calls) > before:
+            told = self._calls.waiting()
+            self._flying.update({_memory_of(each): told for each in outputs})
+        return found
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for each in leaves_of(args):
+            told = self._flying.pop(_memory_of(each), None)
+            if told is not None:
+                told()
+        return args[0]
+
+
+def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _zero(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return False
+    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+
+
+def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
+    """Add to `key` what a result may depend on, and the tensors to `tensors`."""
+    for x in values:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            key += (x.dtype, x.shape, x.stride(), x.is_meta)
+        elif isinstance(x, list | tuple):
+            key.append(len(x))
+            _describe(x, key, tensors)
+        else:
+            # 1, 1.0 and True are equal.
+            key += (type(x), x)
+
+
+def _memory_of(x: Tensor) -> int:
+    found: int = x.untyped_storage()._cdata
+    return found
+
+
+def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:
+    """A tensor of a new storage; onto: an existing one, which gets it."""
+    x = torch.empty(0, dtype=result.dtype) if onto is None else onto
+    return x.set_(storage, result.offset, result.shape or (), result.stride)
+
+
+def _of(x: Tensor, result: _Result) -> Tensor:
+    """An argument, or a tensor that shares its memory."""
+    if result.shape is None:
+        return x
+    at = x.storage_offset() + result.offset
+    if result.dtype == x.dtype:
+        return torch.as_strided(x, result.shape, result.stride, at)
+    return torch.empty(0, dtype=result.dtype).set_(x.untyped_storage(), at, result.shape, result.stride)
