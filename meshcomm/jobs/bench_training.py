@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import torch
 
+from meshcomm.bench.breakdown import parts_of_a_step
 from meshcomm.bench.facts import machine_facts
 from meshcomm.bench.table import console
-from meshcomm.bench.training import MICROBATCH, MICROBATCHES, YARDSTICK, measured, parts_of_a_step, ways
+from meshcomm.bench.training import MICROBATCH, MICROBATCHES, YARDSTICK, measured, ways
 from meshcomm.config import Config, load
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError

@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import meshcomm
+from meshcomm.bench.breakdown import exposed, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
-from meshcomm.bench.training import exposed, measured, parts_of_a_step, ways
+from meshcomm.bench.training import measured, ways
 from meshcomm.cli import app
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load
@@ -26,8 +27,14 @@ MODEL = "model={ layers = 2, width = 32, heads = 4, kv_heads = 2, ff = 64, vocab
 
 def config_of(dims: str, parallel: str, world: int, *more: str) -> Config:
     mesh = {"mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0}}
-    base = load(mesh, [f"mesh.dims={dims}", f"parallel={parallel}"])
-    return load(trained(base, world), [MODEL, "data.sequence=16", 'train.dtype="float64"', *more])
+    settings = [f"mesh.dims={dims}", f"parallel={parallel}"]
+    model = MODEL
+    if "expert" in parallel:
+        model = MODEL.replace(" }", ", experts = 4, balance_loss = 1.0 }")
+        settings += ["mesh.views={ expert = { edp = 2, ep = 2 } }", model, "data={ sequence = 16 }"]
+        settings.append("train={ steps = 1, global_batch = 32, microbatch = 2 }")
+    base = load(mesh, settings)
+    return load(trained(base, world), [model, "data.sequence=16", 'train.dtype="float64"', *more])
 
 
 def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str, Any]]:
@@ -40,7 +47,7 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
         ours, theirs = list(found[0].losses), list(found[3].losses)
         if theirs:
             mine = torch.tensor(theirs, dtype=torch.float64)
-            for dim in engine.sections.parallel.data_dims:
+            for dim in engine.sections.parallel.gradient_dims:
                 mine = mesh.all_reduce(dim, mine, "avg")
             theirs = mine.tolist()
         facts: dict[str, Any] = {
@@ -68,6 +75,13 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
             "{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }', "fully_shard", marks=pytest.mark.parity
         ),
         ("{ pp = 2, tp = 2 }", '{ pipeline = "pp", tensor = "tp" }', "parallelize_module + pipelining, 1F1B"),
+        ("{ dp = 2, cp = 2 }", '{ data = "dp", context = "cp" }', "keys and values gathered + DDP"),
+        (
+            "{ cp = 2, tp = 2 }",
+            '{ context = "cp", tensor = "tp", attention = "ulysses" }',
+            "keys and values gathered + parallelize_module + fully_shard",
+        ),
+        ("{ dp = 4 }", '{ data = "dp", expert = "ep" }', "all_to_all + DDP"),
     ],
 )
 def test_torch_trains_the_same_model_on_the_same_samples(

@@ -1,0 +1,218 @@
+"""The built-in model's training in plain PyTorch: a loop, and what torch has for the dims of a mesh around it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from meshcomm.bench.plain import Plain, PlainExperts, split_by_torch, split_sequence
+from meshcomm.config import ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.mesh import Mesh
+from meshcomm.models.transformer import initialise
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.context import sequence_positions
+from meshcomm.parallel.optimizer import decay_groups, optimizer_of
+from meshcomm.parallel.pipeline import Stage
+
+
+class Loop:
+    """A training loop in plain PyTorch: gradients of some microbatches added up, then AdamW."""
+
+    def __init__(
+        self, module: nn.Module, train: TrainConfig, microbatches: int, x: Tensor, y: Tensor
+    ) -> None:
+        self.module, self.pairs = module, list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
+        self.optimizer = optimizer_of(train, x.device)(decay_groups(module))
+        self.mixed = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        self.losses: list[float] = []
+        self.split_logits = False
+        self.experts = [each for each in module.modules() if isinstance(each, PlainExperts)]
+        self.balance = 0.0
+        # Of experts that are spread: the ranks that have the same ones, and how many there are in all.
+        self.copies: tuple[dist.ProcessGroup, int] | None = None
+
+    def step(self) -> None:
+        """One step; the mean loss of this rank's samples is kept."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number, (x, y) in enumerate(self.pairs):
+            last = number == len(self.pairs) - 1
+            with self._synced(last), loss_parallel() if self.split_logits else nullcontext():
+                with torch.autocast(x.device.type, self.mixed) if self.mixed else nullcontext():
+                    logits = self.module(x)
+                loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) / len(self.pairs)
+                uneven = [each.balance for each in self.experts]
+                asked = self.balance / len(self.pairs) * torch.stack(uneven).sum() if uneven else 0.0
+                (loss + asked).backward()
+            losses.append(loss.detach())
+        if self.copies is not None:
+            group, ranks = self.copies
+            held = [weight for each in self.experts for weight in each.experts.parameters()]
+            flat = torch.cat([weight.grad.flatten() for weight in held if weight.grad is not None]) / ranks
+            if group.size() > 1:
+                dist.all_reduce(flat, group=group)
+            for weight, mean in zip(held, flat.split([weight.numel() for weight in held]), strict=True):
+                weight.grad = mean.view_as(weight)
+        self.optimizer.step()
+        self.losses.append(float(torch.stack(losses).sum()))
+
+    def _synced(self, last: bool) -> Any:
+        """Gradients travel with the last microbatch."""
+        module: Any = self.module
+        if isinstance(module, DistributedDataParallel):
+            return nullcontext() if last else module.no_sync()
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+class Piped:
+    """The same through torch's pipeline schedules."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        stages: Sequence[Stage],
+        over: DeviceMesh,
+        engine: Engine,
+        x: Tensor,
+        y: Tensor,
+    ) -> None:
+        train, self.x, self.y = engine.sections.train, x, y
+        self.optimizer = optimizer_of(train, x.device)(decay_groups(nn.ModuleList(modules)))
+        group, microbatches = over.get_group(), engine.microbatches
+        made = [
+            PipelineStage(module, stage.index, stage.count, x.device, group=group)
+            for module, stage in zip(modules, stages, strict=True)
+        ]
+        self.first, self.last = made[0].is_first, made[-1].is_last
+        self.losses: list[float] = []
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        if len(made) > 1:
+            self.schedule: Any = ScheduleInterleaved1F1B(list(made), microbatches, loss_fn=loss)
+        else:
+            kind = ScheduleGPipe if engine.sections.parallel.schedule == "gpipe" else Schedule1F1B
+            self.schedule = kind(made[0], microbatches, loss_fn=loss)
+
+    def step(self) -> None:
+        """One step; the mean loss of this rank's samples is kept where they come out."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] | None = [] if self.last else None
+        inputs = (self.x,) if self.first else ()
+        target = self.y if self.last else None
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        self.optimizer.step()
+        if losses:
+            self.losses.append(float(torch.stack([loss.detach() for loss in losses]).mean()))
+
+
+def by_torch(
+    mesh: Mesh, engine: Engine, settings: ModelConfig, x: Tensor, y: Tensor
+) -> tuple[str, Loop | Piped]:
+    """What torch has for the dims of the mesh, in words, and the loop; a mesh without any gets a plain loop.
+
+    x, y: this rank's samples, its tokens of them. Called by: every rank.
+    """
+    part, _, data, train = engine.sections
+    assert data is not None
+    over = init_device_mesh(mesh.device.type, tuple(mesh.dims.values()), mesh_dim_names=tuple(mesh.dims))
+    names: list[str] = []
+    modules: list[Any] = []
+    for stage in engine.stages:
+        module = Plain(settings, data.sequence, stage.layers).to(mesh.device, getattr(torch, train.dtype))
+        initialise(module, settings, train.seed)
+        modules.append(module)
+    context = engine.splits.context
+    if context.size > 1:
+        names.append("keys and values gathered")
+        every = [
+            sequence_positions(data.sequence, context.size, coord, context.order)
+            for coord in range(context.size)
+        ]
+        for module in modules:
+            split_sequence(module, over[context.dim].get_group(), every)
+    if part.tensor is not None and mesh.size(part.tensor) > 1:
+        names.append("parallelize_module")
+        for module in modules:
+            split_by_torch(module, over[part.tensor], part.sequence_parallel, part.pipeline is None)
+    dims = [dim for dim in part.gradient_dims if mesh.size(dim) > 1]
+    # Where fully_shard would shard what the mesh does not: with tensor and pipeline it is how torch combines them.
+    copied = (
+        part.shard is None and (context.size > 1 or settings.experts > 0) and len(dims) == len(over.shape)
+    )
+    copies = None
+    if part.expert is not None and copied:
+        names.append("all_to_all")
+        copies = _spread(mesh, part, modules[0])
+    if copied:
+        names.append("DDP")
+        # DDP leaves alone what needs no gradient while it is made.
+        apart = [weight for name, weight in modules[0].named_parameters() if copies and ".experts." in name]
+        for weight in apart:
+            weight.requires_grad_(False)
+        # Ranks along context have other positions in their buffers.
+        alone = {"init_sync": False, "broadcast_buffers": False, "process_group": dist.new_group()}
+        modules = [DistributedDataParallel(modules[0], **alone)]  # type: ignore[arg-type]
+        for weight in apart:
+            weight.requires_grad_(True)
+    elif dims:
+        names.append("fully_shard")
+        for module in modules:
+            for layer in module.layers.values():
+                fully_shard(layer, mesh=over[tuple(dims)])
+            fully_shard(module, mesh=over[tuple(dims)])
+    if part.pipeline is not None and mesh.size(part.pipeline) > 1:
+        names.append(
+            f"pipelining, {'interleaved 1F1B' if len(modules) > 1 else '1F1B' if part.schedule != 'gpipe' else 'GPipe'}"
+        )
+        loop: Loop | Piped = Piped(modules, engine.stages, over[part.pipeline], engine, x, y)
+    else:
+        loop = Loop(modules[0], train, engine.microbatches, x, y)
+        loop.split_logits = "parallelize_module" in names
+        loop.balance, loop.copies = settings.balance_loss, copies
+    return " + ".join(names) or "a loop", loop
+
+
+def no_counterpart(parts: Collection[str], settings: ModelConfig) -> str | None:
+    """Why torch has nothing to compare with here; None where it has."""
+    if not settings.is_built_in:
+        return "only the built-in model is written in plain PyTorch too"
+    if settings.experts and (set(parts) - {"data", "expert"} or settings.capacity_factor is not None):
+        return "experts of the plain model are spread along data's ranks, and have no capacity"
+    if settings.dropout or settings.tied_embeddings:
+        return "dropout and shared embeddings are not in the plain model"
+    return None
+
+
+def _spread(mesh: Mesh, part: ParallelConfig, module: Plain) -> tuple[dist.ProcessGroup, int]:
+    """Leave this rank's experts alone in `module`; the ranks that have the same ones, and how many ranks there are.
+
+    Called by: every rank.
+    """
+    assert part.expert is not None
+    copies = part.expert_gradient_dims(mesh.layout.views)
+    of_experts, of_copies = (_group(mesh, dims) for dims in (part.expert, copies))
+    for each in module.modules():
+        if isinstance(each, PlainExperts):
+            each.spread(of_experts)
+    return of_copies, mesh.world_size
+
+
+def _group(mesh: Mesh, dims: str | tuple[str, ...]) -> dist.ProcessGroup:
+    found: Any = dist.new_subgroups_by_enumeration(mesh.layout.groups(dims).tolist())[0]
+    assert isinstance(found, dist.ProcessGroup)
+    return found
