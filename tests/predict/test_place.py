@@ -371,28 +371,33 @@ def test_memory_by_hand() -> None:
     many = Sizes(tensor=8, pipeline=16, microbatches=64)
     plain = memory(work, many)
     assert plain.weights == plain.gradients == plain.optimizer / 2 == 4 * held(work, many).all
-    # Eight layers a stage, 16 micro-batches under way: s b h (10 + 24/t) each.
-    assert plain.activations == 8 * 16 * 8192 * 16384 * (10 + 24 / 8)
-    parallel = memory(work._replace(sequence_parallel=True), many)
-    assert parallel.activations == 8 * 16 * 8192 * 16384 * 34 / 8
-    again = memory(work._replace(recompute=True), many)
-    assert again.activations == 8192 * 16384 * (8 * 16 * 2 + 10 + 24 / 8)
-    sharded = memory(work, Sizes(shard=128))
+    assert plain.gathered == 0
+    whole, ends = held(work, Sizes()).all, held(work, Sizes()).ends
+    sharded = memory(work, Sizes(shard=128, microbatches=2))
     one = work.attention_weights + work.expert_weights + 2 * work.width
-    assert sharded.gradients == 4 * held(work, Sizes()).all / 128
-    assert sharded.weights == 4 * held(work, Sizes()).all / 128 + 2 * one
-    both = memory(work._replace(parts=("shard", "context")), Sizes(shard=16, context=8))
-    assert (both.gradients, both.optimizer) == (sharded.gradients, sharded.optimizer)
+    assert sharded.weights == sharded.optimizer / 2 == 4 * whole / 128
+    # Added up whole.
+    assert sharded.gradients == 4 * whole
+    assert sharded.gathered == 2 * (one + ends)
+    # Of one micro-batch each layer's are scattered at once: the last one's and everybody's part of the others.
+    once = memory(work._replace(sequence=64), Sizes(shard=128))
+    assert once.gradients == 4 * (whole / 128 + one)
+    both = memory(work._replace(parts=("shard", "context")), Sizes(shard=16, context=8, microbatches=2))
+    assert (both.weights, both.gradients, both.optimizer) == sharded[:3] and both.gathered == sharded.gathered
     moe = published(MIXTRAL, 32_000)._replace(parts=("data", "shard", "expert"))
     sizes = Sizes(data=2, shard=8, expert=4)
     has = held(moe, sizes)
-    assert memory(moe, sizes).gradients == 4 * (has.plain / 8 + has.experts / 4)
-    assert memory(moe, sizes._replace(expert_copies=2)).gradients == 4 * (has.plain / 8 + has.experts / 2)
+    assert memory(moe, sizes).weights == 4 * (has.plain / 8 + has.experts / 4)
+    assert memory(moe, sizes._replace(expert_copies=2)).weights == 4 * (has.plain / 8 + has.experts / 2)
+    # Experts that are whole on each rank lie there once.
+    whole_experts = memory(moe._replace(parts=("data",)), Sizes(data=4))
+    assert (whole_experts.weights, whole_experts.gathered) == (4 * held(moe, Sizes()).all, 0)
     # In a pipeline all that a rank has stays gathered for the whole step.
     sizes = Sizes(pipeline=2, shard=4, microbatches=8)
-    whole, layer = held(work, sizes).all, held(work, sizes).layer
-    assert memory(work, sizes).weights == whole * (2 + 4 / 4)
-    assert memory(work._replace(reshard=True), sizes).weights == whole * 4 / 4 + 2 * layer
+    here = held(work, sizes)
+    assert memory(work, sizes).weights == here.all * 4 / 4
+    assert memory(work, sizes).gathered == 2 * here.all
+    assert memory(work._replace(reshard=True), sizes).gathered == 2 * (here.layer + here.ends)
 
 
 def test_what_memory_does_not_hold_is_left_out() -> None:
