@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from logging import getLogger
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.dryrun.ledger import COMPOSED, Ledger
@@ -76,6 +78,12 @@ class _Known(NamedTuple):
 _REAL: Final = _Known((), (), None, (), 0, True)
 
 
+@lru_cache(maxsize=1)
+def _learned() -> dict[Any, _Known]:
+    """What operators were found to do, by operator and arguments: for every rank that this process pretends to be."""
+    return {}
+
+
 @final
 class Hollow(DispatchMode):  # type: ignore[misc]
     """While it is entered, operators on the CPU's tensors give results of the right size, whose memory nobody has.
@@ -95,7 +103,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         self._ledger = ledger
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, _Known] = {}
+        self._known = _learned()
         self._handlers: dict[Any, _Handler] = {}
         self._names: dict[Any, str] = {}
         # Functional collectives under way, by the memory of what they give.
@@ -308,6 +316,9 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
         elif isinstance(x, list | tuple):
             key.append(len(x))
             _describe(x, key, tensors)
+        elif isinstance(x, torch.Generator | dist.ProcessGroup):
+            # No result's size depends on which one it is.
+            key.append(type(x))
         else:
             # 1, 1.0 and True are equal.
             key += (type(x), x)
