@@ -109,7 +109,7 @@ class PendingCall:
         if self._shown is not None:
             self._shown.waiting = None
         if self.told is not None:
-            self.told.waited(since, self.over)
+            self.told.waits.append((since, self.over))
         sums = self._sums
         if sums is not None:
             sums.seconds += self.over - since

@@ -56,8 +56,7 @@ class FlightRecorder:
     hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
     steps:     what was called in each step, where the program tells.
     plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
-               one. quick: the
-               dictionaries of prepared calls, emptied for that time, as those do not ask for it.
+               one. quick: the dictionaries of prepared calls, emptied for that time, as those do not ask for it.
 
     Args:
         label: the group with its common coords, as in `tp[pp=0 dp=1]`.

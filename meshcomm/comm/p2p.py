@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -370,7 +371,7 @@ class Messages(Caller):
 
     def _check_order(self, call: str, end: P2P, log: MessageLog) -> None:
         """Refuse a message that has to wait for another one of this rank in the other direction, and may keep it waiting."""
-        other = log.flying("recv" if end.direction == "send" else "send")
+        other = next((each for each in log.flying if each.parts[0][0] != end.direction), None)
         if other is None:
             return
         raise UnsupportedOp(
@@ -438,21 +439,21 @@ class _Loopback:
 
 
 @final
+@dataclass(eq=False)
 class _Room:
     """Where a message to itself goes; a Work. asked: the rooms that are to be filled, in order. nothing: no send came."""
 
-    def __init__(self, out: Tensor, asked: deque[_Room], where: str, nothing: CommunicationError) -> None:
-        self._out = out
-        self._asked = asked
-        self._where = where
-        self._nothing = nothing
+    out: Tensor
+    asked: deque[_Room]
+    where: str
+    nothing: CommunicationError
 
     def fill(self, x: Tensor) -> None:
         """Receive `x`."""
-        out = self._out
+        out = self.out
         if out.dtype != x.dtype or out.numel() != x.numel():
             raise ShapeError(
-                f"{self._where}: a message to itself does not fit",
+                f"{self.where}: a message to itself does not fit",
                 given=f"sent {tuple(x.shape)}, {x.dtype}; out {tuple(out.shape)}, {out.dtype}",
                 expected="the same dtype and number of elements at both ends",
                 hint="out=torch.empty_like(x)",
@@ -462,10 +463,10 @@ class _Room:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True where the message was sent; it cannot be sent while this rank waits."""
         if not self.is_completed():
-            self._asked.remove(self)
-            raise self._nothing
+            self.asked.remove(self)
+            raise self.nothing
         return True
 
     def is_completed(self) -> bool:
         """Whether the message was sent."""
-        return self not in self._asked
+        return self not in self.asked

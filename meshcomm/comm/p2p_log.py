@@ -84,7 +84,7 @@ class PendingMessage(PendingCall):
         """A wait that began at `since` is over."""
         super().waited(since)
         if self._log is not None:
-            self._log.lands(self)
+            self._log.flying.remove(self)
             self._log = None
 
     def ended(self) -> None:
@@ -104,6 +104,7 @@ class MessageLog:
 
     begun:   the sequence number of the last message by channel.
     waiting: the call that this rank is blocked in, None while it is in none.
+    flying:  those that are under way by themselves, see `flies`.
     recent:  the last calls. spans takes all while a trace is taken.
 
     Args:
@@ -115,7 +116,7 @@ class MessageLog:
         self._counters = counters
         self._check = check
         self._posted: deque[tuple[PendingMessage, Any]] = deque(maxlen=_KEPT)
-        self._flying: list[PendingMessage] = []
+        self.flying: list[PendingMessage] = []
         self.begun: dict[Channel, int] = {}
         self.label = label
         self.recent: deque[PendingMessage] = deque(maxlen=_KEPT)
@@ -199,15 +200,7 @@ class MessageLog:
     def flies(self, message: PendingMessage) -> None:
         """`message` is under way by itself until it is waited for, on a backend that runs messages in order."""
         message._log = self
-        self._flying.append(message)
-
-    def lands(self, message: PendingMessage) -> None:
-        """`message` was waited for."""
-        self._flying.remove(message)
-
-    def flying(self, direction: Direction) -> PendingMessage | None:
-        """A message in this direction that is under way by itself."""
-        return next((each for each in self._flying if each.parts[0][0] == direction), None)
+        self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
         """`work` is the backend's for a message past the mesh; it is kept until it is over."""

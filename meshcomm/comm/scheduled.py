@@ -99,13 +99,10 @@ def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -
     """The schedule that `all_reduce` runs over `n` ranks."""
     if algorithm == "two_level":
         return two_level(n, inner)
-    if algorithm == "tree":
-        return tree(n, chunks)
-    if algorithm == "double_tree":
-        return double_tree(n, chunks)
-    return {"ring": ring, "recursive_doubling": recursive_doubling, "halving_doubling": halving_doubling}[
-        algorithm
-    ](n)
+    if algorithm in ("tree", "double_tree"):
+        return (tree if algorithm == "tree" else double_tree)(n, chunks)
+    plain = {"ring": ring, "recursive_doubling": recursive_doubling, "halving_doubling": halving_doubling}
+    return plain[algorithm](n)
 
 
 @lru_cache(maxsize=64)

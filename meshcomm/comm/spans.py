@@ -48,10 +48,6 @@ class Span:
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
-    def waited(self, since: float, now: float) -> None:
-        """A wait for the call began at `since` and is over."""
-        self.waits.append((since, now))
-
 
 class Spans:
     """What a trace keeps of one rank.

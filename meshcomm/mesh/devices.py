@@ -99,11 +99,6 @@ def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
     return wanted
 
 
-def usable_backends() -> list[str]:
-    """The names of the backends that this torch has."""
-    return [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
-
-
 def check_backends(plan: Plan) -> None:
     """Refuse a backend that this torch does not have, also one for a device that is not used. Raises LaunchError."""
     chosen = {plan.defaults.backend: "the default group"}
@@ -113,7 +108,7 @@ def check_backends(plan: Plan) -> None:
     for backend, name in chosen.items():
         for part in by_device(backend).values():
             if not dist.is_backend_available(part):
-                usable = usable_backends()
+                usable = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
                 raise LaunchError(
                     f"this torch has no backend {part}",
                     given=f"{backend} for {name}, torch {torch.__version__}",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshcomm.comm import CommunicatorCache, Functional
 from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
@@ -27,7 +27,6 @@ GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 _RULES = ("slice", "reduce_scatter")
 # How the arguments of a step are given to a communicator.
 _CALLS: Mapping[str, Callable[..., Tensor]] = {
-    "all_reduce": lambda at, x, op: at.collective(ALL_REDUCE, x, op=op),
     "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, op=op, axis=axis),
     "all_gather": lambda at, x, axis: at.collective(ALL_GATHER, x, axis=axis),
     "all_to_all": lambda at, x, axis, concat: at.collective(ALL_TO_ALL, x, axis=axis, concat=concat),

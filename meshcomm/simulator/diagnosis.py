@@ -10,9 +10,8 @@ from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor
-from meshcomm.simulator.store import StoreWait
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
-from meshcomm.simulator.world import SharedState
+from meshcomm.simulator.world import SharedState, StoreWait
 
 # Lines of one kind that an error shows; the rest is counted.
 _SHOWN: Final = 16

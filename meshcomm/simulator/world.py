@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from datetime import timedelta
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,39 @@ from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.runtime import Watching
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.store import InMemoryStore, SimulatedStore
 from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
 
 _CPU = torch.device("cpu")
+
+
+@final
+@dataclass(slots=True, eq=False)
+class StoreWait:
+    """A rank that waits for keys. timeout_s: how long it would wait in a real store."""
+
+    actor: Actor
+    keys: list[str]
+    timeout_s: float
+    expired: bool = False
+
+
+@final
+@dataclass(slots=True, eq=False)
+class InMemoryStore:
+    """What all ranks share. writers: the ranks that wrote a key. waits: who waits, by a key that is missing."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    writers: dict[str, list[int]] = field(default_factory=dict)
+    waits: dict[str, list[StoreWait]] = field(default_factory=dict)
+
+    def has_to_wait(self, wait: StoreWait) -> bool:
+        """Keep `wait` under a key that is not set; False where all are."""
+        key = next((key for key in wait.keys if key not in self.values), None)
+        if key is not None:
+            self.waits.setdefault(key, []).append(wait)
+        return key is not None
 
 
 @final
@@ -111,3 +139,133 @@ class SimulatedWatch(Watching):
                 error = self._shared.desync(self._prefix, label)
                 if error is not None:
                     self._shared.scheduler.fail(error)
+
+
+# -- the store -------------------------------------------------------------------------------
+
+# torch's stubs lack half of the methods.
+_Store: Any = dist.Store
+
+
+@final
+class SimulatedStore(_Store):  # type: ignore[misc]
+    """One rank's view of the shared values, under a prefix. A torch store; PrefixStore works over it."""
+
+    def __init__(self, scheduler: Scheduler, actor: Actor, shared: InMemoryStore, prefix: str = "") -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._actor = actor
+        self._shared = shared
+        self._prefix = prefix
+        self._timeout = timedelta(days=1)
+
+    def prefixed(self, prefix: str) -> SimulatedStore:
+        """The same store, keys under `prefix`."""
+        return SimulatedStore(self._scheduler, self._actor, self._shared, f"{self._prefix}{prefix}/")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a wait would last."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._read(key)
+        self._write(key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._read(key) or b"0") + amount
+        self._write(key, str(total).encode())
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._write(key, (self._read(key) or b"") + _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        held = self._read(key)
+        if held is None and _bytes(expected):
+            # Reading by comparing is how the mesh's store looks at a key.
+            self._scheduler.poll(self._actor, self._wait_for([key], timedelta.max))
+            return _bytes(expected)
+        if held is not None and held != _bytes(expected):
+            return held
+        self._write(key, _bytes(desired))
+        return _bytes(desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._touch()
+        there = all(self._prefix + key in self._shared.values for key in keys)
+        if not there:
+            self._scheduler.poll(self._actor, self._wait_for(keys, timedelta.max))
+        return there
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout = self._timeout if timeout is None else timeout
+        self._touch()
+        wait = self._wait_for(keys, timeout)
+        if self._shared.has_to_wait(wait):
+            self._scheduler.wait(self._actor, wait)
+        if wait.expired:
+            raise dist.DistStoreError(
+                f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
+            )
+
+    def delete_key(self, key: str) -> bool:
+        self._touch()
+        return self._shared.values.pop(self._prefix + key, None) is not None
+
+    # What torch calls when a PrefixStore deletes.
+    deleteKey = delete_key
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._shared.values[self._prefix + key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def list_keys(self) -> list[str]:
+        self._touch()
+        found = [key for key in self._shared.values if key.startswith(self._prefix)]
+        return [key.removeprefix(self._prefix) for key in found]
+
+    def num_keys(self) -> int:
+        return len(self.list_keys())
+
+    getNumKeys = num_keys
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _touch(self) -> None:
+        self._scheduler.check_thread(self._actor)
+        self._scheduler.maybe_pause(self._actor)
+
+    def _read(self, key: str) -> bytes | None:
+        self._touch()
+        return self._shared.values.get(self._prefix + key)
+
+    def _write(self, key: str, value: bytes) -> None:
+        self._scheduler.check()
+        whole = self._prefix + key
+        self._shared.values[whole] = value
+        self._shared.writers.setdefault(whole, []).append(self._actor.rank)
+        for wait in self._shared.waits.pop(whole, ()):
+            # A rank that was refused the wait does not wait.
+            if wait.actor.wait is wait and not self._shared.has_to_wait(wait):
+                self._scheduler.wake(wait.actor)
+
+    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> StoreWait:
+        return StoreWait(self._actor, [self._prefix + key for key in keys], timeout.total_seconds())
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -187,7 +187,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._name = self._desc = ""
+        self._name = ""
         self._store, self._rank, self._size = store, rank, size
         self.options = SimpleNamespace(
             _timeout=timeout, global_ranks_in_group=[], is_high_priority_stream=False
@@ -204,12 +204,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     # -- what torch asks of a group ---------------------------------------------------------------------
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
     def name(self) -> str:
         return NAME
 
@@ -219,19 +213,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._name = name
         super()._set_group_name(name)
 
-    def _set_group_desc(self, text: str) -> None:
-        self._desc = text
-        super()._set_group_desc(text)
-
     @property
     def group_name(self) -> str:
         return self._name
 
     pg_name = group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
 
     def _get_backend(self, device: torch.device) -> EmulatedNCCL:
         return self

@@ -753,17 +753,6 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "solo"
 
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-    def shutdown(self) -> None:
-        return None
-
-    abort = shutdown
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.simulator.store import SimulatedStore
+from meshcomm.simulator.world import SimulatedStore
 from meshcomm.testing import Pool
 
 
