@@ -56,11 +56,10 @@ class Spans:
     under way began, or the trace, whichever was later.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self) -> None:
         self.found: list[Span] = []
         self.dropped = 0
         self.step_began = clock()
-        self._most = most
 
     def begin(
         self,
@@ -91,7 +90,7 @@ class Spans:
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
-        if len(self.found) < self._most:
+        if len(self.found) < MOST:
             self.found.append(span)
         else:
             self.dropped += 1

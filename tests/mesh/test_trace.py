@@ -420,7 +420,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         "pp[]", "pp", "send", "a.py:1", 1.5, left=2.0, parts=(("send", 1, 0, 1), ("send", 1, 0, 2)), **more
     )
     late = Span("pp[]", "pp", "recv", "a.py:1", 1.0, left=1.25, parts=(("recv", 0, 0, 1),), **more)
-    late.waited(1.5, 2.0)
+    late.waits.append((1.5, 2.0))
     parts = [part_of(4, "rank 4", ["pp"], [sends], groups), part_of(5, "rank 5", ["pp"], [late], groups)]
     write(path, parts, {"a": 1})
     events = check_format(path.read_text())
