@@ -56,10 +56,11 @@ class Spans:
     under way began, or the trace, whichever was later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST) -> None:
         self.found: list[Span] = []
         self.dropped = 0
         self.step_began = clock()
+        self._most = most
 
     def begin(
         self,
@@ -90,7 +91,7 @@ class Spans:
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
-        if len(self.found) < MOST:
+        if len(self.found) < self._most:
             self.found.append(span)
         else:
             self.dropped += 1
