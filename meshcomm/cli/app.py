@@ -24,7 +24,7 @@ GROUPS: Final = {
     "Start ranks": ("run", "train", "simulate"),
     "Look at a mesh": ("plan", "where", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
-    "Measure and predict": ("bench", "costs", "place"),
+    "Measure and predict": ("bench", "costs", "place", "dryrun"),
     "Move checkpoints": ("export", "import"),
 }
 

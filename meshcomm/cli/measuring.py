@@ -158,6 +158,13 @@ def place(
         Path | None, typer.Option(help="Write the first mesh, or that of --choose, as a config.")
     ] = None,
     choose: Annotated[int, typer.Option(min=1, help="With --write: which mesh of the table.")] = 1,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Run the first --top meshes dry, one rank of each stage, and rank them by what that says.",
+        ),
+    ] = False,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
@@ -169,9 +176,17 @@ def place(
     settings = load(config, overrides or ())
     if choose > 1 and (write is None or choose > top):
         raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
-    ranking = place_config(settings, world, discovered_topology(settings), keep or (), top)
+    topology = discovered_topology(settings)
+    ranking = place_config(settings, world, topology, keep or (), top)
     assert settings.parallel is not None
+    if exact:
+        from meshcomm.jobs.dryrun import exactly
+
+        ranking, ran = exactly(settings, ranking, topology)
     facts = place_facts(ranking, settings.parallel.parts)
+    if exact:
+        for placement, each in zip(facts["placements"], ran, strict=True):
+            placement["exact"] = each._asdict()
     if json:
         show_json(facts)
     else:

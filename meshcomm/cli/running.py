@@ -19,7 +19,7 @@ First = Annotated[
         "in .py is SCRIPT, which then says its own mesh.",
     ),
 ]
-_WORDS = {"allow_extra_args": True, "allow_interspersed_args": False}
+WORDS = {"allow_extra_args": True, "allow_interspersed_args": False}
 Second = Annotated[
     str | None,
     typer.Argument(
@@ -47,7 +47,7 @@ def train(
     raise typer.Exit(job(config, overrides or (), world, max_restarts))
 
 
-@app.command(cls=ScriptCommand, context_settings=_WORDS)
+@app.command(cls=ScriptCommand, context_settings=WORDS)
 def run(
     context: typer.Context,
     first: First,
@@ -56,13 +56,13 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
-    config, script, arguments = _named("run", first, second, context.args, overrides)
+    config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
 
     raise typer.Exit(job(config, script, arguments, overrides or (), world))
 
 
-@app.command(cls=ScriptCommand, context_settings=_WORDS)
+@app.command(cls=ScriptCommand, context_settings=WORDS)
 def simulate(
     context: typer.Context,
     first: First,
@@ -76,7 +76,7 @@ def simulate(
     overrides: Overrides = None,
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
-    config, script, arguments = _named("simulate", first, second, context.args, overrides)
+    config, script, arguments = named("simulate", first, second, context.args, overrides)
     from meshcomm.jobs.running import simulate as job
 
     facts = job(config, script, arguments, overrides or (), world, seed, explore, json)
@@ -88,7 +88,7 @@ def simulate(
         show(traffic_view(facts))
 
 
-@app.command(cls=ScriptCommand, context_settings=_WORDS)
+@app.command(cls=ScriptCommand, context_settings=WORDS)
 def parity(
     context: typer.Context,
     config: ConfigFile,
@@ -127,10 +127,10 @@ def parity(
     raise typer.Exit(0 if facts["agrees"] else 1)
 
 
-def _named(
+def named(
     command: str, first: Path, second: str | None, rest: list[str], overrides: list[str] | None
 ) -> tuple[Path | None, Path, list[str]]:
-    """CONFIG where there is one, SCRIPT, and the script's arguments."""
+    """CONFIG where there is one, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
     usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
     if first.suffix == ".py":
         config, script = None, first

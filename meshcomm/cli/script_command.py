@@ -25,7 +25,9 @@ class ScriptCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line as it is documented."""
-        words = ["CONFIG", "[SCRIPT]"] if self.name == "parity" else ["[CONFIG]", "SCRIPT"]
+        words = {"parity": ["CONFIG", "[SCRIPT]"], "dryrun": ["[CONFIG]", "[SCRIPT]"]}.get(
+            self.name or "", ["[CONFIG]", "SCRIPT"]
+        )
         return ["[OPTIONS]", *words, "[ARGUMENTS]..."]
 
     def _options_first(self, args: list[str]) -> list[str]:

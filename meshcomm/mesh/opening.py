@@ -40,7 +40,7 @@ from meshcomm.mesh.environment import (
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt
-from meshcomm.mesh.runtime import WORLD, Runtime, Watching, World
+from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, settings_of
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog
@@ -106,6 +106,9 @@ def init(
             raise
         # Meet the others all the same, so that they hear of it instead of waiting.
         settings, failure = MeshOnly(MeshConfig(dims={"all": -1})), error
+    pretended = PRETENDED.get()
+    if pretended is not None:
+        settings = pretended.settings(settings)
     if world is not None:
         # Its ranks have met; whoever says how to meet means another one.
         meeting = {"store": store, "rank": rank, "world_size": world_size}
@@ -119,9 +122,9 @@ def init(
         joined = Meeting(world.store, launch.rank, launch.world_size, launch)
     elif dist.is_initialized():
         # Of torch's fake backend only this rank exists: there is no store, and nobody to agree with.
-        pretended = dist.get_backend() == "fake"
-        found = of_this_attempt(store or (dist.HashStore() if pretended else default_store()))
-        joined = Meeting(found, dist.get_rank(), dist.get_world_size(), launch, pretended, kept=True)
+        fake = dist.get_backend() == "fake"
+        found = of_this_attempt(store or (dist.HashStore() if fake else default_store()))
+        joined = Meeting(found, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
     else:
         joined = meet(
             settings.process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size
@@ -133,6 +136,8 @@ def init(
             opening.callback(mesh.close)
             mesh.warm_up()
         opening.pop_all()
+    if pretended is not None:
+        pretended.opened(mesh)
     return mesh
 
 

@@ -20,6 +20,8 @@ from meshcomm.transport import Transport
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
+    from meshcomm.mesh.mesh import Mesh
+    from meshcomm.mesh.source import Settings
 
 
 @dataclass(slots=True)
@@ -113,3 +115,18 @@ class World(Protocol):
 
 # A context variable, as ranks that are threads of one process each live in a context of their own.
 WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
+
+
+class Pretended(Protocol):
+    """A world of which only this rank exists, in which a program runs that knows nothing of it."""
+
+    def settings(self, asked: Settings) -> Settings:
+        """What a mesh is made from instead."""
+        ...
+
+    def opened(self, mesh: Mesh) -> None:
+        """The program has made a mesh."""
+        ...
+
+
+PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", default=None)

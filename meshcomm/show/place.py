@@ -68,6 +68,14 @@ def place_view(facts: Facts) -> Group:
         f"links: {'; '.join(facts['links'])}\n"
         f"{facts['tflops']:g} TFLOP/s and {facts['memory_gbytes']:g} GB a rank; nothing overlaps; times are predicted"
     )
+    exact: dict[str, Any] = {}
+    if "exact" in facts["placements"][0]:
+        exact = {
+            ">dry run": lambda each: seconds_text(each[1]["exact"]["step_s"]),
+            ">its GB": lambda each: (
+                f"{each[1]['exact']['peak_bytes'] / 1e9:.3g}" + "!" * (not each[1]["exact"]["fits"])
+            ),
+        }
     ranking = Cells.of(
         enumerate(facts["placements"], 1),
         {
@@ -78,6 +86,7 @@ def place_view(facts: Facts) -> Group:
             ">bubble": lambda each: seconds_text(each[1]["bubble_s"]),
             ">calls": lambda each: seconds_text(sum(call["seconds"] for call in each[1]["calls"])),
             ">GB": lambda each: f"{sum(each[1]['memory_bytes'].values()) / 1e9:.3g}",
+            **exact,
             "slow links, most time first": lambda each: _crossing(each[1]["calls"]),
         },
     )

@@ -1,0 +1,226 @@
+"""Do the ranks that were run make the same calls on their groups, and has every message its other end?"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from meshcomm.layout.sizes import ranks_text
+
+if TYPE_CHECKING:
+    from meshcomm.comm.spans import Span
+    from meshcomm.dryrun.rank import Step
+
+# What a rank brings to these may be of another shape on each.
+_OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
+
+# Ranks of a group, in coord order: the same for every name of it.
+Members: TypeAlias = tuple[int, ...]
+
+
+class Finding(NamedTuple):
+    """What would go wrong. what: in one line. lines: who does what, at which line of the program. ranks: those that
+    differ, or wait; dim: of the group. groups: in how many of the groups that were looked at.
+    """
+
+    what: str
+    lines: tuple[str, ...]
+    ranks: tuple[int, ...]
+    dim: str
+    groups: int = 1
+
+
+class Made(NamedTuple):
+    """One call by one rank, with what has to be equal on all ranks of its group."""
+
+    key: tuple[object, ...]
+    span: Span
+
+    def __str__(self) -> str:
+        return call_text(self.span)
+
+
+def call_text(span: Span) -> str:
+    """Operation and what it carries, as in `all_reduce sum (4, 8) float32`."""
+    root = f"root {span.root}" if span.root >= 0 else ""
+    shape = "" if span.shape is None else f"({', '.join(map(str, span.shape))})"
+    nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
+    return " ".join(
+        each for each in (span.call, span.op or "", root, shape, span.dtype or "", nbytes) if each
+    )
+
+
+def compare(steps: Sequence[Step], where: Callable[[int], str]) -> list[Finding]:
+    """Every first difference in the collectives of a group, and messages without their other end.
+
+    where: of a rank, in words with its coords. Findings that are alike in several groups are one.
+    """
+    collectives: dict[Members, dict[int, list[Made]]] = defaultdict(dict)
+    for step in steps:
+        for members in step.groups.values():
+            # Also of a rank that makes none: that is what the others are compared with.
+            collectives[tuple(members)].setdefault(step.rank, [])
+        for span in step.calls:
+            if not span.parts:
+                collectives[tuple(step.groups[span.group])][step.rank].append(Made(_key(span), span))
+    found = (
+        _first_difference(members, made, where) for members, made in collectives.items() if len(made) > 1
+    )
+    return _merged([*(each for each in found if each is not None), *_messages(steps, where)])
+
+
+def sequence(step: Step) -> dict[str, list[tuple[object, ...]]]:
+    """What a rank calls along each dim, in order, as far as it has to be equal on the ranks of a group."""
+    found: dict[str, list[tuple[object, ...]]] = defaultdict(list)
+    for span in step.calls:
+        found[span.lane].append(_key(span) if not span.parts else (span.call, len(span.parts)))
+    return dict(found)
+
+
+def _key(span: Span) -> tuple[object, ...]:
+    if span.call.startswith(_OWN_SHAPES):
+        tail = span.shape[1:] if span.shape is not None and span.call.startswith("all_to_all") else None
+        return span.call, span.op, span.root, tail, span.dtype
+    return span.call, span.op, span.root, span.shape, span.dtype, span.nbytes
+
+
+def _first_difference(
+    members: Members, made: Mapping[int, Sequence[Made]], where: Callable[[int], str]
+) -> Finding | None:
+    """members: all of the group. made: by the ranks of it that were run."""
+    most = max(map(len, made.values()))
+    for place in range(most):
+        here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
+        keys = {rank: None if each is None else each.key for rank, each in here.items()}
+        if len(set(keys.values())) == 1:
+            continue
+        usual = _usual(keys)
+        odd = [rank for rank, key in keys.items() if key != usual]
+        rest = [rank for rank in keys if rank not in odd]
+        label, dim = next((each.span.group, each.span.lane) for each in here.values() if each is not None)
+        one = odd[0]
+        what = f"{_those(odd, where)} along {dim}: {_told(made[one], made[rest[0]], place)}"
+        lines = [f"{ranks_text(ranks)}: {_at(here[ranks[0]])}" for ranks in _by_call(here, odd)]
+        lines.append(f"{ranks_text(rest)}: {_at(here[rest[0]])}, as call {place + 1} of {label}")
+        return Finding(what, tuple(lines), tuple(odd), dim)
+    return None
+
+
+def _usual(keys: Mapping[int, object]) -> object:
+    """What most ranks do; of equally many, those with the lowest rank."""
+    return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
+
+
+def _by_call(here: Mapping[int, Made | None], ranks: Sequence[int]) -> Iterable[list[int]]:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for rank in ranks:
+        made = here[rank]
+        alike[made and (made.key, made.span.site)].append(rank)
+    return alike.values()
+
+
+def _told(mine: Sequence[Made], theirs: Sequence[Made], place: int) -> str:
+    """How the calls of a rank differ from those of the others, from `place` on."""
+    call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
+    if call is None:
+        assert other is not None
+        count = len(theirs) - place
+        return f"{_calls(count)} fewer than others make, from {other} on, at {other.span.site}"
+    if other is None:
+        count = len(mine) - place
+        return f"{_calls(count)} more than others make, from {call} on, at {call.span.site}"
+    # The reading after which most calls are equal again.
+    left_out = _alike(mine, place, theirs, place + 1)
+    more = _alike(mine, place + 1, theirs, place)
+    if left_out > max(more, another := _alike(mine, place + 1, theirs, place + 1)):
+        return f"{other} left out, which others make at {other.span.site}"
+    if more > another:
+        return f"{call} at {call.span.site}, which others do not make"
+    return f"{call} at {call.span.site}, where others make {other} at {other.span.site}"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call" + "s" * (count != 1)
+
+
+def _alike(mine: Sequence[Made], here: int, theirs: Sequence[Made], there: int) -> int:
+    """How many calls are equal from here, and there."""
+    pairs = zip(mine[here:], theirs[there:], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1].key, pairs))
+
+
+def _at(made: Made | None) -> str:
+    return "no call any more" if made is None else f"{made} at {made.span.site}"
+
+
+def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
+    return where(ranks[0]) if len(ranks) == 1 else f"{ranks_text(ranks)}, {where(ranks[0])} first,"
+
+
+# -- messages ---------------------------------------------------------------------------------------
+
+
+class _End(NamedTuple):
+    """One end of a message; nbytes, shape, dtype: None where the call carries several."""
+
+    span: Span
+    what: tuple[object, ...] | None
+
+
+def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Finding]:
+    ran = {step.rank for step in steps}
+    # (group, from, to, tag) -> the ends, in order.
+    ends: dict[tuple[Members, int, int, int], tuple[list[_End], list[_End]]] = defaultdict(lambda: ([], []))
+    for step in steps:
+        for span in step.calls:
+            for direction, peer, tag, _ in span.parts:
+                if peer is None:
+                    continue
+                members = tuple(step.groups[span.group])
+                other = members[peer]
+                if other not in ran:
+                    continue
+                sends = direction == "send"
+                pair = (step.rank, other) if sends else (other, step.rank)
+                what = (span.shape, span.dtype, span.nbytes) if len(span.parts) == 1 else None
+                ends[members, *pair, tag][not sends].append(_End(span, what))
+    for (_, source, target, tag), (sent, received) in ends.items():
+        tagged = f", tag {tag}," if tag else ""
+        for out, into in zip(sent, received, strict=False):
+            if out.what is not None and into.what is not None and out.what != into.what:
+                yield Finding(
+                    f"{where(source)} sends {call_text(out.span)} to {where(target)}{tagged} along {out.span.lane}, "
+                    f"which receives {call_text(into.span)}",
+                    (f"sent at {out.span.site}", f"received at {into.span.site}"),
+                    (source, target),
+                    out.span.lane,
+                )
+                break
+        else:
+            if len(sent) != len(received):
+                sends = len(sent) > len(received)
+                alone = (sent if sends else received)[min(len(sent), len(received))].span
+                said = "is sent and never received" if sends else "is waited for and never sent"
+                yield Finding(
+                    f"message {min(len(sent), len(received)) + 1} from {where(source)} to {where(target)}{tagged} "
+                    f"along {alone.lane} {said}: {call_text(alone)} at {alone.site}",
+                    (f"{len(sent)} sent, {len(received)} received",),
+                    (source if sends else target,),
+                    alone.lane,
+                )
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that say the same of several groups once, with their number."""
+    alike: dict[tuple[str, tuple[str, ...]], Finding] = {}
+    for each in findings:
+        # Without the ranks: what is done, and where.
+        key = (
+            each.dim,
+            tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in each.lines),
+        )
+        known = alike.get(key)
+        alike[key] = each if known is None else known._replace(groups=known.groups + 1)
+    return list(alike.values())

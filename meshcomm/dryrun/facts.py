@@ -1,0 +1,130 @@
+"""What a dry run found out, as plain data: verdicts, memory, calls, and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from meshcomm.config import Config, TopologyConfig
+from meshcomm.dryrun.replay import COMPUTE, Replay
+from meshcomm.dryrun.world import World
+from meshcomm.predict.machine import machine
+from meshcomm.predict.place import ASSUMED_TFLOPS
+
+if TYPE_CHECKING:
+    from meshcomm.dryrun.rank import Step
+
+Facts = dict[str, Any]
+
+# What takes the most memory -> what makes it less.
+_LESS: Final[Mapping[str, str]] = {
+    "weights": "more ranks along a tensor or pipeline dim, or parallel.shard",
+    "gradients": "more ranks along parallel.shard, or a pipeline dim",
+    "optimizer": "more ranks along parallel.shard, or an optimizer with less state",
+    "activations": "train.recompute, more ranks along a context or tensor dim, or a smaller train.microbatch",
+    "gathered": "parallel.reshard = true, or more ranks along a tensor or pipeline dim",
+    "rest": "a smaller train.microbatch, or more ranks along a context or tensor dim",
+}
+
+
+def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
+    """`World` as data that JSON can hold. settings: what was trained; None: a script. seconds: that the dry run took."""
+    layout, steps = found.layout, list(found.steps.values())
+    limit = topology.memory_gbytes
+    stages = [_stage(stage, ran) for stage, ran in found.stages().items()]
+    largest = max(stages, key=lambda each: each["peak_bytes"])
+    part = max(largest["parts"], key=lambda name: largest["parts"][name])
+    return {
+        "world_size": layout.world_size,
+        "dims": dict(layout.dims),
+        "pipeline": found.pipeline,
+        "ran": [step.rank for step in steps],
+        "unlike": found.unlike,
+        "findings": [finding._asdict() for finding in found.findings],
+        "memory": {
+            "stages": stages,
+            "largest_stage": largest["stage"],
+            "limit_bytes": None if limit is None else int(limit * 1e9),
+            "fits": None if limit is None else largest["peak_bytes"] <= limit * 1e9,
+            "most": part,
+            "less_by": _LESS[part],
+        },
+        "calls": _calls(steps, found.replay),
+        "step": _step(found, settings, topology),
+        "took_s": seconds,
+    }
+
+
+def _stage(stage: int, ran: Sequence[Step]) -> Facts:
+    step = max(ran, key=lambda each: each.peak.nbytes)
+    return {
+        "stage": stage,
+        "ranks": len(ran),
+        "rank": step.rank,
+        "coords": dict(step.coords),
+        "parameters": step.parameters,
+        "before_bytes": sum(step.before.values()),
+        "peak_bytes": step.peak.nbytes,
+        "parts": dict(step.peak.parts),
+        "during": step.peak.during,
+        "at": step.peak.at,
+        "operator": step.peak.operator,
+    }
+
+
+def _calls(steps: Sequence[Step], met: Replay | None) -> list[Facts]:
+    """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it."""
+    dims: dict[str, dict[str, tuple[int, int]]] = {}
+    for step in steps:
+        for row in step.rows:
+            calls = dims.setdefault(row.dim, {})
+            calls[row.call] = max(calls.get(row.call, (0, 0)), (row.nbytes, row.calls))
+    found = []
+    for dim, calls in dims.items():
+        times = [] if met is None else [rank[dim] for rank in met.dims.values() if dim in rank]
+        longest = max(times, key=lambda each: each.waits, default=None)
+        found.append(
+            {
+                "dim": dim,
+                "calls": [
+                    {"call": call, "calls": number, "bytes": nbytes}
+                    for call, (nbytes, number) in calls.items()
+                ],
+                "bytes": sum(nbytes for nbytes, _ in calls.values()),
+                "busy_s": None if longest is None else longest.busy,
+                "exposed_s": None if longest is None else longest.waits - longest.late,
+                "late_s": None if longest is None else longest.late,
+            }
+        )
+    return found
+
+
+def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
+    """The time of a step; None where calls differ, or nobody says which ranks share a node."""
+    met, links = found.replay, machine(topology)
+    if met is None or met.stuck or links is None:
+        return None
+    seconds = met.seconds
+    last = max(met.ends, key=lambda rank: met.ends[rank])
+    compute = sum(bar.over - bar.began for bar in met.bars if bar.rank == last and bar.lane == COMPUTE)
+    stages = found.stages()
+    flops = sum(max(step.flops for step in ran) for ran in stages.values()) / len(stages)
+    sums = met.dims[last]
+    train, data = (None, None) if settings is None else (settings.train, settings.data)
+    tokens = None if train is None or data is None else train.global_batch * data.sequence
+    peak = None if train is None else train.peak_flops
+    again = train is not None and train.recompute is not False
+    tflops = topology.tflops or ASSUMED_TFLOPS
+    return {
+        "seconds": seconds,
+        "rank": last,
+        "compute_s": compute,
+        "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
+        "late_s": {dim: each.late for dim, each in sums.items()},
+        "tokens_s": None if tokens is None or not seconds else tokens / seconds,
+        "tflops": flops / seconds / 1e12 if seconds else None,
+        "share_of_peak": flops / seconds / peak if peak and seconds else None,
+        "computed_again": again,
+        "assumed_tflops": tflops,
+        "links": [str(level) for level in links.levels],
+    }

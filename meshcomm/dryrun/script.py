@@ -1,0 +1,264 @@
+"""A script, or a function of a mesh, as one rank of a world that nobody has."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, final
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from meshcomm.comm.spans import Span
+from meshcomm.config import Config
+from meshcomm.dryrun.hollow import Hollow
+from meshcomm.dryrun.ledger import Ledger
+from meshcomm.dryrun.rank import BETWEEN, Passes, Row, Step, alone, pretended_world
+from meshcomm.errors import LaunchError, UnsupportedOp
+from meshcomm.layout import Layout
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.opening import init
+from meshcomm.mesh.runtime import PRETENDED
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings
+from meshcomm.transport.torch_private import fsdp_tensors
+
+
+class Script(NamedTuple):
+    """What `meshcomm run` would start. config, overrides: what its `meshcomm.init()` without arguments makes its mesh from.
+
+    steps: after so many of `mesh.step()`, or of a Trainer, it is left.
+    """
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    steps: int = 2
+
+
+class _Enough(BaseException):
+    """What was asked for has been seen. No Exception: no script should catch it."""
+
+
+@final
+class _Recorder(Passes):
+    """The calls of a program, which is left after its last step. steps: 0: at its end."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+        # Of the program's mesh, which may be closed at the end.
+        self.mesh: Mesh | None = None
+        self.groups: dict[str, list[int]] = {}
+
+    def keep(self, span: Span) -> Span:
+        """See Spans."""
+        if self.mesh is not None and span.group and span.group not in self.groups:
+            self.groups |= self.mesh.groups_by_label
+        return super().keep(span)
+
+    def stretch(self) -> tuple[str, bool]:
+        """See Passes; outside of passes the memory of a program's own is taken for that of a forward pass."""
+        name, forward = super().stretch()
+        return name, forward or name == BETWEEN
+
+    def step(self, number: int) -> None:
+        """See Spans."""
+        super().step(number)
+        self._left -= 1
+        if not self._left:
+            raise _Enough
+
+
+@final
+class _Inside:
+    """See `Pretended`. looked: left as soon as there is a mesh."""
+
+    def __init__(self, recorder: _Recorder, looked: bool = False) -> None:
+        self.mesh: Mesh | None = None
+        self.asked: Settings | None = None
+        self._recorder = recorder
+        self._looked = looked
+
+    def settings(self, asked: Settings) -> Settings:
+        """See Pretended."""
+        self.asked = asked
+        return alone(asked)
+
+    def opened(self, mesh: Mesh) -> None:
+        """See Pretended. Raises UnsupportedOp for a second mesh."""
+        if self.mesh is not None:
+            raise UnsupportedOp(
+                "a dry run follows one mesh, and the program makes another",
+                given=f"{dict(self.mesh.layout.dims)}, then {dict(mesh.layout.dims)}",
+                expected="one mesh of all ranks",
+                hint="views and merged dims of one mesh",
+            )
+        self.mesh = self._recorder.mesh = mesh
+        self._recorder.groups = dict(mesh.groups_by_label)
+        if self._looked:
+            raise _Enough
+        mesh.trace_into(self._recorder)
+
+
+def script_step(script: Script, rank: int, world: int) -> Step:
+    """Run `script` as rank `rank` of `world`, to its end or that of its last step; what it prints is dropped.
+
+    Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
+    """
+    return _recorded(rank, world, lambda: _execute(script, rank, world), _Inside(_Recorder(script.steps)))
+
+
+def function_step(function: Callable[[Mesh], object], config: Config, rank: int, world: int) -> Step:
+    """Call `function` with the mesh of `config` as rank `rank` of `world`. Raises what it raises."""
+
+    def run() -> None:
+        with init(config) as mesh:
+            function(mesh)
+
+    return _recorded(rank, world, run, _Inside(_Recorder(0)))
+
+
+def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
+    """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
+    inside = _Inside(_Recorder(0), looked=True)
+    with _inside(inside, 0, world, []):
+        _execute(script, 0, world)
+    mesh = _mesh(inside, str(script.path))
+    assert inside.asked is not None
+    return mesh.layout, inside.asked
+
+
+def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> Step:
+    recorder = inside._recorder
+    ledger = Ledger(recorder.stretch, hollow=True)
+    recorder.flops = lambda: ledger.flops
+    hollow = Hollow(ledger, recorder)
+    with _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow)]):
+        run()
+    mesh = _mesh(inside, "the program")
+    peak = ledger.peak()
+    weights = peak.parts["weights"]
+    return Step(
+        rank,
+        mesh.coords,
+        weights,
+        ledger.now(),
+        peak,
+        _rows(recorder.calls),
+        recorder.calls,
+        recorder.groups,
+        recorder.events,
+        ledger.flops,
+    )
+
+
+def _rows(calls: Sequence[Span]) -> list[Row]:
+    """By dim and call; the mesh may be closed by now, and tells no sums any more."""
+    rows: dict[tuple[str, str], Row] = {}
+    for span in calls:
+        sums = rows.get((span.lane, span.call), Row(span.lane, span.call, 0, 0))
+        rows[span.lane, span.call] = sums._replace(calls=sums.calls + 1, nbytes=sums.nbytes + span.nbytes)
+    return list(rows.values())
+
+
+@contextmanager
+def _inside(inside: _Inside, rank: int, world: int, modes: Sequence[Any]) -> Iterator[None]:
+    """A world of which only this rank exists, left without a sound where enough has been seen."""
+    token = PRETENDED.set(inside)
+    try:
+        with pretended_world(rank, world), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            with suppress(_Enough):
+                yield
+    finally:
+        PRETENDED.reset(token)
+
+
+def _mesh(inside: _Inside, who: str) -> Mesh:
+    if inside.mesh is None:
+        raise LaunchError(
+            f"{who} makes no mesh",
+            given=f"{who}, run as one rank of a world",
+            expected="a script that calls meshcomm.init",
+            hint="examples/hello_mesh.py",
+        )
+    return inside.mesh
+
+
+def _execute(script: Script, rank: int, world: int) -> None:
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if script.config is not None:
+        variables |= {CONFIG_VARIABLE: str(script.config), OVERRIDES_VARIABLE: "\n".join(script.overrides)}
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(sys, "argv", [str(script.path), *script.arguments]),
+        # As `python SCRIPT` does: imports are looked for beside the script first.
+        patch.object(sys, "path", [str(script.path.resolve().parent), *sys.path]),
+        redirect_stdout(io.StringIO()),
+    ):
+        try:
+            runpy.run_path(str(script.path), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise LaunchError(
+                    f"{script.path} ended with exit code {ended.code} as rank {rank}",
+                    given=f"sys.exit({ended.code!r})",
+                    expected="a script that runs to its end",
+                    hint=f"meshcomm simulate {script.path}",
+                ) from None
+
+
+@contextmanager
+def _optimizers(ledger: Ledger, hollow: Hollow) -> Iterator[None]:
+    """While it is entered, the ledger hears what the memory of every optimizer and of every FSDP module is for.
+
+    An optimizer that counts its steps in a tensor divides by what follows from their number: inside of it that is 1.
+    """
+
+    def before(made: Optimizer, *_: Any) -> None:
+        named(made)
+        hollow.answer = 1
+
+    def after(made: Optimizer, *_: Any) -> None:
+        named(made)
+        hollow.answer = 0
+
+    def named(made: Optimizer) -> None:
+        parameters = [each for group in made.param_groups for each in group["params"]]
+        state = [each for held in made.state.values() for each in held.values()]
+        ledger.call_it("weights", parameters)
+        ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
+        ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
+
+    def module(made: nn.Module, _: Any) -> None:
+        if isinstance(made, FSDPModule):
+            whole, waiting = fsdp_tensors(made)
+            ledger.call_it("gathered", whole)
+            ledger.call_it("gradients", waiting)
+        else:
+            ledger.call_it("weights", made.parameters(recurse=False))
+
+    hooks = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+        register_module_forward_pre_hook(module),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,185 @@
+"""A dry run of a world: some ranks of it, one after the other, and what follows for all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from meshcomm.dryrun.choice import chosen
+from meshcomm.dryrun.compare import Finding, compare, sequence
+from meshcomm.dryrun.replay import Replay, replay
+from meshcomm.errors import MeshcommError, RankFailed
+from meshcomm.layout import Layout
+
+if TYPE_CHECKING:
+    from meshcomm.dryrun.rank import Step
+
+# One rank's part of what is looked at, of (rank, world size); it can be sent to another process.
+Program: TypeAlias = "Callable[[int, int], Step]"
+
+# Ranks that are run besides, where one does not call what the others of its stage do.
+_PEERS: Final = 16
+
+
+class World(NamedTuple):
+    """What a dry run found out. steps: by rank, ascending. findings: what goes wrong. unlike: ranks that make other calls
+    than the first of their stage, in words. replay: None where calls differ.
+    """
+
+    layout: Layout
+    pipeline: str | None
+    steps: dict[int, Step]
+    findings: list[Finding]
+    unlike: list[str]
+    replay: Replay | None
+
+    def stages(self) -> dict[int, list[Step]]:
+        """The steps of each stage."""
+        found: dict[int, list[Step]] = defaultdict(list)
+        for step in self.steps.values():
+            found[self.stage(step.rank)].append(step)
+        return dict(sorted(found.items()))
+
+    def stage(self, rank: int) -> int:
+        """The coord along the pipeline; 0 without one."""
+        return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
+
+
+def dry_world(
+    program: Program,
+    layout: Layout,
+    pipeline: str | None = None,
+    *,
+    ranks: Sequence[int] = (),
+    stages_only: bool = False,
+    sample: int = 8,
+    seed: int = 0,
+    processes: int | None = None,
+    replayed: Callable[[Sequence[Step], Callable[[int], str]], Replay] = replay,
+) -> World:
+    """Run `program` as some ranks of the world of `layout`, and compare what they call.
+
+    pipeline: the dim of the stages. ranks: to run besides those that stand for all, see `chosen`. stages_only: in place of those one of each stage. sample, seed: how many more are drawn, and from what.
+    processes: that run ranks at the same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
+
+    Raises ConfigError, LayoutError; RankFailed where the program of a rank raises.
+    """
+    for rank in ranks:
+        layout.position(rank)
+    if pipeline is not None and layout.size(pipeline) == 1:
+        pipeline = None
+    if stages_only:
+        line = [layout.rank_of(0)] if pipeline is None else layout.group_of(layout.rank_of(0), pipeline)
+        first = sorted({*map(int, line), *ranks})
+    else:
+        first = chosen(layout, pipeline, also=ranks, sample=sample, seed=seed)
+
+    def where(rank: int) -> str:
+        coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
+        return f"rank {rank:,} ({coords})"
+
+    with _Processes((os.cpu_count() or 1) if processes is None else processes) as pool:
+        steps = pool.run(program, first, layout.world_size, where)
+        found = World(layout, pipeline, steps, [], [], None)
+        peers, unlike = _unlike(found, where)
+        steps |= pool.run(program, [rank for rank in peers if rank not in steps], layout.world_size, where)
+    steps = dict(sorted(steps.items()))
+    findings = compare(list(steps.values()), where)
+    met = None
+    if not findings:
+        met = replayed(list(steps.values()), where)
+        findings = met.stuck
+    return World(layout, pipeline, steps, findings, unlike, met)
+
+
+def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
+    """Ranks to run besides, and in words which ranks make other calls than the first that was run of their stage.
+
+    Each rank stands for those of its stage that were not run; where two of a stage differ, some more of the groups along
+    which they differ are run, so that it is seen whether these differ inside.
+    """
+    more: dict[int, None] = {}
+    told = []
+    for steps in found.stages().values():
+        usual = sequence(steps[0])
+        for step in steps[1:]:
+            mine = sequence(step)
+            dims = [dim for dim in usual.keys() | mine.keys() if usual.get(dim) != mine.get(dim)]
+            if not dims:
+                continue
+            told.append(
+                f"{where(step.rank)} calls otherwise than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
+            )
+            for dim in dims:
+                if dim in found.layout.names:
+                    line = found.layout.group_of(step.rank, dim)
+                    more |= dict.fromkeys(int(rank) for rank in (line[0], line[-1], line[len(line) // 2]))
+    return list(more)[:_PEERS], told
+
+
+class _Processes:
+    """Processes that run one rank after the other."""
+
+    def __init__(self, count: int) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        if not count:
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["meshcomm.dryrun.rank"])
+        self._pool = ProcessPoolExecutor(count, mp_context=context)
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run(
+        self, program: Program, ranks: Sequence[int], world: int, where: Callable[[int], str]
+    ) -> dict[int, Step]:
+        """The steps of these ranks. Raises what is wrong with all of them, or RankFailed for the first."""
+        results: dict[int, Callable[[], Step | _Failure]]
+        if self._pool is None:
+            results = {rank: partial(_ran, program, rank, world) for rank in ranks}
+        else:
+            results = {rank: self._pool.submit(_ran, program, rank, world).result for rank in ranks}
+        steps: dict[int, Step] = {}
+        for rank, result in results.items():
+            made = result()
+            if isinstance(made, _Failure):
+                raise made.error(rank, where(rank))
+            steps[rank] = made
+        return steps
+
+
+class _Failure(NamedTuple):
+    """What a rank raised: the error itself where it is one of meshcomm's, else its text and line."""
+
+    own: MeshcommError | None
+    text: str
+    at: str
+
+    def error(self, rank: int, name: str) -> MeshcommError:
+        """The error for the user."""
+        if self.own is not None:
+            return self.own
+        failed = RankFailed(f"{name} failed: {self.text}", given=self.at)
+        failed.by_rank = {}
+        return failed
+
+
+def _ran(program: Program, rank: int, world: int) -> Step | _Failure:
+    try:
+        return program(rank, world)
+    except MeshcommError as error:
+        return _Failure(error, "", "")
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return _Failure(None, f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno}")

@@ -1,0 +1,144 @@
+"""`meshcomm dryrun`: the training of a config, or a script, on some ranks of a world that nobody has."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.dryrun.facts import dry_facts
+from meshcomm.dryrun.prices import prices
+from meshcomm.dryrun.rank import pretended_step
+from meshcomm.dryrun.replay import Replay, replay
+from meshcomm.dryrun.script import Script, mesh_of_script, script_step
+from meshcomm.dryrun.timeline import write_trace
+from meshcomm.dryrun.world import World, dry_world
+from meshcomm.jobs.starting import world_of
+from meshcomm.layout import Layout
+from meshcomm.mesh.environment import how_many_ranks
+from meshcomm.mesh.source import Settings
+from meshcomm.predict.machine import discovered, machine
+from meshcomm.predict.place import ASSUMED_TFLOPS, Ranking
+from meshcomm.predict.placed import placed_data
+
+# Names of a dim of stages, where no [parallel] says it.
+_STAGES: Final = ("pp", "pipeline", "pipe", "stage")
+
+
+class Exact(NamedTuple):
+    """What a dry run says of a placement. peak_bytes: of the rank that holds most."""
+
+    step_s: float
+    peak_bytes: int
+    fits: bool
+
+
+def dryrun(
+    config: Path | None,
+    script: Path | None,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    world: int | None,
+    ranks: Sequence[int],
+    sample: int,
+    seed: int,
+    steps: int,
+    trace: Path | None,
+) -> dict[str, Any]:
+    """Run the training of `config`, or `script`, on ranks that stand for all of `world`; what was found out, as plain data.
+
+    Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that is not there.
+    """
+    began = time.perf_counter()
+    if config is None and world is None:
+        raise how_many_ranks("dryrun")
+    settings: Config | None = None if config is None else load(config, overrides)
+    if script is None:
+        assert settings is not None
+        return dry_training(settings, world_of(settings, world), ranks, sample, seed, trace)
+    whole = Script(script, tuple(arguments), config, tuple(overrides), steps)
+    size = world_of(settings, world)
+    layout, asked = mesh_of_script(whole, size)
+    parallel = getattr(asked, "parallel", None)
+    topology = discovered((settings or asked).topology, os.environ)
+    found = dry_world(
+        partial(script_step, whole),
+        layout,
+        _pipeline(layout, None if parallel is None else parallel.pipeline),
+        ranks=ranks,
+        sample=sample,
+        seed=seed,
+        replayed=_priced(topology),
+    )
+    return _told(found, None, topology, began, trace)
+
+
+def dry_training(
+    settings: Config, world: int, ranks: Sequence[int], sample: int, seed: int, trace: Path | None = None
+) -> dict[str, Any]:
+    """The same for the training of `settings`."""
+    began = time.perf_counter()
+    settings = settings.resolved(world)
+    topology = discovered(settings.topology, os.environ)
+    found = dry_world(
+        partial(pretended_step, settings),
+        settings.plan(world).layout,
+        None if settings.parallel is None else settings.parallel.pipeline,
+        ranks=ranks,
+        sample=sample,
+        seed=seed,
+        replayed=_priced(topology),
+    )
+    return _told(found, settings, topology, began, trace)
+
+
+def _told(
+    found: World, settings: Config | None, topology: TopologyConfig, began: float, trace: Path | None
+) -> dict[str, Any]:
+    if trace is not None:
+        write_trace(trace, found)
+    return dry_facts(found, settings, topology, time.perf_counter() - began)
+
+
+def _pipeline(layout: Layout, said: str | None) -> str | None:
+    """The dim of the stages: as the configuration says it, or the one that is usually called so."""
+    return said or next((dim for dim in layout.dims if dim in _STAGES), None)
+
+
+def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
+    """The placements of a ranking, fastest first, by a dry run of each, one rank of each stage; what that gave of each.
+
+    Those that exceed the memory come last.
+    """
+    found: list[tuple[bool, float, int, Exact]] = []
+    for number, placement in enumerate(ranking.placements):
+        placed = load(placed_data(settings, placement)).resolved(ranking.world)
+        assert placed.parallel is not None
+        world = dry_world(
+            partial(pretended_step, placed),
+            placed.plan(ranking.world).layout,
+            placed.parallel.pipeline,
+            stages_only=True,
+            sample=0,
+            replayed=_priced(topology),
+        )
+        assert world.replay is not None
+        peak = max(step.peak.nbytes for step in world.steps.values())
+        exact = Exact(world.replay.seconds, peak, peak <= ranking.memory_gb * 1e9)
+        found.append((not exact.fits, exact.step_s, number, exact))
+    found.sort(key=lambda each: each[:3])
+    placements = tuple(ranking.placements[number] for _, _, number, _ in found)
+    return ranking._replace(placements=placements), [exact for *_, exact in found]
+
+
+def _priced(topology: TopologyConfig) -> Callable[..., Replay]:
+    """How calls meet, with times where it is known which ranks share a node."""
+    links = machine(topology)
+    if links is None:
+        return replay
+    flop_s = 1e-12 / (topology.tflops or ASSUMED_TFLOPS)
+    return partial(replay, seconds=prices(links), flop_s=flop_s)

@@ -1,0 +1,150 @@
+"""What a dry run found out, for a rich console: verdicts first, then memory, calls and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from meshcomm.layout.sizes import fold, times
+from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.units import bytes_text, count, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Facts = dict[str, Any]
+
+# Findings that are shown with their lines; the rest is counted.
+_SHOWN: Final = 12
+# More stages than that are shown as the first, the last and the largest.
+_STAGES: Final = 20
+
+
+def dry_view(facts: Facts) -> Group:
+    """`dry_facts` for a rich console."""
+    return page_view(list(dry_page(facts)))
+
+
+def dry_page(facts: Facts) -> Iterator[Part]:
+    """The same as paragraphs and tables."""
+    ran = facts["ran"]
+    world = facts["world_size"]
+    whole = len(ran) == world
+    head = f"{world:,} ranks, {times(facts['dims'])}: one step of " + (
+        "each" if whole else f"{len(ran)} of them, {fold(ran)}"
+    )
+    yield Line(f"{head}; {seconds_text(facts['took_s'])}")
+    yield from _verdicts(facts, whole)
+    yield from _memory(facts["memory"])
+    if facts["calls"]:
+        yield Line("calls of a step, of the rank that moves most along each dim", heading=True)
+        yield _calls(facts["calls"])
+    yield from _step(facts["step"])
+
+
+def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
+    findings = facts["findings"]
+    if not findings:
+        rest = "" if whole else "; every other rank is taken to call what the ranks of its stage do"
+        yield Line(
+            f"all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain{rest}"
+        )
+    else:
+        yield Line(f"{count(len(findings), 'thing')} that would go wrong", heading=True)
+        for each in findings[:_SHOWN]:
+            more = f" (in {each['groups']} groups that were looked at)" if each["groups"] > 1 else ""
+            yield Line(
+                "\n".join([f"{each['what']}{more}", *(f"    {line}" for line in each["lines"])]), drawing=True
+            )
+        if len(findings) > _SHOWN:
+            yield Line(f"and {len(findings) - _SHOWN} more: --json has all")
+    for text in facts["unlike"][:_SHOWN]:
+        yield Line(f"not alike: {text}")
+
+
+def _memory(memory: Facts) -> Iterator[Part]:
+    stages = memory["stages"]
+    largest = memory["largest_stage"]
+    shown = stages
+    if len(stages) > _STAGES:
+        shown = [
+            each for each in stages if each["stage"] in (stages[0]["stage"], stages[-1]["stage"], largest)
+        ]
+    names = [name for name in stages[0]["parts"] if any(each["parts"][name] for each in stages)]
+    # Stages one after the other that hold as much have one row.
+    rows: list[tuple[Facts, int]] = []
+    for each in shown:
+        if rows and (rows[-1][0]["parts"], rows[-1][0]["during"]) == (each["parts"], each["during"]):
+            rows[-1] = rows[-1][0], each["stage"]
+        else:
+            rows.append((each, each["stage"]))
+    columns: dict[str, Any] = {}
+    if len(stages) > 1:
+        columns[">stage"] = lambda row: str(row[1]) if row[0]["stage"] == row[1] else f"{row[0]['stage']} to {row[1]}"
+    columns |= {
+        ">rank": lambda row: f"{row[0]['rank']:,}",
+        ">peak": lambda row: bytes_text(row[0]["peak_bytes"]),
+        **{f">{name}": partial(_part, name) for name in names},
+        "when": lambda row: row[0]["during"],
+    }
+    yield Line(
+        "memory at its peak, of the rank that holds most" + ("" if len(stages) == 1 else " in each stage"),
+        heading=True,
+    )
+    yield Cells.of(rows, columns)
+    top = next(each for each in stages if each["stage"] == largest)
+    told = (
+        f"{bytes_text(top['peak_bytes'])} at most, in {top['operator']} at {top['at']}; {memory['most']} above all: "
+        f"less by {memory['less_by']}"
+    )
+    if memory["limit_bytes"] is not None:
+        fits = "fits in" if memory["fits"] else "does NOT fit in"
+        told = f"it {fits} {bytes_text(memory['limit_bytes'])}; {told}"
+    yield Line(told)
+
+
+def _part(name: str, row: tuple[Facts, int]) -> str:
+    return bytes_text(row[0]["parts"][name])
+
+
+def _calls(calls: list[Facts]) -> Cells:
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else seconds_text(value)
+
+    rows = [(dim, each, each is dim["calls"][0]) for dim in calls for each in dim["calls"]]
+    return Cells.of(
+        rows,
+        {
+            "dim": lambda row: row[0]["dim"],
+            "call": lambda row: row[1]["call"],
+            ">calls": lambda row: f"{row[1]['calls']:,}",
+            ">bytes": lambda row: bytes_text(row[1]["bytes"]),
+            ">exposed": lambda row: seconds(row[0]["exposed_s"]) if row[2] else "",
+            ">until others come": lambda row: seconds(row[0]["late_s"]) if row[2] else "",
+        },
+        once=1,
+    )
+
+
+def _step(step: Facts | None) -> Iterator[Part]:
+    if step is None:
+        yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
+        return
+    yield Line("time of a step, predicted", heading=True)
+    exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())
+    parts = [
+        f"{seconds_text(step['seconds'])}, on rank {step['rank']:,}: {seconds_text(step['compute_s'])} of products, "
+        f"{seconds_text(exposed)} of transfers that it stands still for, {seconds_text(late)} until others come",
+    ]
+    rate = [] if step["tokens_s"] is None else [f"{step['tokens_s']:,.0f} tokens/s"]
+    if step["tflops"] is not None:
+        rate.append(f"{step['tflops']:.3g} TFLOP/s a rank")
+    if step["share_of_peak"] is not None:
+        rate.append(
+            f"{step['share_of_peak']:.1%} of the peak"
+            + (", what is computed again included" * step["computed_again"])
+        )
+    parts.append(", ".join(rate))
+    parts.append(f"assumed: products at {step['assumed_tflops']:g} TFLOP/s; links {'; '.join(step['links'])}")
+    yield Line("\n".join(parts), drawing=True)

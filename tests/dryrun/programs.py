@@ -1,0 +1,114 @@
+"""Steps of ranks, written down instead of run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshcomm.comm.spans import Span
+from meshcomm.dryrun.ledger import PARTS, Peak
+from meshcomm.dryrun.rank import Event, Step
+from meshcomm.layout import Layout
+from meshcomm.layout.plan import Plan
+
+
+class Rank:
+    """What a program calls, on one rank; every call is waited for at once unless it is told otherwise."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.coords = layout.coords(rank)
+        self.groups = {group.label: list(group.ranks) for group in Plan(layout).for_rank(rank).groups}
+        self.calls: list[Span] = []
+        self.events: list[Event] = []
+        self.flops = 0
+        self._messages: dict[Any, int] = {}
+
+    def collective(
+        self,
+        call: str,
+        dim: str,
+        shape: tuple[int, ...] = (4,),
+        *,
+        line: int = 1,
+        wait: bool = True,
+        **facts: Any,
+    ) -> int:
+        """A call; returns its number, for `wait`."""
+        nbytes = 4
+        for size in shape:
+            nbytes *= size
+        span = Span(
+            self._group(dim),
+            dim,
+            call,
+            f"train.py:{line}",
+            0.0,
+            nbytes=nbytes,
+            shape=shape,
+            dtype="float32",
+            **facts,
+        )
+        return self._made(span, wait)
+
+    def message(
+        self,
+        direction: str,
+        dim: str,
+        peer: int,
+        shape: tuple[int, ...] = (4,),
+        *,
+        line: int = 1,
+        wait: bool = True,
+    ) -> int:
+        """A send to, or a receive from, a coord along a dim."""
+        number = self._messages[direction, dim, peer] = self._messages.get((direction, dim, peer), 0) + 1
+        span = Span(
+            self._group(dim), dim, direction, f"train.py:{line}", 0.0, nbytes=16, shape=shape, dtype="float32"
+        )
+        span.parts = [(direction, peer, 0, number)]
+        return self._made(span, wait)
+
+    def compute(self, flops: int) -> None:
+        """Products."""
+        self.flops += flops
+
+    def wait(self, call: int) -> None:
+        """For a call that was only begun."""
+        self.events.append(Event("wait", call, self.flops, "forward 0"))
+
+    def step(self) -> Step:
+        """All of it."""
+        peak = Peak(0, dict.fromkeys(PARTS, 0), "", "", "")
+        held = dict.fromkeys(PARTS, 0)
+        return Step(
+            self.rank, self.coords, 0, held, peak, [], self.calls, self.groups, self.events, self.flops
+        )
+
+    def _group(self, dim: str) -> str:
+        return next(label for label in self.groups if label.partition("[")[0] == dim)
+
+    def _made(self, span: Span, wait: bool) -> int:
+        number = len(self.calls)
+        self.calls.append(span)
+        self.events.append(Event("start", number, self.flops, "forward 0"))
+        if wait:
+            self.wait(number)
+        return number
+
+
+def steps(layout: Layout, program: Callable[[Rank], None], ranks: Sequence[int] | None = None) -> list[Step]:
+    """The program as these ranks, or as all."""
+    found = []
+    for rank in range(layout.world_size) if ranks is None else ranks:
+        made = Rank(layout, rank)
+        program(made)
+        found.append(made.step())
+    return found
+
+
+def where(layout: Layout) -> Callable[[int], str]:
+    """A rank in words."""
+    return lambda rank: (
+        f"rank {rank} ({' '.join(f'{dim}={coord}' for dim, coord in layout.coords(rank).items())})"
+    )

@@ -1,0 +1,241 @@
+"""`meshcomm dryrun` and the marker mesh_dryrun: planted bugs in programs of 16,384 ranks, each named in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshcomm.errors import MeshcommError
+from meshcomm.jobs.dryrun import dryrun
+from meshcomm.show.dryrun import dry_view
+from meshcomm.show.page import as_text
+
+pytest_plugins = ["pytester"]
+
+HEAD = """
+import torch
+import meshcomm
+
+with meshcomm.init(dims={"pp": 16, "dp": 64, "cp": 2, "tp": 8}, device="cuda") as mesh:
+    x = torch.ones(64, 64, device=mesh.device)
+    first, last = mesh.coord("pp") == 0, mesh.coord("pp") == 15
+    for step in range(3):
+        mesh.all_reduce("tp", x)
+        if not first:
+            mesh.recv("pp", x, src=mesh.coord("pp") - 1)
+        if not last:
+            mesh.send("pp", x, mesh.coord("pp") + 1)
+"""
+TAIL = """
+        mesh.all_reduce("dp", x)
+        mesh.step()
+"""
+# What is planted, and what is said of it.
+PLANTED = {
+    "a call under a branch": (
+        'if last: mesh.all_reduce("pp", x)',
+        r"rank 15,360 \(pp=15 .*\) along pp: 2 calls more than others make, from all_reduce",
+    ),
+    "a loop of its own length": (
+        'for _ in range(1 + (mesh.coord("tp") == 7)): mesh.all_gather("tp", x)',
+        r"rank [\d,]+ \(.*tp=7\) along tp: all_gather .*which others do not make",
+    ),
+    "another shape on the last stage": (
+        'mesh.all_reduce("dp", x[:32] if last and mesh.coord("dp") == 63 else x)',
+        r"rank [\d,]+ \(pp=15 dp=63 .*\) along dp: all_reduce sum \(32, 64\) float32 .*, where others make all_reduce sum \(64, 64\)",
+    ),
+    "a message without partner": (
+        'if first: mesh.send("pp", x, 15)',
+        r"message 1 from rank 0 .* to rank 15,360 .* along pp is sent and never received",
+    ),
+    "crossed dims": (
+        'for dim in ["dp", "cp"][:: 1 - 2 * ((mesh.coord("dp") + mesh.coord("cp")) % 2)]: mesh.all_gather(dim, x)',
+        r"ranks [\d, ]+ wait for each other in a circle, rank .* in all_gather",
+    ),
+    "an uneven microbatch": (
+        'mesh.all_reduce("cp", x[: 64 - (mesh.coord("cp") == 1)])',
+        r"along cp: all_reduce sum \(63, 64\) float32 .*, where others make all_reduce sum \(64, 64\)",
+    ),
+    "another root": (
+        'mesh.broadcast("dp", x, src=mesh.coord("dp") % 2)',
+        r"along dp: broadcast root [01] .*, where others make broadcast root [01]",
+    ),
+    "all send first": (
+        'mesh.send("cp", x, 1 - mesh.coord("cp")); mesh.recv("cp", x, src=1 - mesh.coord("cp"))',
+        r"ranks [\d, ]+ wait for each other in a circle, .* in send",
+    ),
+}
+
+
+def told(script: Path, **more: Any) -> dict[str, Any]:
+    settings = {"ranks": (), "sample": 2, "seed": 0, "steps": 2, "trace": None, **more}
+    return dryrun(None, script, (), (), 16384, **settings)
+
+
+def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + TAIL)
+    facts = told(script)
+    assert facts["findings"] == [] and facts["unlike"] == []
+    assert facts["dims"] == {"pp": 16, "dp": 64, "cp": 2, "tp": 8} and facts["pipeline"] == "pp"
+    assert {each["dim"]: sum(call["calls"] for call in each["calls"]) for each in facts["calls"]} == {"tp": 2, "pp": 4, "dp": 2}
+    assert "all calls meet" in as_text(dry_view(facts), 120)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "train.py"
+    planted, said = PLANTED[name]
+    script.write_text(HEAD + f"        {planted}" + TAIL)
+    facts = told(script)
+    lines = [each["what"] for each in facts["findings"]]
+    assert lines and all("\n" not in line for line in lines)
+    assert any(re.search(said, line) for line in lines), lines
+    shown = as_text(dry_view(facts), 160)
+    assert "would go wrong" in shown and "train.py:" in shown
+
+
+def test_ranks_that_are_asked_for_are_run_and_others_of_their_groups_beside_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + '        if mesh.rank != 12287: mesh.all_gather("tp", x)' + TAIL)
+    assert 12287 not in told(script)["ran"]
+    facts = told(script, ranks=(12287,))
+    (finding,) = facts["findings"]
+    assert finding["ranks"] == (12287,) and re.search(r"rank 12,287 .* all_gather .* left out", finding["what"])
+    assert any("rank 12,287" in text and "along tp" in text for text in facts["unlike"])
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshcomm", "dryrun", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+CONFIG = """
+[mesh]
+dims = { pp = 4, fs = -1, tp = 2 }
+device = "cuda"
+[topology]
+ranks_per_node = 8
+memory_gbytes = 1e-3
+[parallel]
+pipeline = "pp"
+shard = "fs"
+tensor = "tp"
+[model]
+layers = 8
+width = 64
+heads = 4
+kv_heads = 4
+ff = 128
+[data]
+sequence = 64
+[train]
+steps = 1
+global_batch = 32
+microbatch = 1
+peak_flops = 989e12
+"""
+
+
+def test_the_command_says_calls_memory_and_time_and_writes_a_timeline(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(CONFIG)
+    words = ("train.toml", "--world", "32", "--sample", "1", "--json", "--trace", "step.json")
+    done = run(*words, folder=tmp_path)
+    # All calls meet, and it does not fit.
+    assert done.returncode == 1, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["findings"] == [] and facts["memory"]["fits"] is False
+    stages = facts["memory"]["stages"]
+    assert [each["stage"] for each in stages] == [0, 1, 2, 3]
+    # 1F1B: the first stage has most microbatches under way.
+    assert stages[0]["parts"]["activations"] > stages[3]["parts"]["activations"]
+    assert all(sum(each["parts"].values()) == each["peak_bytes"] for each in stages)
+    step = facts["step"]
+    parts = step["compute_s"] + sum(step["exposed_s"].values()) + sum(step["late_s"].values())
+    assert step["seconds"] == pytest.approx(parts) and 0 < step["share_of_peak"] < 1
+    assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(facts["ran"])
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(1e6 * step["seconds"])
+    assert "does NOT fit in" in as_text(dry_view(facts), 120)
+
+
+def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("print('no mesh')\n")
+    (tmp_path / "fails.py").write_text(
+        "import meshcomm\nwith meshcomm.init(dims={'dp': -1}) as mesh:\n    1 / (mesh.rank - 5)\n"
+    )
+    (tmp_path / "exits.py").write_text(
+        "import sys, meshcomm\nwith meshcomm.init(dims={'dp': -1}) as mesh:\n    sys.exit(3)\n"
+    )
+    done = run("fails.py", "--world", "8", folder=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"rank 5 \(dp=5\) failed: ZeroDivisionError: .*\n.*fails.py:3", done.stderr), done.stderr
+    settings: dict[str, Any] = {"sample": 0, "seed": 0, "steps": 2, "trace": None}
+    for name, world, ranks, said in (
+        ("nothing.py", 8, (), "nothing.py makes no mesh"),
+        ("exits.py", 8, (), "ended with exit code 3"),
+        ("fails.py", None, (), "world"),
+        ("fails.py", 64, (64,), "rank 64 is not in the mesh"),
+    ):
+        with pytest.raises(MeshcommError, match=said) as caught:
+            dryrun(None, tmp_path / name, (), (), world, ranks, **settings)
+        assert "given:" in str(caught.value)
+
+
+SUITE = """
+import pytest
+import torch
+
+big = {"world": 16384, "pp": 16, "dp": 64, "cp": 2, "tp": 8}
+
+
+@pytest.mark.mesh_dryrun(**big)
+def test_right(mesh):
+    x = torch.ones(4)
+    mesh.all_reduce("tp", x)
+    assert x.shape == (4,)
+
+
+@pytest.mark.mesh_dryrun(**big, ranks=[12287])
+def test_left_out(mesh):
+    x = torch.ones(4)
+    if mesh.rank != 12287:
+        mesh.all_reduce("tp", x)
+
+
+@pytest.mark.mesh_dryrun({"dp": -1}, world=64)
+def test_asserts(mesh):
+    assert mesh.rank < 60
+
+
+@pytest.mark.mesh_dryrun("train.toml", world=8)
+def test_fits(dryrun):
+    assert dryrun["memory"]["fits"]
+
+
+@pytest.mark.mesh_dryrun("train.toml", world=8, dp=2)
+def test_two_meshes(dryrun):
+    pass
+"""
+
+
+def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
+    pytester.makefile(".toml", train=CONFIG)
+    pytester.makepyfile(test_dry=SUITE)
+    done = pytester.runpytest_subprocess("-q", "-n", "0", "-p", "no:cacheprovider", timeout=200)
+    done.assert_outcomes(passed=1, failed=3, errors=1)
+    done.stdout.re_match_lines(
+        [
+            r".*the marker mesh_dryrun does not say one mesh",
+            r".*rank 12,287 \(pp=11 dp=63 cp=1 tp=7\) along tp: 1 call fewer than others make.*",
+            r"rank 6\d \(dp=6\d\) failed: AssertionError.*",
+        ]
+    )
+    done.stdout.no_fnmatch_line("*INTERNALERROR*")

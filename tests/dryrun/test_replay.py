@@ -1,0 +1,128 @@
+"""Calls that meet: who waits for whom and how long; and who waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshcomm.dryrun.compare import compare
+from meshcomm.dryrun.replay import COMPUTE, replay
+from meshcomm.layout import Layout
+from tests.dryrun.programs import Rank, steps, where
+
+
+def test_a_late_rank_keeps_the_others_waiting() -> None:
+    layout = Layout({"dp": 4})
+
+    def program(rank: Rank) -> None:
+        rank.compute(10 * (1 + rank.rank))
+        rank.collective("all_reduce", "dp")
+        rank.compute(5)
+
+    met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0, flop_s=1.0)
+    assert met.ends == dict.fromkeys(range(4), 40 + 3 + 5) and met.seconds == 48
+    assert [met.dims[rank]["dp"] for rank in range(4)] == [
+        (3, 33 - 10 * rank, 30 - 10 * rank) for rank in range(4)
+    ]
+    computed = [bar for bar in met.bars if bar.lane == COMPUTE]
+    assert sum(bar.over - bar.began for bar in computed) == 10 + 20 + 30 + 40 + 4 * 5
+
+
+def test_what_is_waited_for_later_hides_behind_what_is_computed() -> None:
+    layout = Layout({"dp": 2})
+
+    def program(rank: Rank) -> None:
+        first = rank.collective("all_reduce", "dp", wait=False)
+        second = rank.collective("all_reduce", "dp", wait=False)
+        rank.compute(5)
+        rank.wait(first)
+        rank.wait(second)
+
+    met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0, flop_s=1.0)
+    # Both one after the other on their group: 6 s, of which 5 are hidden.
+    assert met.seconds == 6 and met.dims[0]["dp"].waits == 1
+
+
+def test_a_pipeline_fills_and_drains() -> None:
+    """GPipe: the bubble is p - 1 of m + p - 1 slots (Huang et al. 2019)."""
+    stages, microbatches = 4, 6
+    layout = Layout({"pp": stages})
+
+    def program(rank: Rank) -> None:
+        stage = rank.coords["pp"]
+        for _ in range(microbatches):
+            if stage:
+                rank.message("recv", "pp", stage - 1)
+            rank.compute(7)
+            if stage < stages - 1:
+                rank.message("send", "pp", stage + 1, wait=False)
+
+    met = replay(steps(layout, program), where(layout), flop_s=1.0)
+    assert met.seconds == 7 * (microbatches + stages - 1)
+    assert met.dims[stages - 1]["pp"].late == 7 * (stages - 1)
+
+
+def test_ranks_that_were_not_run_come_in_time() -> None:
+    layout = Layout({"dp": 8})
+
+    def program(rank: Rank) -> None:
+        rank.collective("all_reduce", "dp")
+        rank.message("send", "dp", (rank.rank + 1) % 8)
+        rank.message("recv", "dp", (rank.rank - 1) % 8)
+
+    met = replay(
+        steps(layout, program, [0, 3, 6]), where(layout), seconds=lambda span, ranks: float(len(ranks))
+    )
+    assert not met.stuck and met.seconds == 8 + 2 + 2
+
+
+def circle(rank: Rank) -> None:
+    """Everybody sends before anybody receives, and a message is over when its other end has come."""
+    rank.message("send", "dp", (rank.rank + 1) % 3, line=4)
+    rank.message("recv", "dp", (rank.rank - 1) % 3, line=5)
+
+
+def crossed(rank: Rank) -> None:
+    """Along dp first on one rank, along tp first on the other, round a square of four ranks."""
+    dims = ("dp", "tp") if rank.rank in (0, 3) else ("tp", "dp")
+    for line, dim in enumerate(dims, 4):
+        rank.collective("all_reduce", dim, line=line)
+
+
+@pytest.mark.parametrize(
+    ("layout", "program", "said"),
+    [
+        (
+            Layout({"dp": 3}),
+            circle,
+            "ranks 0, 1, 2 wait for each other in a circle, rank 0 (dp=0) in send (4) float32 at train.py:4",
+        ),
+        (Layout({"dp": 2, "tp": 2}), crossed, "wait for each other in a circle"),
+    ],
+    ids=["messages", "dims"],
+)
+def test_a_circle_is_proved_and_said(layout: Layout, program: Any, said: str) -> None:
+    made = steps(layout, program)
+    assert compare(made, where(layout)) == []
+    met = replay(made, where(layout))
+    (finding,) = met.stuck
+    assert said in finding.what and len(finding.lines) == len(finding.ranks) == layout.world_size
+    assert met.ends == {}
+
+
+def test_nccl_may_hang_where_groups_are_started_in_another_order() -> None:
+    layout = Layout({"dp": 2, "tp": 2})
+
+    def program(rank: Rank) -> None:
+        dims = ("dp", "tp") if rank.rank in (0, 3) else ("tp", "dp")
+        for number in [rank.collective("all_reduce", dim, line=3, wait=False) for dim in dims]:
+            rank.wait(number)
+
+    made = steps(layout, program)
+    assert replay(made, where(layout)).stuck == []
+    (finding,) = replay(made, where(layout), queued=True).stuck
+    assert "in different orders" in finding.what and len(finding.ranks) == 4
+    assert "rank 0 (dp=0 tp=0) starts all_reduce (4) float32 along dp at train.py:3" in "\n".join(
+        finding.lines
+    )
