@@ -53,9 +53,7 @@ def dryrun(
     arguments: list[str] = []
     if first.suffix == ".py" or second is not None:
         config, script, arguments = named("dryrun", first, second, context.args, overrides)
-    facts = job(
-        config, script, arguments, overrides or (), world, rank or (), sample, seed, steps, trace
-    )
+    facts = job(config, script, arguments, overrides or (), world, rank or (), sample, seed, steps, trace)
     if json:
         show_json(facts)
     else:

@@ -90,7 +90,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
 
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
     like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
-    Calls on groups are over at once, and answer nothing. Every look at a value gives 0.
+    Calls on groups are over at once, and answer nothing. Every look at a value gives `answer`, 0 unless somebody changes it.
 
     Args:
         ledger: told of memory and FLOPs. calls: takes the calls on groups.
@@ -100,6 +100,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, ledger: Ledger, calls: Calls) -> None:
         super().__init__()
+        self.answer = 0
         self._ledger = ledger
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
@@ -143,7 +144,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         self._names[func] = str(func)
         schema, namespace = func._schema, func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
-            return lambda func, args, kwargs: _zero(args[0].dtype)
+            return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
         if namespace in COMPOSED:
             return self._composed
         if namespace == "c10d":
@@ -301,10 +302,10 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _zero(dtype: torch.dtype) -> Any:
+def _value(dtype: torch.dtype, number: int) -> Any:
     if dtype == torch.bool:
-        return False
-    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+        return bool(number)
+    return complex(number) if dtype.is_complex else float(number) if dtype.is_floating_point else number
 
 
 def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, Part, Peak, Watched
-from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
+from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
+from meshcomm.mesh.source import MeshOnly, Settings
+from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.data import GradientSync
@@ -29,7 +32,7 @@ from meshcomm.parallel.optimizer import begin_state
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import fsdp_tensors, plain_device_meshes
 
-_BETWEEN: Final = "between passes"
+BETWEEN: Final = "between passes"
 
 
 class Row(NamedTuple):
@@ -76,8 +79,7 @@ class Step(NamedTuple):
     flops: int
 
 
-@final
-class _Passes(Spans):
+class Passes(Spans):
     """A trace that also says which pass is under way, and in which order calls begin and are waited for."""
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class _Passes(Spans):
         """Its name, and whether it is a forward pass."""
         now = self._now
         if now is None or now.left is not None:
-            return _BETWEEN, False
+            return BETWEEN, False
         return now.call, now.call.startswith("forward")
 
 
@@ -134,7 +136,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             expected="both: their sizes are what memory and bytes follow from",
             hint="configs/quickstart.toml has both",
         )
-    passes = _Passes()
+    passes = Passes()
     ledger = Ledger(passes.stretch, hollow=hollow)
     passes.flops = lambda: ledger.flops
     with Hollow(ledger, passes) if hollow else Watched(ledger):
@@ -166,10 +168,6 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             made = mesh.stats().since(earlier)
         finally:
             mesh.trace_into(None)
-        rows: dict[tuple[str, str], Row] = {}
-        for row in made.rows:
-            sums = rows.get((row.dim, row.call), Row(row.dim, row.call, 0, 0))
-            rows[row.dim, row.call] = Row(row.dim, row.call, sums.calls + row.calls, sums.nbytes + row.nbytes)
         count = sum(local(each.detach()).numel() for each in parameters)
         return Step(
             mesh.rank,
@@ -177,7 +175,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             count,
             before,
             ledger.peak(),
-            list(rows.values()),
+            rows_of(made),
             passes.calls,
             mesh.groups_by_label,
             passes.events,
@@ -193,33 +191,38 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
 
     Raises: as `counted_step`; UnsupportedOp where the model looks at values.
     """
-    with _pretended(rank, world), init(_alone(config)) as mesh, ExitStack() as modes:
-        modes.enter_context(plain_device_meshes())
-        try:
-            return counted_step(mesh, _alone(config), hollow=True)
-        except MeshcommError:
-            raise
-        except Exception as error:
-            if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise UnsupportedOp(
-                    "the model's shapes depend on values, which a dry run does not have",
-                    given=f"{type(error).__name__}: {error}",
-                    expected="a forward pass whose shapes follow from those of its inputs",
-                    hint="a mask in place of a selection; or a real run of a small world",
-                ) from error
-            raise
+    settings = alone(config)
+    assert isinstance(settings, Config)
+    with pretended_world(rank, world), init(settings) as mesh:
+        return counted_step(mesh, config, hollow=True)
 
 
-def _alone(config: Config) -> Config:
-    """The configuration for a world of which only one rank exists."""
-    mesh = config.mesh
+def rows_of(made: Stats) -> list[Row]:
+    """What `mesh.stats()` counted, by dim and call."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in made.rows:
+        sums = rows.get((row.dim, row.call), Row(row.dim, row.call, 0, 0))
+        rows[row.dim, row.call] = Row(row.dim, row.call, sums.calls + row.calls, sums.nbytes + row.nbytes)
+    return list(rows.values())
+
+
+def alone(settings: Settings) -> Settings:
+    """What a mesh is made from in a world of which only one rank exists."""
+    mesh = settings.mesh
     options = Table({name: DimOptions(lane=each.lane) for name, each in mesh.options.items()})
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}
-    return config.model_copy(update={"mesh": mesh.model_copy(update={**changed, "warm_up": False})})
+    mesh = mesh.model_copy(update={**changed, "warm_up": False})
+    if isinstance(settings, MeshOnly):
+        return replace(settings, mesh=mesh)
+    return settings.model_copy(update={"mesh": mesh})
 
 
 @contextmanager
-def _pretended(rank: int, world: int) -> Iterator[None]:
+def pretended_world(rank: int, world: int) -> Iterator[None]:
+    """While it is entered, this process is a rank of a world of which nobody else exists.
+
+    Raises LayoutError where torch.distributed is initialised; UnsupportedOp for a look at values that decides shapes.
+    """
     if dist.is_initialized():
         raise LayoutError(
             "a dry run needs a process of its own",
@@ -229,7 +232,17 @@ def _pretended(rank: int, world: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        yield
+        with plain_device_meshes():
+            yield
+    except Exception as error:
+        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            raise UnsupportedOp(
+                "the model's shapes depend on values, which a dry run does not have",
+                given=f"{type(error).__name__}: {error}",
+                expected="a forward pass whose shapes follow from those of its inputs",
+                hint="a mask in place of a selection; or a real run of a small world",
+            ) from error
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
+from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.dryrun.compare import Finding, Members, call_text
-from meshcomm.simulator.start_order import Start, StartOrder, shortest_way
+from meshcomm.simulator.start_order import Start, StartOrder
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span

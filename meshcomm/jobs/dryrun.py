@@ -20,7 +20,6 @@ from meshcomm.dryrun.world import World, dry_world
 from meshcomm.jobs.starting import world_of
 from meshcomm.layout import Layout
 from meshcomm.mesh.environment import how_many_ranks
-from meshcomm.mesh.source import Settings
 from meshcomm.predict.machine import discovered, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS, Ranking
 from meshcomm.predict.placed import placed_data

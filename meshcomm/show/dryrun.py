@@ -81,7 +81,9 @@ def _memory(memory: Facts) -> Iterator[Part]:
             rows.append((each, each["stage"]))
     columns: dict[str, Any] = {}
     if len(stages) > 1:
-        columns[">stage"] = lambda row: str(row[1]) if row[0]["stage"] == row[1] else f"{row[0]['stage']} to {row[1]}"
+        columns[">stage"] = lambda row: (
+            str(row[1]) if row[0]["stage"] == row[1] else f"{row[0]['stage']} to {row[1]}"
+        )
     columns |= {
         ">rank": lambda row: f"{row[0]['rank']:,}",
         ">peak": lambda row: bytes_text(row[0]["peak_bytes"]),

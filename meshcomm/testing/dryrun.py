@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from meshcomm.mesh import Mesh
 
 _OWN: Final = {"world", "ranks", "sample", "seed", "overrides"}
-_EXAMPLE: Final = '@pytest.mark.mesh_dryrun("configs/train.toml", world=16384), or (world=16384, pp=16, dp=128, tp=8)'
+_EXAMPLE: Final = (
+    '@pytest.mark.mesh_dryrun("configs/train.toml", world=16384), or (world=16384, pp=16, dp=128, tp=8)'
+)
 
 
 @final
@@ -43,7 +45,8 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
     if len(args) > 1 or (isinstance(source, (str, Path)) and rest) or not (args or rest):
         raise MeshTestError(
             "the marker mesh_dryrun does not say one mesh",
-            given=", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in rest.items())]) or "nothing",
+            given=", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in rest.items())])
+            or "nothing",
             expected="a config's path, or dims with their sizes",
             hint=_EXAMPLE,
         )
@@ -59,7 +62,10 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
         size = settings.plan(world).layout.world_size
     except (TypeError, ValueError) as error:
         raise MeshTestError(
-            "the marker mesh_dryrun cannot be read", given=str(error), expected=_EXAMPLE, hint="see meshcomm.init"
+            "the marker mesh_dryrun cannot be read",
+            given=str(error),
+            expected=_EXAMPLE,
+            hint="see meshcomm.init",
         ) from None
     return DryRequest(settings, size, tuple(own.get("ranks", ())), own.get("sample", 8), own.get("seed", 0))
 
@@ -113,5 +119,7 @@ def tried(what: Any, *args: Any) -> Any:
 
 def _settle(findings: Sequence[Mapping[str, Any]]) -> None:
     if findings:
-        told = [line for each in findings for line in (each["what"], *(f"    {line}" for line in each["lines"]))]
+        told = [
+            line for each in findings for line in (each["what"], *(f"    {line}" for line in each["lines"]))
+        ]
         pytest.fail("\n".join(told), pytrace=False)

@@ -84,7 +84,11 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
     facts = told(script)
     assert facts["findings"] == [] and facts["unlike"] == []
     assert facts["dims"] == {"pp": 16, "dp": 64, "cp": 2, "tp": 8} and facts["pipeline"] == "pp"
-    assert {each["dim"]: sum(call["calls"] for call in each["calls"]) for each in facts["calls"]} == {"tp": 2, "pp": 4, "dp": 2}
+    assert {each["dim"]: sum(call["calls"] for call in each["calls"]) for each in facts["calls"]} == {
+        "tp": 2,
+        "pp": 4,
+        "dp": 2,
+    }
     assert "all calls meet" in as_text(dry_view(facts), 120)
 
 
@@ -107,7 +111,9 @@ def test_ranks_that_are_asked_for_are_run_and_others_of_their_groups_beside_them
     assert 12287 not in told(script)["ran"]
     facts = told(script, ranks=(12287,))
     (finding,) = facts["findings"]
-    assert finding["ranks"] == (12287,) and re.search(r"rank 12,287 .* all_gather .* left out", finding["what"])
+    assert finding["ranks"] == (12287,) and re.search(
+        r"rank 12,287 .* all_gather .* left out", finding["what"]
+    )
     assert any("rank 12,287" in text and "along tp" in text for text in facts["unlike"])
 
 
@@ -162,7 +168,9 @@ def test_the_command_says_calls_memory_and_time_and_writes_a_timeline(tmp_path: 
     assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(facts["ran"])
-    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(1e6 * step["seconds"])
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(
+        1e6 * step["seconds"]
+    )
     assert "does NOT fit in" in as_text(dry_view(facts), 120)
 
 
