@@ -149,13 +149,10 @@ peak_flops = 989e12
 """
 
 
-def test_the_command_says_calls_memory_and_time_and_writes_a_timeline(tmp_path: Path) -> None:
+def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(CONFIG)
-    words = ("train.toml", "--world", "32", "--sample", "1", "--json", "--trace", "step.json")
-    done = run(*words, folder=tmp_path)
-    # All calls meet, and it does not fit.
-    assert done.returncode == 1, done.stderr
-    facts = json.loads(done.stdout)
+    trace = tmp_path / "step.json"
+    facts = dryrun(tmp_path / "train.toml", None, (), (), 32, (), 1, 0, 2, trace)
     assert facts["findings"] == [] and facts["memory"]["fits"] is False
     stages = facts["memory"]["stages"]
     assert [each["stage"] for each in stages] == [0, 1, 2, 3]
@@ -166,7 +163,7 @@ def test_the_command_says_calls_memory_and_time_and_writes_a_timeline(tmp_path: 
     parts = step["compute_s"] + sum(step["exposed_s"].values()) + sum(step["late_s"].values())
     assert step["seconds"] == pytest.approx(parts) and 0 < step["share_of_peak"] < 1
     assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(facts["ran"])
     assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(
         1e6 * step["seconds"]
