@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshcomm.config import Config, TopologyConfig, load
-from meshcomm.dryrun.facts import dry_facts
-from meshcomm.dryrun.prices import prices
 from meshcomm.dryrun.rank import pretended_step
-from meshcomm.dryrun.replay import Replay, replay
 from meshcomm.dryrun.script import Script, mesh_of_script, script_step
-from meshcomm.dryrun.timeline import write_trace
-from meshcomm.dryrun.world import World, dry_world
+from meshcomm.dryrun.training import dry_training, priced, told
+from meshcomm.dryrun.world import dry_world
 from meshcomm.jobs.starting import world_of
 from meshcomm.layout import Layout
 from meshcomm.mesh.environment import how_many_ranks
-from meshcomm.predict.machine import discovered, machine
-from meshcomm.predict.place import ASSUMED_TFLOPS, Ranking
+from meshcomm.predict.machine import discovered
+from meshcomm.predict.place import Ranking
 from meshcomm.predict.placed import placed_data
 
 # Names of a dim of stages, where no [parallel] says it.
@@ -71,36 +68,9 @@ def dryrun(
         ranks=ranks,
         sample=sample,
         seed=seed,
-        replayed=_priced(topology),
+        replayed=priced(topology),
     )
-    return _told(found, None, topology, began, trace)
-
-
-def dry_training(
-    settings: Config, world: int, ranks: Sequence[int], sample: int, seed: int, trace: Path | None = None
-) -> dict[str, Any]:
-    """The same for the training of `settings`."""
-    began = time.perf_counter()
-    settings = settings.resolved(world)
-    topology = discovered(settings.topology, os.environ)
-    found = dry_world(
-        partial(pretended_step, settings),
-        settings.plan(world).layout,
-        None if settings.parallel is None else settings.parallel.pipeline,
-        ranks=ranks,
-        sample=sample,
-        seed=seed,
-        replayed=_priced(topology),
-    )
-    return _told(found, settings, topology, began, trace)
-
-
-def _told(
-    found: World, settings: Config | None, topology: TopologyConfig, began: float, trace: Path | None
-) -> dict[str, Any]:
-    if trace is not None:
-        write_trace(trace, found)
-    return dry_facts(found, settings, topology, time.perf_counter() - began)
+    return told(found, None, topology, began, trace)
 
 
 def _pipeline(layout: Layout, said: str | None) -> str | None:
@@ -123,7 +93,7 @@ def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tup
             placed.parallel.pipeline,
             stages_only=True,
             sample=0,
-            replayed=_priced(topology),
+            replayed=priced(topology),
         )
         assert world.replay is not None
         peak = max(step.peak.nbytes for step in world.steps.values())
@@ -132,12 +102,3 @@ def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tup
     found.sort(key=lambda each: each[:3])
     placements = tuple(ranking.placements[number] for _, _, number, _ in found)
     return ranking._replace(placements=placements), [exact for *_, exact in found]
-
-
-def _priced(topology: TopologyConfig) -> Callable[..., Replay]:
-    """How calls meet, with times where it is known which ranks share a node."""
-    links = machine(topology)
-    if links is None:
-        return replay
-    flop_s = 1e-12 / (topology.tflops or ASSUMED_TFLOPS)
-    return partial(replay, seconds=prices(links), flop_s=flop_s)

@@ -72,7 +72,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
 
 def facts_of(request: DryRequest) -> dict[str, Any]:
     """What `meshcomm dryrun CONFIG --json` gives. Fails the test where calls do not meet."""
-    from meshcomm.jobs.dryrun import dry_training
+    from meshcomm.dryrun.training import dry_training
 
     facts = dry_training(request.settings, request.world, request.ranks, request.sample, request.seed)
     _settle(facts["findings"])
