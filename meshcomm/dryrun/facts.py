@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.dryrun.replay import COMPUTE, Replay
 from meshcomm.dryrun.world import World
+from meshcomm.predict.lint import footprint
 from meshcomm.predict.machine import machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
 
@@ -34,6 +35,9 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
     stages = [_stage(stage, ran) for stage, ran in found.stages().items()]
     largest = max(stages, key=lambda each: each["peak_bytes"])
     part = max(largest["parts"], key=lambda name: largest["parts"][name])
+    buffers = 0
+    if settings is not None:
+        buffers = footprint(settings, settings.plan(layout.world_size), layout.world_size).nccl_mb * 10**6
     return {
         "world_size": layout.world_size,
         "dims": dict(layout.dims),
@@ -45,7 +49,8 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
             "stages": stages,
             "largest_stage": largest["stage"],
             "limit_bytes": None if limit is None else int(limit * 1e9),
-            "fits": None if limit is None else largest["peak_bytes"] <= limit * 1e9,
+            "communicators_bytes": buffers,
+            "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
             "most": part,
             "less_by": _LESS[part],
         },

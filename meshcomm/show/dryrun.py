@@ -100,6 +100,8 @@ def _memory(memory: Facts) -> Iterator[Part]:
         f"{bytes_text(top['peak_bytes'])} at most, in {top['operator']} at {top['at']}; {memory['most']} above all: "
         f"less by {memory['less_by']}"
     )
+    if memory["communicators_bytes"]:
+        told += f"; NCCL's communicators take some {bytes_text(memory['communicators_bytes'])} besides"
     if memory["limit_bytes"] is not None:
         fits = "fits in" if memory["fits"] else "does NOT fit in"
         told = f"it {fits} {bytes_text(memory['limit_bytes'])}; {told}"
