@@ -8,6 +8,7 @@ wrong gives gradients that are off by the size of the dim and raises nothing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -109,13 +110,13 @@ class Functional:
     def shift(self, dims: Dims, x: Tensor, offset: int = 1) -> Tensor:
         """The x of the rank `offset` coords behind, around the ring. Gradient: the shift back."""
         comm = self._checked(dims, x, "shift")
-        check_offset(offset, lambda: _where(comm, "shift"))
+        check_offset(offset, partial(comm.where, "functional.shift"))
         return operators.call("shift", x, self._groups.place(comm), offset)
 
     def _checked(self, dims: Dims, x: Tensor, call: str) -> Communicator:
         """The communicator of a call whose tensor it can carry."""
         comm = self._at.along(dims)
-        check_tensor(x, comm.transport.kinds, lambda: _where(comm, call), plain=False)
+        check_tensor(x, comm.transport.kinds, partial(comm.where, f"functional.{call}"), plain=False)
         return comm
 
 
@@ -130,14 +131,10 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
 
 
 def _axis(comm: Communicator, x: Tensor, axis: int, call: str, split: bool = False) -> int:
-    axis = normal_axis(x, axis, lambda: _where(comm, call))
+    axis = normal_axis(x, axis, partial(comm.where, f"functional.{call}"))
     if split:
-        check_divisible(x, axis, comm.size, lambda: _where(comm, call), comm.who)
+        check_divisible(x, axis, comm.size, partial(comm.where, f"functional.{call}"), comm.who)
     return axis
-
-
-def _where(comm: Communicator, call: str) -> str:
-    return f'functional.{call} along "{comm.name}" on {comm.who}'
 
 
 # -- a mean over ranks that have unequally many tokens: the sum of values over the sum of weights ----------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -11,7 +12,9 @@ from meshcomm.config import Config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.launch.rank import as_rank
 from meshcomm.launch.spawn import launch
+from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import Launch, find_launch, how_many_ranks
+from meshcomm.mesh.source import world_of_mesh
 
 
 def start_job(
@@ -72,23 +75,13 @@ def world_of(settings: Config | None, world: int | None) -> int:
         return world
     if settings is None:
         raise how_many_ranks("run")
-    mesh = settings.mesh
-    if -1 in mesh.dims.values() and mesh.device != "cpu" and torch.cuda.is_available():
+    if -1 in settings.mesh.dims.values() and settings.mesh.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    if mesh.ranks is not None:
-        return max(mesh.ranks) + 1
-    size = 1
-    for part in mesh.sizes(None).values():
-        size *= part
-    return size
+    return world_of_mesh(settings.mesh)
 
 
 def label_of(settings: Config | None, rank: int, world_size: int) -> str:
     """A rank with its coords, for messages about it; without them where it has none."""
-    if settings is None:
-        return f"rank {rank}"
-    try:
-        coords = settings.plan(world_size).layout.coords(rank)
-    except MeshcommError:
-        return f"rank {rank}"
-    return f"rank {rank} ({' '.join(f'{name}={coord}' for name, coord in coords.items())})"
+    with suppress(MeshcommError):
+        return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
+    return rank_text(rank, None)

@@ -94,6 +94,12 @@ def end_with_parent(poll: bool = False) -> None:
     threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
 
 
+def signal_text(number: int) -> str:
+    """`SIGKILL`, or `signal 99` for one without a name."""
+    known = {each.value for each in signal.Signals}
+    return signal.Signals(number).name if number in known else f"signal {number}"
+
+
 def _main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)

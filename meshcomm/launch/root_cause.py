@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
+from meshcomm.launch.reaper import signal_text
 from meshcomm.mesh.rank_failure import Failure
 
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
@@ -62,9 +63,7 @@ def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], 
     """The failure of a rank that left no error. code: as it ended, negative for a signal."""
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code)
-    known = {each.value for each in signal.Signals}
-    name = signal.Signals(-code).name if -code in known else f"signal {-code}"
-    return Failure(rank, label(rank), alive_at, f"was ended by {name}", code=128 - code)
+    return Failure(rank, label(rank), alive_at, f"was ended by {signal_text(-code)}", code=128 - code)
 
 
 def _aborted(failure: Failure) -> bool:

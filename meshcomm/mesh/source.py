@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -78,6 +79,11 @@ def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequenc
     if not _TAKEN.get() and (path := os.environ.get(CONFIG_VARIABLE)) is not None:
         _refuse_unused(path, settings)
     return settings
+
+
+def world_of_mesh(mesh: MeshConfig) -> int:
+    """Number of ranks of the smallest world that has this mesh. Raises ConfigError where a size is -1."""
+    return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
 
 
 def beside_the_job() -> None:

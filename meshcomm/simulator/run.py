@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,13 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import how_many_ranks, with_variables
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, beside_the_job, given_keys
+from meshcomm.mesh.source import (
+    CONFIG_VARIABLE,
+    OVERRIDES_VARIABLE,
+    beside_the_job,
+    given_keys,
+    world_of_mesh,
+)
 from meshcomm.simulator.diagnosis import at_the_end, diagnose
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.traffic import traffic_facts
@@ -76,7 +81,7 @@ def simulate(
     settings = load(
         Config(mesh=mesh_config) if isinstance(mesh_config, MeshConfig) else mesh_config, overrides
     )
-    size = world_size_of(settings, world_size)
+    size = world_of_mesh(settings.mesh) if world_size is None else world_size
     settings.resolved(size)
 
     def body() -> T:
@@ -113,7 +118,7 @@ def simulate_script(
         raise how_many_ranks("simulate")
     # The script says its own mesh; what matters of this one is the number of ranks.
     settings = load({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
-    size = world_size_of(settings, world)
+    size = world_of_mesh(settings.mesh) if world is None else world
     settings.resolved(size)
     try:
         code = compile(script.read_bytes(), str(script), "exec")
@@ -191,12 +196,3 @@ def run_ranks(
             error.hint = f"{error.hint}; schedule seed {seed} repeats it"
         raise error
     return [actor.result for actor in actors], list(shared.groups.values())
-
-
-def world_size_of(settings: Config, world_size: int | None) -> int:
-    """Number of ranks: as given, or as the sizes say. Raises ConfigError where a size is -1."""
-    if world_size is not None:
-        return world_size
-    if settings.mesh.ranks is not None:
-        return max(settings.mesh.ranks) + 1
-    return math.prod(settings.mesh.sizes(None).values())

@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, final, overload
 
+from meshcomm.launch.reaper import signal_text
+
 T = TypeVar("T")
 
 # Loading torch takes seconds, on a busy machine many.
@@ -294,10 +296,7 @@ def how_it_died(code: int | None) -> str:
     """
     if code is None:
         return "closed its connection to the test"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = {each.value for each in signal.Signals}
-    return f"was killed by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_text(-code)}"
 
 
 def _dump(workers: list[_Worker]) -> list[str]:

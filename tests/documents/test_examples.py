@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshcomm
 from meshcomm.config import load
-from meshcomm.simulator.run import simulate_script, world_size_of
+from meshcomm.mesh.source import world_of_mesh
+from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def said(name: str) -> Said:
         else:
             assert len(words) == 4, line
             config = ROOT / words[2]
-            commands[words[1]] = Command(config, world_size_of(load(config), None))
+            commands[words[1]] = Command(config, world_of_mesh(load(config).mesh))
     assert set(commands) <= {"run", "simulate"}
     prints = [line[4:] for line in found["prints"].splitlines()]
     return Said(found["shows"], commands["run"], commands.get("simulate"), prints)
