@@ -88,10 +88,6 @@ class Messages(Caller):
 
     def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
-        if out is not None and self._is_fast("recv", out, src, tag):
-            written([out])
-            self._start("recv", [P2P("recv", out, src, tag)])
-            return out
         if out is None:
             header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             if src == self.coord:
@@ -99,17 +95,18 @@ class Messages(Caller):
             else:
                 self._issue("recv", [header], calls=0)
                 out = described_by(header.x)
-        found: Tensor = self._received("recv", out, src, tag, False)
+        found: Tensor = self._receive("recv", out, src, tag, False)
         return found
 
     def irecv(self, out: Tensor, src: int | None, tag: int = 0) -> Any:
         """A handle of receiving into `out` from coord `src`; None: from any. See `Mesh.irecv`."""
+        return self._receive("irecv", out, src, tag, True)
+
+    def _receive(self, call: str, out: Tensor, src: int | None, tag: int, async_op: bool) -> Any:
         if self._is_fast("recv", out, src, tag):
             written([out])
-            return self._start("recv", [P2P("recv", out, src, tag)], True, result=out, source=src)
-        return self._received("irecv", out, src, tag, True)
-
-    def _received(self, call: str, out: Tensor, src: int | None, tag: int, async_op: bool) -> Any:
+            handle = self._start("recv", [P2P("recv", out, src, tag)], async_op, result=out, source=src)
+            return handle if async_op else out
         end = self._checked("recv", call, out, src, tag)
         return self._issue("recv", [end], async_op, lambda: into(out, end.x), source=src)
 

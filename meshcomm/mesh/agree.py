@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
-from meshcomm.comm.diagnosis import first_line
-from meshcomm.errors import MeshMismatchError, StoreError
+from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.store import store_failed
 
 # In the number that counts who has come: above these bits, the sum of the sizes that they expect.
 _COUNT_BITS: Final = 31
@@ -78,12 +78,8 @@ def agree(
             raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
         return moment
     except RuntimeError as error:
-        raise StoreError(
-            f"rank {rank} lost the job's store while the ranks agreed on {what}",
-            given=first_line(error),
-            expected="a store that answers until all ranks have come; it lives in rank 0, the launcher, or a file",
-            hint="look for the first error of the process that holds the store",
-        ) from error
+        lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"
+        raise store_failed(lost, error) from error
 
 
 def leave_together(store: Any, stays: bool) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import __version__
 from meshcomm.comm.diagnosis import first_line
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError, StoreError
+from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.agree import agree, leave_together
 from meshcomm.mesh.devices import (
@@ -42,7 +42,7 @@ from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, settings_of
-from meshcomm.mesh.store import prefixed
+from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
@@ -160,12 +160,8 @@ def _open(
             outer = default_store()
             prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
     except RuntimeError as error:
-        raise StoreError(
-            f"rank {joined.rank} lost the job's store before the mesh was opened",
-            given=first_line(error),
-            expected="a store that lives as long as the job: in the launcher, in rank 0, or a file",
-            hint="look for the first error of the process that holds the store",
-        ) from error
+        lost = f"rank {joined.rank} lost the job's store before the mesh was opened"
+        raise store_failed(lost, error) from error
     store = prefixed(prefix, joined.store)
     facts: dict[str, Any] = {}
     if failure is None:

@@ -52,6 +52,16 @@ _NOBODY: Final = b"\x00meshcomm: no value\x00"
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]+")
 
 
+def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
+    """The error for a store that failed. what: opens it. about: what it was asked for."""
+    return StoreError(
+        what,
+        given=f"{about}{first_line(error)}",
+        expected="a store that lives as long as the job: in rank 0, in the launcher, or a file",
+        hint="look for the first error of the process that holds the store",
+    )
+
+
 def prefixed(prefix: str, store: dist.Store) -> dist.Store:
     """`store` under a prefix of its own; a store that can do that itself does."""
     own = getattr(store, "prefixed", None)
@@ -309,12 +319,8 @@ class MeshStore:
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
-            raise StoreError(
-                f"store.{call} on {self._label()}: the job's {self.kind} failed",
-                given=f"{_named(names)}; {first_line(error)}",
-                expected="a store that answers; it lives in rank 0, the launcher, or a file",
-                hint="look for the first error of the process that holds the store",
-            ) from error
+            what = f"store.{call} on {self._label()}: the job's {self.kind} failed"
+            raise store_failed(what, error, f"{_named(names)}; ") from error
 
     def _refuse(self, call: str, keys: Sequence[str], given: str, expected: str) -> NoReturn:
         raise StoreError(f"store.{call} on {self._label()}: {_named(keys)}", given=given, expected=expected)
