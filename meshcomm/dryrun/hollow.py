@@ -145,6 +145,10 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         schema, namespace = func._schema, func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
             return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
+        if func is torch.ops.aten.equal.default:
+            return lambda func, args, kwargs: args[0].shape == args[1].shape
+        if func is torch.ops.aten.bincount.default:
+            return self._count
         if namespace in COMPOSED:
             return self._composed
         if namespace == "c10d":
@@ -181,7 +185,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             known = self._known[of] = self._learn(func, args, kwargs, tensors)
         if known.real:
             return func(*args, **kwargs)
-        ledger, name = self._ledger, self._names[func]
+        ledger, name = self._ledger, self._names.get(func, "")
         ledger.flops += known.flops
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
@@ -195,6 +199,15 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
         return found[0] if known.structure is None else unflatten_tree(found, known.structure)
+
+    def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As many bins as asked for: what is counted is 0 everywhere."""
+        given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
+        weights = given.get("weights")
+        dtype = torch.int64 if weights is None else torch.float64
+        return self._compute(
+            torch.ops.aten.empty.memory_format, ([max(1, given.get("minlength", 0))],), {"dtype": dtype}
+        )
 
     def _memory(self, nbytes: int, name: str) -> Any:
         storage = storage_without_memory(nbytes)

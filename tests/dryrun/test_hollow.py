@@ -57,6 +57,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "into another": (lambda x, y: torch.mul(x, 2, out=y), ((4, 6), (4, 6))),
     "into one of another size": (lambda x, y: torch.mul(x, 2, out=y), ((4, 6), (0,))),
     "attention": (attended, ((1, 2, 8, 4), (1, 2, 8, 4))),
+    "bins": (lambda x: torch.bincount((x * 0).long().view(-1), minlength=5), ((4, 6),)),
     "norm": (lambda x: F.layer_norm(x, (6,)), ((4, 6),)),
 }
 
@@ -113,6 +114,7 @@ def test_every_look_at_a_value_is_zero() -> None:
         x = torch.arange(3)
         assert x.sum().item() == 0 and not (x == x).all()
         assert x.tolist() == [0, 0, 0]
+        assert torch.equal(x, x + 1) and not torch.equal(x, x[:2])
         assert type(x.float()[1].item()) is float
         assert torch.randn(5).to("meta").device.type == "meta"
         with pytest.raises(RuntimeError, match="broadcast"):

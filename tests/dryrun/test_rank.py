@@ -126,6 +126,18 @@ def test_a_world_that_no_machine_here_holds() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_folder_without_weights_in_a_large_world(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of(family, tmp_path / "model")
+    model = {"pretrained": str(folder), "random_weights": True}
+    parallel = {"shard": "fsdp", "tensor": "tp"}
+    config = config_of("fsdp=512 tp=2", parallel, {"global_batch": 1024}, model)
+    step = pretended_step(config, 1023, 1024)
+    assert step.groups["fsdp[tp=1]"] == list(range(1, 1024, 2))
+    assert {row.dim for row in step.rows} == {"fsdp", "tp"} and step.peak.parts["activations"] > 0
+
+
 def test_a_shape_that_depends_on_values_is_refused() -> None:
     model = {"build": "tests.dryrun.test_rank:looks"}
     config = config_of("dp=4", {"data": "dp"}, {}, model)
