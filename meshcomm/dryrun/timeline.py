@@ -10,8 +10,29 @@ from meshcomm.config.write import write_whole
 from meshcomm.dryrun.replay import COMPUTE
 from meshcomm.dryrun.world import World
 from meshcomm.errors import ConfigError
+from meshcomm.show.timeline import Bar, Row, timeline
 
 _US = 1e6
+
+
+def picture(found: World, width: int = 96) -> list[str]:
+    """One row of characters for the first rank that was run of each stage; nothing without times.
+
+    F, B, W: forward, backward and weights' passes; other letters: what the rank stands still for, by dim.
+    """
+    met = found.replay
+    if met is None or not met.bars:
+        return []
+    rows = []
+    for stage, steps in found.stages().items():
+        rank = steps[0].rank
+        bars = [
+            Bar(each.name.split()[0] if each.lane == COMPUTE else f"{each.lane} waits", each.began, each.over)
+            for each in met.bars
+            if each.rank == rank and each.over > each.began
+        ]
+        rows.append(Row(rank, f"{stage}:{rank}", bars))
+    return timeline(rows, width)
 
 
 def write_trace(path: Path, found: World) -> None:

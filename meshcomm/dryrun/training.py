@@ -14,7 +14,7 @@ from meshcomm.dryrun.facts import dry_facts
 from meshcomm.dryrun.prices import prices
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import Replay, replay
-from meshcomm.dryrun.timeline import write_trace
+from meshcomm.dryrun.timeline import picture, write_trace
 from meshcomm.dryrun.world import World, dry_world
 from meshcomm.predict.machine import discovered, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
@@ -45,7 +45,8 @@ def told(
     """As plain data, and as a timeline at `trace`. began: on time.perf_counter."""
     if trace is not None:
         write_trace(trace, found)
-    return dry_facts(found, settings, topology, time.perf_counter() - began)
+    facts = dry_facts(found, settings, topology, time.perf_counter() - began)
+    return {**facts, "timeline": picture(found)}
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:

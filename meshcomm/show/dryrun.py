@@ -17,6 +17,8 @@ Facts = dict[str, Any]
 
 # Findings that are shown with their lines; the rest is counted.
 _SHOWN: Final = 12
+# A scale, one row and the letters: without a pipeline there is nothing to see.
+_ALONE: Final = 3
 # More stages than that are shown as the first, the last and the largest.
 _STAGES: Final = 20
 
@@ -41,6 +43,9 @@ def dry_page(facts: Facts) -> Iterator[Part]:
         yield Line("calls of a step, of the rank that moves most along each dim", heading=True)
         yield _calls(facts["calls"])
     yield from _step(facts["step"])
+    if len(facts["timeline"]) > _ALONE:
+        yield Line("the step, stage by stage", heading=True)
+        yield Line("\n".join(facts["timeline"]), drawing=True)
 
 
 def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from meshcomm.config import load
 from meshcomm.errors import MeshcommError
-from meshcomm.jobs.dryrun import dryrun
+from meshcomm.jobs.dryrun import dryrun, exactly
+from meshcomm.predict.placed import place_config
 from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
+from meshcomm.show.place import place_facts, place_view
 
 pytest_plugins = ["pytester"]
 
@@ -129,6 +132,7 @@ device = "cuda"
 [topology]
 ranks_per_node = 8
 memory_gbytes = 1e-3
+tflops = 0.01
 [parallel]
 pipeline = "pp"
 shard = "fs"
@@ -168,7 +172,10 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
     assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(
         1e6 * step["seconds"]
     )
-    assert "does NOT fit in" in as_text(dry_view(facts), 120)
+    # A scale, a row for each stage, and what the letters mean.
+    assert len(facts["timeline"]) == 6 and "F" in facts["timeline"][1] and "B" in facts["timeline"][4]
+    shown = as_text(dry_view(facts), 120)
+    assert "does NOT fit in" in shown and facts["timeline"][1] in shown
 
 
 def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> None:
@@ -244,3 +251,22 @@ def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
         ]
     )
     done.stdout.no_fnmatch_line("*INTERNALERROR*")
+
+
+def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG.replace("1e-3", "1"))
+    settings = load(path)
+    ranking = place_config(settings, 8, settings.topology, top=2)
+    exact, ran = exactly(settings, ranking, settings.topology)
+    assert sorted(map(str, exact.placements)) == sorted(map(str, ranking.placements))
+    assert [each.step_s for each in ran] == sorted(each.step_s for each in ran) and all(
+        each.fits for each in ran
+    )
+    # What the formula says of memory is near.
+    for placement, each in zip(exact.placements, ran, strict=True):
+        assert sum(placement.memory_bytes.values()) == pytest.approx(each.peak_bytes, rel=0.3)
+    facts = place_facts(exact, settings.parallel.parts if settings.parallel else {})
+    for placement, each in zip(facts["placements"], ran, strict=True):
+        placement["exact"] = each._asdict()
+    assert "dry run" in as_text(place_view(facts), 140)
