@@ -1,29 +1,41 @@
-"""Where do the seconds of a training step go?"""
+"""Where do the seconds of a training step go, and where was it predicted that they go?"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from meshcomm.bench.measure import Item, sweep
 from meshcomm.comm.spans import PASSES, Span, Spans
+from meshcomm.config import Config
+from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
+from meshcomm.predict.passes import Costs, orders, timeline
+from meshcomm.predict.times import counted_bytes
+from meshcomm.predict.traffic import expected
 
 # Where a traced step goes beside dims.
 COMPUTE: Final = "forward and backward"
 OPTIMIZER: Final = "optimizer"
 REST: Final = "the rest of a step"
+BUBBLE: Final = "bubble"
 
 
 class Parts(NamedTuple):
-    """Mean seconds of a step by where they go. lanes: which of the names are dims."""
+    """Mean seconds of a step by where they go. lanes: which of the names are dims. late: of their seconds those until the
+    last rank of a call had come. predicted: of some of the names.
+    """
 
     seconds: dict[str, float]
     lanes: list[str]
+    late: dict[str, float]
+    predicted: dict[str, float]
 
 
 def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, steps: int) -> Parts:
@@ -58,40 +70,157 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
     passes = [
         (each.began, each.left) for each in spans.found if each.lane == PASSES and each.left is not None
     ]
-    inside, outside = exposed(spans.found, passes)
-    found = {
-        COMPUTE: sum(end - start for start, end in passes) - sum(inside.values()),
-        OPTIMIZER: optimizing[0],
-    }
+    found, predicted = {COMPUTE: 0.0, OPTIMIZER: optimizing[0]}, {}
+    if (dim := engine.sections.parallel.pipeline) is not None and mesh.size(dim) > 1:
+        bubble = _bubble(mesh, dim, engine, [each for each in spans.found if each.lane == PASSES], steps)
+        found[BUBBLE], predicted[BUBBLE] = bubble.measured, bubble.predicted
+        gaps = bubble.gaps
+    else:
+        gaps = []
+    inside, outside = exposed(spans.found, passes, gaps)
+    found[COMPUTE] = sum(end - start for start, end in passes) - sum(inside.values())
     names = sorted({each.lane for each in spans.found if each.group})
     for dim in mesh.dims:
         names = sorted({name for row in mesh.objects.all_gather(dim, names) for name in row})
     found |= {name: inside.get(name, 0.0) + outside.get(name, 0.0) for name in names}
     found[REST] = whole - sum(found.values())
-    values = (
-        torch.tensor(list(found.values()), dtype=torch.float64, device=mesh.device) / steps / mesh.world_size
-    )
-    for dim in mesh.dims:
-        mesh.all_reduce(dim, values)
-    return Parts(dict(zip(found, values.tolist(), strict=True)), names)
+    late = {name: _late(mesh, name, spans.found, gaps) for name in names}
+    mean = _mean_of_ranks(mesh, steps)
+    return Parts(mean(found), names, mean(late), mean(predicted))
+
+
+def _mean_of_ranks(mesh: Mesh, steps: int) -> Callable[[Mapping[str, float]], dict[str, float]]:
+    def mean(values: Mapping[str, float]) -> dict[str, float]:
+        sums = torch.tensor(list(values.values()), dtype=torch.float64, device=mesh.device)
+        for dim in mesh.dims:
+            mesh.all_reduce(dim, sums)
+        return dict(zip(values, (sums / steps / mesh.world_size).tolist(), strict=True))
+
+    return mean
+
+
+def _late(mesh: Mesh, lane: str, spans: Sequence[Span], gaps: Sequence[tuple[float, float]]) -> float:
+    """Seconds of this rank in collectives along `lane` before the last of their ranks began them."""
+    mine = {(span.group, span.number): span for span in spans if span.lane == lane and span.number}
+    every = mesh.objects.all_gather(lane, {key: span.began for key, span in mine.items()})
+    found = 0.0
+    for key, span in mine.items():
+        last = max(began.get(key, span.began) for began in every)
+        for start, end in _stood(span):
+            found += _length(start, min(end, last), gaps)
+    return found
+
+
+def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, float]:
+    """Seconds of a step for which calls along each dim are predicted to be waited for: as many as `traffic.expected` has,
+    each as long as one of its size takes by itself, the median of `rounds`, slowest rank.
+
+    Of gradients that are summed in several buckets the last one's, as the others travel during backward passes. Left out
+    where calls overlap with what is computed: messages of pipelines and around rings, and those of FSDP. Empty for a
+    model whose sizes are not in the configuration. Called by: every rank.
+    """
+    try:
+        calls = expected(config, mesh.world_size)
+    except ConfigError:
+        return {}
+    seconds: dict[str, float] = defaultdict(float)
+    for call in calls:
+        name = call.dims[0]
+        if len(call.dims) > 1:
+            merged = [name for name, parts in mesh.layout.merge.items() if parts == call.dims]
+            if not merged:
+                continue
+            name = merged[0]
+        moved = "gathered" in call.what or "scattered" in call.what
+        if call.operation == "sendrecv" or (moved and "activations" not in call.what):
+            continue
+        size = counted_bytes(call.operation, int(call.size_bytes), name, mesh.size(name))
+        (row,), _ = sweep(mesh, [Item(name, call.operation, size)], rounds)
+        number = 1 if call.what.endswith("gradients") else call.calls
+        seconds[name] += number * median(row.ours_s)
+    return dict(seconds)
+
+
+class _Bubble(NamedTuple):
+    """Seconds of all steps in which this rank ran no pass, and a list of when; and as its schedule has it."""
+
+    measured: float
+    predicted: float
+    gaps: list[tuple[float, float]]
+
+
+def _bubble(mesh: Mesh, dim: str, engine: Engine, spans: Sequence[Span], steps: int) -> _Bubble:
+    """Between the first pass of any rank along the pipeline and the end of the last.
+
+    Predicted by the order in which the schedule runs passes, each as long as this stage's are on the mean, and messages that
+    take no time. Clocks of ranks are those of one host. Called by: every rank.
+    """
+    each = len(spans) // steps
+    mine = [
+        [(*_named(span), span.began, span.left or span.began) for span in spans[at : at + each]]
+        for at in range(0, len(spans), each)
+    ]
+    ranks = mesh.objects.all_gather(dim, mine)
+    part, size = engine.sections.parallel, mesh.size(dim)
+    count = engine.stages[0].count
+    order = orders(part.schedule, size, count // size, engine.microbatches)
+    gaps: list[tuple[float, float]] = []
+    idle = predicted = 0.0
+    for step, passes in enumerate(mine):
+        every = [row for rank in ranks for row in rank[step]]
+        lengths: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for kind, stage, start, end in every:
+            lengths[kind, stage].append(end - start)
+        means = {key: fmean(found) for key, found in lengths.items()}
+        costs = [
+            Costs(means["F", at], means.get(("B", at), 0.0), means.get(("W", at), 0.0)) for at in range(count)
+        ]
+        line = timeline(order, costs)
+        here = line.ranks[mesh.coord(dim)]
+        predicted += line.length - sum(slot.end - slot.start for slot in here)
+        edge = min(start for *_, start, _ in every)
+        for *_, start, end in [*passes, ("", 0, max(end for *_, end in every), 0.0)]:
+            gaps.append((edge, start))
+            edge = end
+        idle += sum(end - start for start, end in gaps[-len(passes) - 1 :])
+    return _Bubble(idle, predicted, gaps)
+
+
+def _named(span: Span) -> tuple[str, int]:
+    """Kind and stage of a pass; of a backward pass that has its weights' apart, "B"."""
+    kind, _, _, _, stage = span.call.split()
+    return {"forward": "F", "backward": "B", "weights": "W"}[kind], int(stage)
 
 
 def exposed(
-    spans: Sequence[Span], passes: Sequence[tuple[float, float]]
+    spans: Sequence[Span], passes: Sequence[tuple[float, float]], gaps: Sequence[tuple[float, float]] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that the program stood still along each lane: inside of passes, and outside."""
+    """Seconds that the program stood still along each lane: inside of passes, and outside of them and of `gaps`."""
     inside: dict[str, float] = defaultdict(float)
     outside: dict[str, float] = defaultdict(float)
     for span in spans:
         if not span.group:
             continue
-        stood = list(span.waits)
-        if span.left is not None:
-            stood.append((span.began, span.left))
-        for start, end in _joined(stood):
-            within = any(first <= start and end <= last for first, last in passes)
-            (inside if within else outside)[span.lane] += end - start
+        for start, end in _stood(span):
+            if any(first <= start and end <= last for first, last in passes):
+                inside[span.lane] += end - start
+            else:
+                outside[span.lane] += _length(start, end, gaps)
     return inside, outside
+
+
+def _stood(span: Span) -> list[tuple[float, float]]:
+    """When the program stood still in a call."""
+    stood = list(span.waits)
+    if span.left is not None:
+        stood.append((span.began, span.left))
+    return _joined(stood)
+
+
+def _length(start: float, end: float, gaps: Sequence[tuple[float, float]]) -> float:
+    """Seconds from start to end, 0 for an end before the start, without those in gaps."""
+    shared = sum(max(0.0, min(end, last) - max(start, first)) for first, last in gaps)
+    return max(0.0, end - start - shared)
 
 
 def _joined(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from meshcomm.bench.breakdown import parts_of_a_step
+from meshcomm.bench.breakdown import expected_exposure, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
 from meshcomm.bench.table import console
 from meshcomm.bench.training import MICROBATCH, MICROBATCHES, YARDSTICK, measured, ways
@@ -116,7 +116,9 @@ def _body(settings: Config, rounds: int, steps: int, as_json: bool, svg: Path | 
         facts["without"] = [each._asdict() for each in without]
         facts["model"] = _described(settings)
         if mesh.device.type == "cpu":
-            facts["step"], facts["lanes"] = parts_of_a_step(mesh, found[0].step, engine, max(steps, 2))
+            parts = parts_of_a_step(mesh, found[0].step, engine, max(steps, 2))
+            facts["step"], facts["lanes"], facts["late"] = parts.seconds, parts.lanes, parts.late
+            facts["predicted"] = parts.predicted | expected_exposure(mesh, settings)
         first = mesh.rank == int(mesh.layout.ranks.min())
     if not first:
         return

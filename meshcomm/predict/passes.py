@@ -115,7 +115,9 @@ class Timeline:
 
 
 def timeline(
-    orders: Sequence[Sequence[Pass]], costs: Costs | None = None, weights: Sequence[float] | None = None
+    orders: Sequence[Sequence[Pass]],
+    costs: Costs | Sequence[Costs] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> Timeline:
     """Run the passes of each rank in their order, each as soon as its rank is free and its input there.
 
@@ -124,7 +126,7 @@ def timeline(
 
     Args:
         orders: as `orders` of this module gives them.
-        costs: None: 1 slot forward, 2 backward.
+        costs: of all stages, or of each; None: 1 slot forward, 2 backward.
         weights: of each stage, what its passes take beside those of another; None: all equal.
 
     Raises AssertionError where the orders wait for each other in a circle: no schedule's do.
@@ -132,6 +134,7 @@ def timeline(
     costs = costs or Costs()
     stages = 1 + max(each.stage for order in orders for each in order)
     weights = weights or [1] * stages
+    of_stage = [costs] * stages if isinstance(costs, Costs) else costs
     ends: dict[tuple[str, int, int], float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
 
@@ -148,7 +151,7 @@ def timeline(
         for order, done in zip(orders, slots, strict=True):
             while len(done) < len(order) and (there := ready(each := order[len(done)])) is not None:
                 start = max(there, done[-1].end if done else 0)
-                end = start + costs.of(each) * weights[each.stage]
+                end = start + of_stage[each.stage].of(each) * weights[each.stage]
                 done.append(Slot(each, start, end))
                 if each.kind != "W":
                     ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = end

@@ -22,8 +22,10 @@ the rounds' ratios of meshcomm's tokens/s to this way's; CPU: processor time of 
 ranks' threads for 1,000 tokens, those that serve communication in brackets"""
 _STEP_NOTE = """\
 a step of meshcomm, the mean over ranks: along a dim the time in which the program
-stood still in its calls, for bytes, for a rank that came later, or for its turn;
-what FSDP2 and pipelining wait for their own calls is in the passes and the rest"""
+stood still in its calls, of it late until the last rank came to the call; bubble:
+between a pipeline's first pass and its last; what FSDP2 waits for is in the passes.
+predicted: calls along a dim, each as long as it takes by itself, which is seconds
+less late; a bubble by the order of the schedule's passes, each as long as measured"""
 _WIDTH, _ROW, _NAME = 720, 26, 290
 _STYLE = """\
   svg { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif }
@@ -63,10 +65,13 @@ def training_view(facts: Facts) -> Group:
     )
     if "step" in facts:
         whole = sum(facts["step"].values())
+        said, late = _by_row(facts, "predicted"), _by_row(facts, "late")
         columns = {
             "in a step": lambda each: each[0],
             ">seconds": lambda each: seconds_text(max(each[1], 0.0)),
             ">share": lambda each: f"{each[1] / whole:.1%}",
+            ">late": lambda each: seconds_text(late[each[0]]) if each[0] in late else "",
+            ">predicted": lambda each: seconds_text(said[each[0]]) if each[0] in said else "",
         }
         parts += [Cells.of(_named(facts).items(), columns), Line(_STEP_NOTE)]
     return page_view(parts)
@@ -101,7 +106,11 @@ def training_svg(facts: Facts) -> str:
 
 def _named(facts: Facts) -> dict[str, float]:
     """The parts of a step; dims as such."""
-    found = facts.get("step", {})
+    return _by_row(facts, "step")
+
+
+def _by_row(facts: Facts, key: str) -> dict[str, float]:
+    found = facts.get(key, {})
     return {f"along {name}" if name in facts["lanes"] else name: value for name, value in found.items()}
 
 

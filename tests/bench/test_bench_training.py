@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.breakdown import exposed, parts_of_a_step
+from meshcomm.bench.breakdown import expected_exposure, exposed, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
 from meshcomm.bench.training import measured, ways
 from meshcomm.cli import app
@@ -56,7 +56,9 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
             "machine": machine_facts(mesh),
             **measured(mesh, found, 1, 1),
         }
-        facts["step"], facts["lanes"] = parts_of_a_step(mesh, found[0].step, engine, 2)
+        parts = parts_of_a_step(mesh, found[0].step, engine, 2)
+        facts["step"], facts["lanes"], facts["late"] = parts.seconds, parts.lanes, parts.late
+        facts["predicted"] = parts.predicted | expected_exposure(mesh, config, 1)
         facts["without"] = [each._asdict() for each in without]
         return [way.name for way in found], ours, theirs, facts
 
