@@ -10,13 +10,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.bench.measure import Item, sweep
+from meshcomm.bench.calls import pair
+from meshcomm.bench.measure import in_turn, slowest
 from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
-from meshcomm.predict.passes import Costs, orders, timeline
+from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
 from meshcomm.predict.traffic import expected
 
@@ -25,6 +26,8 @@ COMPUTE: Final = "forward and backward"
 OPTIMIZER: Final = "optimizer"
 REST: Final = "the rest of a step"
 BUBBLE: Final = "bubble"
+# More bytes than caches hold.
+_CACHE: Final = 1 << 26
 
 
 class Parts(NamedTuple):
@@ -72,7 +75,10 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
     ]
     found, predicted = {COMPUTE: 0.0, OPTIMIZER: optimizing[0]}, {}
     if (dim := engine.sections.parallel.pipeline) is not None and mesh.size(dim) > 1:
-        bubble = _bubble(mesh, dim, engine, [each for each in spans.found if each.lane == PASSES], steps)
+        kind, count = engine.sections.parallel.schedule, engine.stages[0].count
+        order = orders(kind, mesh.size(dim), count // mesh.size(dim), engine.microbatches)
+        mine = [each for each in spans.found if each.lane == PASSES]
+        bubble = bubble_of(mesh, dim, order, mine, steps, began)
         found[BUBBLE], predicted[BUBBLE] = bubble.measured, bubble.predicted
         gaps = bubble.gaps
     else:
@@ -132,16 +138,28 @@ def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, 
                 continue
             name = merged[0]
         moved = "gathered" in call.what or "scattered" in call.what
-        if call.operation == "sendrecv" or (moved and "activations" not in call.what):
+        if (
+            call.operation == "sendrecv"
+            or "shards'" in call.what
+            or (moved and "activations" not in call.what)
+        ):
             continue
         size = counted_bytes(call.operation, int(call.size_bytes), name, mesh.size(name))
-        (row,), _ = sweep(mesh, [Item(name, call.operation, size)], rounds)
+        # Memory of their own, as in a step, where none is still in a cache.
+        several = [pair(mesh, name, call.operation, size).ours for _ in range(_CACHE // size + 2)]
+
+        def each(several: Sequence[Callable[[], object]] = several) -> None:
+            for one in several:
+                one()
+
+        times = in_turn({"": each}, rounds, 1, align=mesh.barrier)
+        (worst,) = slowest(mesh, list(times.values()))
         number = 1 if call.what.endswith("gradients") else call.calls
-        seconds[name] += number * median(row.ours_s)
+        seconds[name] += number * median(worst) / len(several)
     return dict(seconds)
 
 
-class _Bubble(NamedTuple):
+class Bubble(NamedTuple):
     """Seconds of all steps in which this rank ran no pass, and a list of when; and as its schedule has it."""
 
     measured: float
@@ -149,11 +167,14 @@ class _Bubble(NamedTuple):
     gaps: list[tuple[float, float]]
 
 
-def _bubble(mesh: Mesh, dim: str, engine: Engine, spans: Sequence[Span], steps: int) -> _Bubble:
+def bubble_of(
+    mesh: Mesh, dim: str, order: Sequence[Sequence[Pass]], spans: Sequence[Span], steps: int, since: float
+) -> Bubble:
     """Between the first pass of any rank along the pipeline and the end of the last.
 
     Predicted by the order in which the schedule runs passes, each as long as this stage's are on the mean, and messages that
-    take no time. Clocks of ranks are those of one host. Called by: every rank.
+    take no time. order: of the passes of each rank. spans: of this rank's passes. since: when this rank began. Clocks of ranks are those of one host.
+    Called by: every rank.
     """
     each = len(spans) // steps
     mine = [
@@ -161,9 +182,7 @@ def _bubble(mesh: Mesh, dim: str, engine: Engine, spans: Sequence[Span], steps: 
         for at in range(0, len(spans), each)
     ]
     ranks = mesh.objects.all_gather(dim, mine)
-    part, size = engine.sections.parallel, mesh.size(dim)
-    count = engine.stages[0].count
-    order = orders(part.schedule, size, count // size, engine.microbatches)
+    count = 1 + max(each.stage for passes in order for each in passes)
     gaps: list[tuple[float, float]] = []
     idle = predicted = 0.0
     for step, passes in enumerate(mine):
@@ -178,12 +197,12 @@ def _bubble(mesh: Mesh, dim: str, engine: Engine, spans: Sequence[Span], steps: 
         line = timeline(order, costs)
         here = line.ranks[mesh.coord(dim)]
         predicted += line.length - sum(slot.end - slot.start for slot in here)
-        edge = min(start for *_, start, _ in every)
+        edge = max(since, min(start for *_, start, _ in every))
         for *_, start, end in [*passes, ("", 0, max(end for *_, end in every), 0.0)]:
             gaps.append((edge, start))
             edge = end
         idle += sum(end - start for start, end in gaps[-len(passes) - 1 :])
-    return _Bubble(idle, predicted, gaps)
+    return Bubble(idle, predicted, gaps)
 
 
 def _named(span: Span) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.breakdown import expected_exposure, exposed, parts_of_a_step
+from meshcomm.bench.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
 from meshcomm.bench.training import measured, ways
 from meshcomm.cli import app
@@ -18,6 +18,7 @@ from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.bench_training import trained
+from meshcomm.predict.passes import Costs, orders, timeline
 from meshcomm.show.bench_training import training_svg, training_view
 from meshcomm.show.page import as_text
 from meshcomm.testing import Pool
@@ -64,30 +65,52 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
 
 
 @pytest.mark.parametrize(
-    ("dims", "parallel", "torchs"),
+    ("dims", "parallel", "torchs", "predicted"),
     [
-        ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }', "parallelize_module + fully_shard"),
+        (
+            "{ dp = 2, tp = 2 }",
+            '{ data = "dp", tensor = "tp" }',
+            "parallelize_module + fully_shard",
+            {"dp", "tp"},
+        ),
         pytest.param(
             "{ tp = 2 }",
             '{ tensor = "tp", sequence_parallel = true }',
             "parallelize_module",
+            {"tp"},
             marks=pytest.mark.parity,
         ),
         pytest.param(
-            "{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }', "fully_shard", marks=pytest.mark.parity
+            "{ dp = 2, fs = 2 }",
+            '{ data = "dp", shard = "fs" }',
+            "fully_shard",
+            set(),
+            marks=pytest.mark.parity,
         ),
-        ("{ pp = 2, tp = 2 }", '{ pipeline = "pp", tensor = "tp" }', "parallelize_module + pipelining, 1F1B"),
-        ("{ dp = 2, cp = 2 }", '{ data = "dp", context = "cp" }', "keys and values gathered + DDP"),
         (
+            "{ pp = 2, tp = 2 }",
+            '{ pipeline = "pp", tensor = "tp" }',
+            "parallelize_module + pipelining, 1F1B",
+            {"bubble", "tp"},
+        ),
+        (
+            "{ dp = 2, cp = 2 }",
+            '{ data = "dp", context = "cp" }',
+            "keys and values gathered + DDP",
+            {"dp_cp"},
+        ),
+        pytest.param(
             "{ cp = 2, tp = 2 }",
             '{ context = "cp", tensor = "tp", attention = "ulysses" }',
             "keys and values gathered + parallelize_module + fully_shard",
+            {"cp", "tp"},
+            marks=pytest.mark.parity,
         ),
-        ("{ dp = 4 }", '{ data = "dp", expert = "ep" }', "all_to_all + DDP"),
+        ("{ dp = 4 }", '{ data = "dp", expert = "ep" }', "all_to_all + DDP", {"ep", "dp", "edp"}),
     ],
 )
 def test_torch_trains_the_same_model_on_the_same_samples(
-    pool: Pool, dims: str, parallel: str, torchs: str
+    pool: Pool, dims: str, parallel: str, torchs: str, predicted: set[str]
 ) -> None:
     world = 2 if dims == "{ tp = 2 }" else 4
     for names, ours, theirs, facts in pool.run(steps, config_of(dims, parallel, world), ranks=world):
@@ -98,6 +121,9 @@ def test_torch_trains_the_same_model_on_the_same_samples(
         assert facts["ways"][0]["ratio"] == 1.0
         assert all(each["tokens_s"] > 0 for each in facts["ways"])
         assert set(facts["lanes"]) < set(facts["step"])
+        assert all(0 <= late <= facts["step"][dim] for dim, late in facts["late"].items())
+        assert set(facts["predicted"]) == predicted
+        assert predicted <= set(facts["step"])
         assert as_text(training_view(facts), 100)
         assert training_svg(facts).count("<rect class=") == 1 + 4 + len(facts["step"])
 
@@ -119,6 +145,36 @@ def test_what_stands_still_is_counted_once_and_where_it_is() -> None:
     )
     assert inside == pytest.approx({"tp": 1.1})
     assert outside == pytest.approx({"tp": 1.0, "dp": 0.5})
+
+
+def test_a_stretch_between_passes_is_the_bubble_s() -> None:
+    call = Span("g", "pp", "recv", "here", 3.0, left=7.0)
+    inside, outside = exposed([call], [(0.0, 4.0), (6.0, 9.0)], [(4.0, 6.0)])
+    assert (inside, outside) == ({}, {"pp": 2.0})
+
+
+def bubble(mesh: meshcomm.Mesh) -> Bubble:
+    """Of two steps whose passes take as long as their order has it, and whose messages take 0.25."""
+    order = orders("1f1b", 2, 1, 4)
+    costs = [Costs(1.0, 2.0, 0.0), Costs(2.0, 3.0, 0.0)]
+    spans = []
+    for began in (10.0, 100.0):
+        for slot in timeline(order, costs).ranks[mesh.coord("pp")]:
+            name = {"F": "forward", "B": "backward"}[slot.work.kind]
+            late = 0.25 * mesh.coord("pp")
+            call = f"{name} {slot.work.microbatch} of stage {slot.work.stage}"
+            spans.append(
+                Span("", "passes", call, "here", began + slot.start + late, left=began + slot.end + late)
+            )
+    return bubble_of(mesh, "pp", order, spans, 2, 0.0)
+
+
+def test_a_bubble_is_measured_and_predicted() -> None:
+    first, last = meshcomm.simulate(bubble, dims={"pp": 2})
+    # 1 + 4 * (2 + 3) + 2 from the first pass to the last, of which 4 * 3 and 4 * 5 are passes.
+    assert (first.predicted, last.predicted) == (2 * (23 - 12), 2 * (23 - 20))
+    assert (first.measured, last.measured) == (first.predicted, last.predicted)
+    assert last.gaps[0] == (10.0, 11.25) and last.gaps[-1][1] == 100 + 23
 
 
 def refused(*words: str) -> str:
