@@ -30,6 +30,8 @@ from meshcomm.transport.torch_private import (
 )
 
 _EMPTY: Final[dict[str, Any]] = {}
+# To ask whether something is a ProcessGroup takes long.
+_COMMON: Final = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 _Handler: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
@@ -64,7 +66,8 @@ class _Known(NamedTuple):
     """What an operator does with arguments of some shapes.
 
     memories: bytes of each new one. leaves: tensors as _Result, anything else as it is. structure: None for a single
-    leaf. resized: which arguments become another size. real: on the meta device, where torch does it all.
+    leaf, tuple for a tuple of them, else pytree's. resized: which arguments become another size. single: the only
+    thing that it makes, a tensor of its own. real: on the meta device, where torch does it all.
     """
 
     memories: tuple[int, ...]
@@ -72,10 +75,11 @@ class _Known(NamedTuple):
     structure: Any
     resized: tuple[tuple[int, _Result], ...]
     flops: int
-    real: bool
+    single: _Result | None = None
+    real: bool = False
 
 
-_REAL: Final = _Known((), (), None, (), 0, True)
+_REAL: Final = _Known((), (), None, (), 0, real=True)
 
 
 @lru_cache(maxsize=1)
@@ -187,6 +191,8 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         ledger, name = self._ledger, self._names.get(func, "")
         ledger.flops += known.flops
+        if known.single is not None:
+            return _made(self._memory(known.memories[0], name), known.single)
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
             _made(memories[result.memory], result, tensors[number])
@@ -198,7 +204,9 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         ]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
-        return found[0] if known.structure is None else unflatten_tree(found, known.structure)
+        if known.structure is None:
+            return found[0]
+        return tuple(found) if known.structure is tuple else unflatten_tree(found, known.structure)
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As many bins as asked for: what is counted is 0 everywhere."""
@@ -261,9 +269,13 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         if there and all(x.device.type == "meta" for x in there):
             return _REAL
         found = tuple(one(x) for x in flat)
-        single = len(flat) == 1 and flat[0] is result
         sizes = tuple(size for _, size in memories.values())
-        return _Known(sizes, found, None if single else structure, tuple(resized), flops, False)
+        if len(flat) == 1 and flat[0] is result:
+            alone = type(found[0]) is _Result and found[0].given < 0 and not resized
+            plain = found[0] if alone and func.namespace != "fsdp" else None
+            return _Known(sizes, found, None, tuple(resized), flops, plain)
+        of = tuple if type(result) is tuple and len(flat) == len(result) else structure
+        return _Known(sizes, found, of, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         DispatchMode.__enter__(self)
@@ -330,7 +342,7 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
         elif isinstance(x, list | tuple):
             key.append(len(x))
             _describe(x, key, tensors)
-        elif isinstance(x, torch.Generator | dist.ProcessGroup):
+        elif type(x) not in _COMMON and isinstance(x, torch.Generator | dist.ProcessGroup):
             # No result's size depends on which one it is.
             key.append(type(x))
         else:

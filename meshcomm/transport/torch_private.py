@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal, TypeAlias, TypeVar, final
 from unittest.mock import patch
@@ -50,9 +50,8 @@ _CPU = torch.device("cpu")
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
 
 
-def fake_tensors_on() -> bool:
-    """Whether tensors that are made here are FakeTensors."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+# The FakeTensorMode that is on, if any, which is asked for at every operator: torch._C._get_dispatch_mode(_FAKE).
+fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
 @final
@@ -80,11 +79,12 @@ class _Addresses:
 
 
 _addresses = lru_cache(maxsize=1)(_Addresses)
+_storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 
 def storage_without_memory(nbytes: int) -> Any:
     """A storage of the CPU of this size, with an address of its own and no memory. It cannot be resized."""
-    return torch._C._construct_storage_from_data_pointer(_addresses().take(nbytes), _CPU, nbytes)
+    return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
 def has_memory(x: torch.Tensor) -> bool:
