@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -14,8 +15,13 @@ import torch
 
 from meshcomm.transport.torch_private import compiled_files
 
-# Frames that are not the user's: this package, and torch between it and the user (autograd, what it compiled).
-_OURS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), *compiled_files())
+# Frames that are not the user's: this package, and between it and the user torch (autograd, what it compiled) and contextlib.
+_OURS: Final = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    str(contextlib.__file__),
+    *compiled_files(),
+)
 # A user of the package inside of the package.
 _BENCH: Final = str(Path(__file__).parents[1] / "bench")
 

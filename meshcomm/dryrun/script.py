@@ -32,6 +32,9 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.tensor import local
+from meshcomm.train.trainer import RECORDER, Recorder
 from meshcomm.transport.torch_private import fsdp_tensors
 
 
@@ -80,6 +83,19 @@ class _Recorder(Passes):
         self._left -= 1
         if not self._left:
             raise _Enough
+
+
+@final
+class _Trained(Recorder):
+    """Trainers whose steps are told to the mesh."""
+
+    def __init__(self, inside: _Inside) -> None:
+        self._inside = inside
+
+    def stepped(self, engine: Engine) -> None:
+        """See Recorder."""
+        if self._inside.mesh is not None:
+            self._inside.mesh.step()
 
 
 @final
@@ -146,15 +162,15 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     ledger = Ledger(recorder.stretch, hollow=True)
     recorder.flops = lambda: ledger.flops
     hollow = Hollow(ledger, recorder)
-    with _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow)]):
+    elements: dict[int, int] = {}
+    with _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
         run()
     mesh = _mesh(inside, "the program")
     peak = ledger.peak()
-    weights = peak.parts["weights"]
     return Step(
         rank,
         mesh.coords,
-        weights,
+        sum(elements.values()),
         ledger.now(),
         peak,
         _rows(recorder.calls),
@@ -177,7 +193,7 @@ def _rows(calls: Sequence[Span]) -> list[Row]:
 @contextmanager
 def _inside(inside: _Inside, rank: int, world: int, modes: Sequence[Any]) -> Iterator[None]:
     """A world of which only this rank exists, left without a sound where enough has been seen."""
-    token = PRETENDED.set(inside)
+    token, trainers = PRETENDED.set(inside), RECORDER.set(_Trained(inside))
     try:
         with pretended_world(rank, world), ExitStack() as stack:
             for mode in modes:
@@ -186,6 +202,7 @@ def _inside(inside: _Inside, rank: int, world: int, modes: Sequence[Any]) -> Ite
                 yield
     finally:
         PRETENDED.reset(token)
+        RECORDER.reset(trainers)
 
 
 def _mesh(inside: _Inside, who: str) -> Mesh:
@@ -223,8 +240,9 @@ def _execute(script: Script, rank: int, world: int) -> None:
 
 
 @contextmanager
-def _optimizers(ledger: Ledger, hollow: Hollow) -> Iterator[None]:
-    """While it is entered, the ledger hears what the memory of every optimizer and of every FSDP module is for.
+def _optimizers(ledger: Ledger, hollow: Hollow, elements: dict[int, int]) -> Iterator[None]:
+    """While it is entered, the ledger hears what the memory of every optimizer and of every FSDP module is for, and
+    `elements` how much this rank has of each parameter.
 
     An optimizer that counts its steps in a tensor divides by what follows from their number: inside of it that is 1.
     """
@@ -240,6 +258,7 @@ def _optimizers(ledger: Ledger, hollow: Hollow) -> Iterator[None]:
     def named(made: Optimizer) -> None:
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
+        elements.update({id(each): local(each.detach()).numel() for each in parameters})
         ledger.call_it("weights", parameters)
         ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
         ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])

@@ -181,5 +181,9 @@ def _ran(program: Program, rank: int, world: int) -> Step | _Failure:
     except MeshcommError as error:
         return _Failure(error, "", "")
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        from meshcomm.comm.callsite import is_ours
+
+        frames = traceback.extract_tb(error.__traceback__)
+        # The program's own line, if there is one.
+        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
         return _Failure(None, f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno}")

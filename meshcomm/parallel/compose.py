@@ -224,7 +224,7 @@ class Engine:
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
         _, settings, _, train = self.sections
-        if self.checked_steps:
+        if self.checked_steps and not self.mesh.pretended:
             self.checked_steps -= 1
             check_inputs(self.mesh, self.sections.parallel, inputs, targets)
         context = self.splits.context

@@ -37,16 +37,19 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 class Recorder(ABC):
-    """Takes over the trainers of a program: their configuration, and when they have done enough."""
+    """Takes over the trainers of a program, which then write nothing.
 
-    config: Config
+    config: theirs, whatever they are given; None: what they are given.
+    """
+
+    config: Config | None = None
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
         """After each step. Raises what ends the program once it has seen enough."""
 
 
-# Of this context's trainers: what `meshcomm parity` compares.
+# Of this context's trainers: what `meshcomm parity` compares, and `meshcomm dryrun` looks at.
 RECORDER: ContextVar[Recorder | None] = ContextVar("meshcomm_recorder", default=None)
 
 
@@ -92,7 +95,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._recorder = RECORDER.get()
-        config = _of_the_job(config) if self._recorder is None else self._recorder.config
+        said = None if self._recorder is None else self._recorder.config
+        config = _of_the_job(config) if said is None else said
         self._facts = agree(mesh, config)
         self._mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)

@@ -270,3 +270,38 @@ def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None
     for placement, each in zip(facts["placements"], ran, strict=True):
         placement["exact"] = each._asdict()
     assert "dry run" in as_text(place_view(facts), 140)
+
+
+TRAINER = """
+import torch
+from torch import nn
+
+import meshcomm
+from meshcomm.parallel import tensor_parallel
+from meshcomm.train import Trainer
+
+with meshcomm.init() as mesh:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    tensor_parallel(net, mesh, "tp", {"0": "column", "2": "row"})
+    trainer = Trainer(mesh, model=net, loss=nn.functional.mse_loss)
+    trainer.run(lambda step: (torch.randn(2, 8), torch.randn(2, 1)))
+    raise AssertionError("it is left after two steps")
+"""
+
+
+def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = (
+        '[parallel]\ndata = "dp"\ntensor = "tp"\n[train]\nsteps = 30\nglobal_batch = 128\nmicrobatch = 1\n'
+    )
+    config, script = tmp_path / "mine.toml", tmp_path / "mine.py"
+    config.write_text(f'[mesh]\ndims = {{ dp = -1, tp = 2 }}\ndevice = "cuda"\n{parts}')
+    script.write_text(TRAINER)
+    facts = dryrun(config, script, (), (), 128, (), 1, 0, 2, None)
+    assert facts["findings"] == [] and facts["unlike"] == []
+    moved = {each["dim"]: {call["call"]: call["calls"] for call in each["calls"]} for each in facts["calls"]}
+    assert moved["tp"]["all_reduce"] >= 4 and moved["dp"]["all_reduce"] >= 2
+    # Of 8 * 64 + 64 + 64 + 1, split in halves but for the last.
+    assert facts["memory"]["stages"][0]["parameters"] == (8 * 64 + 64 + 64) // 2 + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]
