@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "1f1b, recompute": ("pp=4", {"pipeline": "pp"}, {"recompute": True}, {}),
 }
 # The others belong to the deeper set.
-OFTEN = ("fsdp", "tensor, sequence", "experts", "recompute")
+OFTEN = ("fsdp, one microbatch", "tensor, sequence", "gpipe", "1f1b, recompute", "experts")
 
 
 def config_of(
