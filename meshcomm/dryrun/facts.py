@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
+from meshcomm.config.parallel import Part
 from meshcomm.dryrun.replay import COMPUTE, Replay
 from meshcomm.dryrun.world import World
+from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
-from meshcomm.predict.machine import machine
+from meshcomm.predict.machine import Machine, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import Step
 
 Facts = dict[str, Any]
-
-# What takes the most memory -> what makes it less.
-_LESS: Final[Mapping[str, str]] = {
-    "weights": "more ranks along a tensor or pipeline dim, or parallel.shard",
-    "gradients": "more ranks along parallel.shard, or a pipeline dim",
-    "optimizer": "more ranks along parallel.shard, or an optimizer with less state",
-    "activations": "train.recompute, more ranks along a context or tensor dim, or a smaller train.microbatch",
-    "gathered": "parallel.reshard = true, or more ranks along a tensor or pipeline dim",
-    "rest": "a smaller train.microbatch, or more ranks along a context or tensor dim",
-}
 
 
 def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
@@ -52,12 +46,34 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
             "communicators_bytes": buffers,
             "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
             "most": part,
-            "less_by": _LESS[part],
+            "less_by": _less(part, settings),
         },
-        "calls": _calls(steps, found.replay),
+        "calls": _calls(steps, found.replay, machine(topology)),
         "step": _step(found, settings, topology),
         "took_s": seconds,
     }
+
+
+def _less(part: str, settings: Config | None) -> str:
+    """What makes the largest part smaller: first the settings that are not in use, then the dims with more ranks."""
+    parallel = None if settings is None else settings.parallel
+    train = None if settings is None else settings.train
+    ways: list[str] = []
+    dims: list[Part]
+    if part in ("activations", "rest"):
+        dims = ["context", "tensor"]
+        if train is not None and train.recompute is not True:
+            ways.append("train.recompute = true" if train.recompute else "train.recompute")
+        if train is not None and train.microbatch > 1:
+            ways.append(f"train.microbatch = {train.microbatch // 2}")
+    else:
+        dims = ["tensor", "pipeline"] if part == "gathered" else ["shard", "pipeline", "tensor"]
+        if part == "gathered" and parallel is not None and parallel.reshard is False:
+            ways.append("parallel.reshard = true")
+    for name in dims:
+        dim = None if parallel is None else parallel.parts.get(name)
+        ways.append(f"a dim for parallel.{name}" if dim is None else f"more ranks along {dim}")
+    return " or ".join(ways)
 
 
 def _stage(stage: int, ran: Sequence[Step]) -> Facts:
@@ -77,20 +93,30 @@ def _stage(stage: int, ran: Sequence[Step]) -> Facts:
     }
 
 
-def _calls(steps: Sequence[Step], met: Replay | None) -> list[Facts]:
-    """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it."""
+def _calls(steps: Sequence[Step], met: Replay | None, links: Machine | None) -> list[Facts]:
+    """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it.
+
+    link: the slowest that a group of a rank that was run crosses; None where nobody says which ranks share a node.
+    """
     dims: dict[str, dict[str, tuple[int, int]]] = {}
     for step in steps:
         for row in step.rows:
             calls = dims.setdefault(row.dim, {})
             calls[row.call] = max(calls.get(row.call, (0, 0)), (row.nbytes, row.calls))
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for step in steps:
+        for span in step.calls:
+            groups.setdefault(span.lane, set()).add(tuple(step.groups[span.group]))
     found = []
     for dim, calls in dims.items():
+        members = sorted(groups.get(dim, ()))
+        crossed = None if links is None or not members else links_of(np.array(members), links).slowest
         times = [] if met is None else [rank[dim] for rank in met.dims.values() if dim in rank]
         longest = max(times, key=lambda each: each.waits, default=None)
         found.append(
             {
                 "dim": dim,
+                "link": crossed,
                 "calls": [
                     {"call": call, "calls": number, "bytes": nbytes}
                     for call, (nbytes, number) in calls.items()

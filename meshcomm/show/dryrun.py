@@ -125,7 +125,7 @@ def _calls(calls: list[Facts]) -> Cells:
     return Cells.of(
         rows,
         {
-            "dim": lambda row: row[0]["dim"],
+            "dim": lambda row: f"{row[0]['dim']} {row[0]['link'] or ''}".rstrip(),
             "call": lambda row: row[1]["call"],
             ">calls": lambda row: f"{row[1]['calls']:,}",
             ">bytes": lambda row: bytes_text(row[1]["bytes"]),

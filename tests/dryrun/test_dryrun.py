@@ -163,6 +163,14 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
     # 1F1B: the first stage has most microbatches under way.
     assert stages[0]["parts"]["activations"] > stages[3]["parts"]["activations"]
     assert all(sum(each["parts"].values()) == each["peak_bytes"] for each in stages)
+    assert facts["memory"]["less_by"].startswith(
+        "train.recompute or a dim for parallel.context or more ranks along tp"
+    )
+    assert {each["dim"]: each["link"] for each in facts["calls"]} == {
+        "pp": "network",
+        "fs": "node",
+        "tp": "node",
+    }
     step = facts["step"]
     parts = step["compute_s"] + sum(step["exposed_s"].values()) + sum(step["late_s"].values())
     assert step["seconds"] == pytest.approx(parts) and 0 < step["share_of_peak"] < 1

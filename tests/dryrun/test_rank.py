@@ -94,7 +94,7 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
 
 
 # The others belong to the deeper set.
-OFTEN = {"fsdp", "recompute selective"}
+OFTEN = {"fsdp"}
 
 
 @pytest.mark.parametrize(

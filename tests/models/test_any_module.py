@@ -135,7 +135,12 @@ SPEC = {"build": "tests.models.own:spec", "args": {"width": 32}}
     ("model", "dims", "more"),
     [
         (ALONE, "dp=2 fsdp=2", {}),
-        (SPEC, "pp=2 tp=2", {"sequence_parallel": True, "schedule": "zero_bubble", "stages_per_rank": 2}),
+        pytest.param(
+            SPEC,
+            "pp=2 tp=2",
+            {"sequence_parallel": True, "schedule": "zero_bubble", "stages_per_rank": 2},
+            marks=pytest.mark.parity,
+        ),
         (SPEC, "fsdp=2 cp=2", {"attention": "ulysses", "train": {"recompute": True}}),
     ],
     ids=str,

@@ -230,6 +230,7 @@ def queued(config: Config) -> int:
         return syncs
 
 
+@pytest.mark.parity
 def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
     config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "recompute": True, "steps": 20})
     config = load(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])

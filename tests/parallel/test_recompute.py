@@ -53,11 +53,12 @@ EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balanc
             {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
             marks=pytest.mark.parity,
         ),
-        (
+        pytest.param(
             {**EXPERTS, "capacity_factor": 1.0},
             "dp=2 cp=2",
             "selective",
             {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
+            marks=pytest.mark.parity,
         ),
     ],
     ids=str,

@@ -474,6 +474,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     assert command(*words, "--choose", "2").exit_code == 2
 
 
+@pytest.mark.parity
 def test_large_worlds_are_ranked() -> None:
     """Five dims, 131,072 ranks: tens of thousands of meshes."""
     world = 131_072

@@ -64,8 +64,10 @@ def order_and_host(mesh: Mesh) -> None:
     began = time.monotonic()
     x, y = torch.ones(4), torch.ones(4)
     handle = mesh.all_reduce("dp", x, async_op=True)
-    with pytest.raises(UnorderedAccess, match="aten::add touches what ALLREDUCE has not been waited for"):
-        x + 1
+    if mesh.coord("dp") == 0:
+        # The late rank's may be over by now, and then nobody sees the race.
+        with pytest.raises(UnorderedAccess, match="aten::add touches what ALLREDUCE has not been waited for"):
+            x + 1
     assert y.sum() == 4
     handle.wait()
     mesh.all_reduce("dp", y)

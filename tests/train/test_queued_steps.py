@@ -69,7 +69,11 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    "dims", [pytest.param(each, marks=[pytest.mark.parity] * (each in ("dp sp", "ring"))) for each in MESHES]
+    "dims",
+    [
+        pytest.param(each, marks=[pytest.mark.parity] * (each in ("dp tp", "dp sp", "ring")))
+        for each in MESHES
+    ],
 )
 def test_a_step_that_logs_nothing_waits_for_nothing(pool: Pool, dims: str) -> None:
     config = tiny(*MESHES[dims])

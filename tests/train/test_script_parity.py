@@ -67,6 +67,7 @@ def parity(folder: Path, how: str, *options: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(300)
 def test_a_script_is_compared_with_itself_on_one_process(tmp_path: Path) -> None:
     done = parity(tmp_path, "right")
