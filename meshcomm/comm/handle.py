@@ -215,7 +215,7 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         # Not there where __init__ did not finish.
-        if getattr(self, "_works", None):
+        if getattr(self, "_works", None) and not self._by.transport.tells_unwaited:
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
                 UnwaitedHandle,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -13,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.config import Config, MeshConfig, load
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import how_many_ranks, with_variables
@@ -181,12 +179,7 @@ def run_ranks(
     torch.set_num_threads(1)
     try:
         # RANK and LOCAL_RANK are each rank's own.
-        with (
-            with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
-            warnings.catch_warnings(),
-        ):
-            # A handle that is not waited for ends in an error here.
-            warnings.simplefilter("ignore", UnwaitedHandle)
+        with with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}):
             shared.scheduler.run(live, partial(diagnose, shared))
             error = shared.scheduler.error or at_the_end(shared)
     finally:

@@ -347,6 +347,7 @@ class SimulatorTransport(Transport):
 
     device = torch.device("cpu")
     group_name = ""
+    tells_unwaited = True
 
     def __init__(
         self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None

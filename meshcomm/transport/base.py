@@ -71,6 +71,8 @@ class Transport(ABC):
     timeout_s: float = 0.0
     # Whether calls run in the order in which they were queued, after they have returned: as on NCCL.
     ordered: bool = False
+    # Whether a run of it ends by telling of calls that nobody waited for: their handles need not.
+    tells_unwaited: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -87,17 +87,19 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
             set(),
             marks=pytest.mark.parity,
         ),
-        (
+        pytest.param(
             "{ pp = 2, tp = 2 }",
             '{ pipeline = "pp", tensor = "tp" }',
             "parallelize_module + pipelining, 1F1B",
             {"bubble", "tp"},
+            marks=pytest.mark.parity,
         ),
-        (
+        pytest.param(
             "{ dp = 2, cp = 2 }",
             '{ data = "dp", context = "cp" }',
             "keys and values gathered + DDP",
             {"dp_cp"},
+            marks=pytest.mark.parity,
         ),
         pytest.param(
             "{ cp = 2, tp = 2 }",

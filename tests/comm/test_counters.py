@@ -430,7 +430,10 @@ def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]
 
 
 @needs_group_hooks
-@pytest.mark.parametrize("narrow", [(), (BF16,)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "narrow",
+    [pytest.param((), marks=pytest.mark.parity, id="float32"), pytest.param((BF16,), id="bf16")],
+)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -147,3 +149,13 @@ def both_ways_at_once(mesh: Mesh) -> list[float]:
 def test_what_nccl_can_do_is_no_deadlock() -> None:
     config = {"mesh": {"dims": {"dp": 2}, "backend": "nccl"}}
     assert meshcomm.simulate(both_ways_at_once, config) == [[1.0, 1.0, 1.0] * 3, [1.0, 0.0, 0.0] * 3]
+
+
+def test_handles_of_a_run_that_failed_are_dropped_in_silence() -> None:
+    # The frames in the error's traceback hold them; the error of the run has told of the calls already.
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RankFailed):
+            meshcomm.simulate(receives_first, {"mesh": {"dims": {"dp": 2}, "backend": "nccl"}})
+        gc.collect()
+    assert not told, [str(each.message) for each in told]

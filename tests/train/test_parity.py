@@ -349,6 +349,7 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parity
 def test_the_command_runs_both_and_leaves_nothing(job: Path) -> None:
     done = command(job, "--world", "2", "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
