@@ -249,7 +249,7 @@ def test_two_meshes(dryrun):
 def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
     pytester.makefile(".toml", train=CONFIG)
     pytester.makepyfile(test_dry=SUITE)
-    done = pytester.runpytest_inprocess("-q", "-n", "0", "-p", "no:cacheprovider")
+    done = pytester.runpytest_subprocess("-q", "-n", "0", "-p", "no:cacheprovider", timeout=200)
     done.assert_outcomes(passed=1, failed=3, errors=1)
     done.stdout.re_match_lines(
         [
