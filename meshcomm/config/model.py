@@ -56,8 +56,8 @@ class ModelConfig(Section):
     tied_embeddings: bool = setting(False, "The head uses the embedding's weights.")
     dropout: Fraction = setting(
         0.0,
-        "Share of each block's outputs that is set to zero in training. With pretrained only 0, to be said where "
-        "the folder's config.json has dropout.",
+        "Share of what attention and feed-forward of each block give that is set to zero in training, in the same "
+        "places on every mesh. With pretrained it is to be said where the folder's config.json has dropout.",
     )
     experts: int = setting(
         0, "Feed-forward blocks to choose from in a layer. Default 0: one, no choice.", ge=0
@@ -223,23 +223,16 @@ no_effect(
 
 @rule(ModelConfig, "dropout", "pretrained")
 def _dropout(model: ModelConfig) -> Iterator[Problem]:
-    if model.pretrained is None:
-        return
-    if model.given("dropout"):
-        if model.dropout:
-            yield Problem(
-                "dropout of a model of transformers would differ from mesh to mesh",
-                "0, which trains without, whatever the folder's config.json says",
-                ["model.dropout = 0.0"],
-            )
+    if model.pretrained is None or model.given("dropout"):
         return
     with contextlib.suppress(ValueError, OSError):
         if found := dropouts_of(Path(model.pretrained)):
             said = ", ".join(f"{name} = {value}" for name, value in found.items())
             yield Problem(
                 "the model drops out, by random numbers that would differ from mesh to mesh",
-                "model.dropout = 0.0, which trains without",
-                ["model.dropout = 0.0"],
+                "model.dropout, in the same places on every mesh: behind attention and feed-forward of each block, "
+                "nowhere else; 0.0 trains without",
+                [f"model.dropout = {max(found.values())}", "model.dropout = 0.0"],
                 f"{said} in the folder's config.json",
             )
 

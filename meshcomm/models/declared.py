@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, final
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, d
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.compose import along
+from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
@@ -46,6 +50,7 @@ class Declared(Model):
         self.layers = max(1, len(blocks_of(whole, spec.layers)))
         self.width, self.vocabulary = spec.width, spec.vocabulary
         self.tied = spec.tied[0] if spec.tied else ""
+        self.drops = any(spec.dropped.values())
         self._batch_norms = batch_norms(whole)
         self._names = [name for name in self._names_of(whole) if not spec.tied or name != spec.tied[1]]
         # What transformers says of a class: names in older folders, and of its part without a head.
@@ -93,6 +98,10 @@ class Declared(Model):
             drop_apart(module, split, splits.draws)
         for name, part in experts.items():
             module.set_submodule(name, part)
+        for name, part in list(module.named_modules()):
+            for share in (share for pattern, share in spec.dropped.items() if matches(pattern, name)):
+                part.meshcomm_dropout = Dropout(share, name)
+                part.register_forward_hook(_drop)
         if train.compile:
             for block in layers:
                 block.compile()
@@ -208,6 +217,8 @@ class Declared(Model):
             wanted.append(
                 ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}")
             )
+        if self.drops and (not spec.layers or spec.forward is None):
+            wanted.append(("ModelSpec.dropped", "layers and forward", "blocks that are told their samples"))
         if self._train.recompute and (not spec.layers or spec.forward is None):
             wanted.append(("train.recompute", "layers and forward", "which blocks run again in backward"))
         if self._train.compile and not spec.layers:
@@ -234,6 +245,7 @@ class _Facts:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
         self.numbers = dict(zip(map(id, layers), stage.layers, strict=True)) if layers else {}
         train = model._train
+        self.seed = train.seed
         self.recompute = train.recompute
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
@@ -242,8 +254,13 @@ class _Facts:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
 
-    def through(self, block: nn.Module, *args: Any, **named: Any) -> Any:
-        """A block, its activations kept or computed again; what it draws follows from its number."""
+    def through(
+        self, drops: tuple[int, Tensor] | None, block: nn.Module, x: Tensor, *args: Any, **named: Any
+    ) -> Any:
+        """A block, its activations kept or computed again; what it draws follows from its number.
+
+        drops: the step's number and the samples', where something is dropped.
+        """
         number, draws = self.numbers.get(id(block)), self.splits.draws
         if number is None:
             raise UnsupportedOp(
@@ -252,15 +269,42 @@ class _Facts:
                 expected=f"one of here.layers: the {len(self.layers)} blocks of {self.spec.layers!r} on this stage",
                 hint="here.through(block, x, mask=mask), and a call of its own for any other part",
             )
-        if draws is None:
-            return run(self.recompute, number, block, *args, **named)
-        return run(self.recompute, number, draws.seeded(number, block), *args, **named)
+        call: Callable[..., Any] = block
+        if drops is not None:
+            here = self.positions[self.splits.tensor.positions(x.shape[1])]
+            call = _told(block, Drops.at(self.seed, drops[0], drops[1], here))
+        if draws is not None:
+            call = draws.seeded(number, call)
+        return run(self.recompute, number, call, x, *args, **named)
+
+
+# Of the block that runs. It is set again where a block is computed again, whatever microbatch has begun since.
+_DROPS: Final[ContextVar[Drops | None]] = ContextVar("drops", default=None)
+
+
+def _told(block: nn.Module, drops: Drops) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        token = _DROPS.set(drops)
+        try:
+            return block(*args, **named)
+        finally:
+            _DROPS.reset(token)
+
+    return call
+
+
+def _drop(part: Any, args: object, output: Any) -> Any:
+    """A forward hook. Attention of transformers returns its weights too."""
+    if isinstance(output, tuple):
+        return part.meshcomm_dropout(output[0], _DROPS.get()), *output[1:]
+    return part.meshcomm_dropout(output, _DROPS.get())
 
 
 class _Stage:
-    """A module of the user's of which a stage has a part."""
+    """A module of the user's of which a stage has a part. step: which one samples are of, where something is dropped."""
 
     meshcomm_stage: _Facts
+    step: int
 
     @property
     def meshcomm_blocks(self) -> tuple[nn.Module, ...]:
@@ -280,15 +324,17 @@ class _Stage:
                 return owner._parameters.get(key)  # type: ignore[no-any-return]
         return None
 
-    def forward(self, x: Tensor) -> Any:
-        """What there is of the module."""
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Any:
+        """What there is of the module. samples: int64 (batch,), their numbers in the global batch; see Model.drops."""
         facts = self.meshcomm_stage
         kind = x.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
         with mixed:
             if facts.spec.forward is None:
                 return super().forward(x)  # type: ignore[misc]
-            here = Here(facts.stage, facts.layers, facts.positions, facts.between, facts.through)
+            drops = None if samples is None else (self.step, samples)
+            through = partial(facts.through, drops)
+            here = Here(facts.stage, facts.layers, facts.positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         return y.to(facts.between)
 

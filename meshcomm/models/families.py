@@ -26,6 +26,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": llama.spec,
     "qwen3_moe": llama.spec,
 }
+# What writes to the residual stream, by the name of one family or another.
+_DROPPED = ("attn", "self_attn", "mlp")
 
 
 def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
@@ -44,11 +46,13 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
             expected=f"one of {', '.join(FAMILIES)}",
             hint='[model] build = "module:function", which returns a meshcomm.models.ModelSpec',
         )
-    # The configuration asks for [model] dropout = 0 where the folder's says otherwise.
+    # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     config.use_cache = False
     spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, sequence)
     # So that stages are those that `plan --schedule` draws.
-    return replace(spec, costs=partial(part_costs, model))
+    costs = partial(part_costs, model)
+    dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}
+    return replace(spec, costs=costs, dropped=dropped)

@@ -39,7 +39,7 @@ class Here(NamedTuple):
     layers:    its blocks, in order.
     positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample.
     dtype:     of hidden states: train.compute_dtype, or else train.dtype.
-    through:   runs a block as the configuration says: `here.through(block, x, mask=None)`.
+    through:   runs a block, x first, as the configuration says: `here.through(block, x, mask=None)`.
     """
 
     stage: Stage
@@ -72,6 +72,8 @@ class ModelSpec:
     attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
     experts:    (module) -> for each name of a part that a `meshcomm.parallel.expert.Experts` takes the place of, what
                 that is made with: width, ff, experts, experts_per_token and so on.
+    dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, width), that is set
+                to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
     tied:       names of the embedding's weight and the head's, where these are one.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
@@ -96,6 +98,7 @@ class ModelSpec:
     undivided: Mapping[str, Entry] | None = None
     attention: Callable[[Any, Attend], None] | None = None
     experts: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
+    dropped: Mapping[str, float] = field(default_factory=dict)
     tied: tuple[str, str] | None = None
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
     weights: Path | None = None
@@ -139,7 +142,7 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
     named = {name: f"{end}: {name!r}" for end in ("first", "last") for name in getattr(spec, end)}
     wrong = [text for name, text in {**blocks, **named}.items() if name not in parts | parameters]
     wrong += [f"tied: {name!r}" for name in spec.tied or () if name not in parameters]
-    for plan in ("split", "sequence", "undivided"):
+    for plan in ("split", "sequence", "undivided", "dropped"):
         for pattern in getattr(spec, plan) or {}:
             if not any(matches(pattern, name) for name in parts):
                 wrong.append(f"{plan}: {pattern!r}")

@@ -41,6 +41,7 @@ class BuiltIn(Model):
     def __init__(self, config: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
         self.layers, self.width, self.vocabulary = config.layers, config.width, config.vocabulary
         self.tied = "embed.weight" if config.tied_embeddings else ""
+        self.drops = config.dropout > 0
         self._config, self._sequence, self._train = config, data.sequence, train
 
     def costs(self, sequence: int) -> PartCosts:

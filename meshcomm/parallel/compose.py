@@ -223,7 +223,7 @@ class Engine:
                    loss or the gradient norm is not
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
-        _, settings, _, train = self.sections
+        train = self.sections.train
         if self.checked_steps and not self.mesh.pretended:
             self.checked_steps -= 1
             check_inputs(self.mesh, self.sections.parallel, inputs, targets)
@@ -241,7 +241,7 @@ class Engine:
         for gradients in self.gradients:
             gradients.start()
         more: dict[str, Any] = {}
-        if settings is not None and settings.dropout:
+        if self.model.drops:
             for module in self.modules:
                 module.step = number  # type: ignore[assignment]
             first = self.data_coord * len(inputs)

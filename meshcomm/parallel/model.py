@@ -20,6 +20,7 @@ class Model(ABC):
     vocabulary: token ids are below it, and the last stage gives as many logits.
     tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
     draws:      whether its modules may draw from torch's default generators.
+    drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class Model(ABC):
     vocabulary: int
     tied: str = ""
     draws: bool = True
+    drops: bool = False
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:

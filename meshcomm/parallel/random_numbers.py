@@ -57,7 +57,7 @@ class Draws:
         self._blocks.clear()
         self.seed((self._seed, self._step, self._first + number, place))
 
-    def seeded(self, number: int, block: nn.Module) -> Callable[..., Any]:
+    def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
         """The number-th block of the model, for one forward pass: called again, it draws the same again."""
         self._blocks[number] += 1
         key = (*self._key[:3], f"block {number}", self._blocks[number])

@@ -71,7 +71,7 @@ def _attention(module: nn.Module, attend: Attend) -> None:
             part.attend = attend
 
 
-def spec(width: int = 16) -> ModelSpec:
+def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
     """With all of it."""
     return ModelSpec(
         module=lambda: Own(width),
@@ -96,4 +96,10 @@ def spec(width: int = 16) -> ModelSpec:
             "norm": "sequence",
         },
         attention=_attention,
+        dropped={"blocks.*.out": dropped, "blocks.*.down": dropped},
     )
+
+
+def dropping() -> ModelSpec:
+    """With a dropout, without the blocks that it is told about."""
+    return ModelSpec(module=Own, vocabulary=256, dropped={"blocks.*.out": 0.1})

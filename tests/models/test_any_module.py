@@ -128,7 +128,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
 
 
 ALONE = {"build": "tests.models.own:alone"}
-SPEC = {"build": "tests.models.own:spec", "args": {"width": 32}}
+DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ SPEC = {"build": "tests.models.own:spec", "args": {"width": 32}}
     [
         (ALONE, "dp=2 fsdp=2", {}),
         pytest.param(
-            SPEC,
+            DROPS,
             "pp=2 tp=2",
             {"sequence_parallel": True, "schedule": "zero_bubble", "stages_per_rank": 2},
             marks=pytest.mark.parity,
         ),
-        (SPEC, "fsdp=2 cp=2", {"attention": "ulysses", "train": {"recompute": True}}),
+        (DROPS, "fsdp=2 cp=2", {"attention": "ulysses", "train": {"recompute": True}}),
     ],
     ids=str,
 )
@@ -165,12 +165,15 @@ def _started(config: Config) -> str:
         ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
         ("recompute", "train.recompute", "ModelSpec without layers and forward"),
         ("compile", "train.compile", "ModelSpec without layers"),
+        ("dropped", "ModelSpec.dropped", "ModelSpec without layers and forward"),
     ],
 )
 def test_what_a_module_does_not_say_is_asked_for_by_name(
     pool: Pool, dims: str, what: str, missing: str
 ) -> None:
-    setting = {} if "=" in dims else {"train": {dims: True}}
-    for told in pool.run(_started, config_of(ALONE, "dp=2" if setting else dims, **setting), ranks=2):
+    setting = {"train": {dims: True}} if dims in ("recompute", "compile") else {}
+    model = {"build": "tests.models.own:dropping"} if dims == "dropped" else ALONE
+    dims = dims if "=" in dims else "dp=2"
+    for told in pool.run(_started, config_of(model, dims, **setting), ranks=2):
         assert f"cannot be trained with {what}" in told
         assert missing in told
