@@ -115,7 +115,9 @@ def test_torch_trains_the_same_model_on_the_same_samples(
     pool: Pool, dims: str, parallel: str, torchs: str, predicted: set[str]
 ) -> None:
     world = 2 if dims == "{ tp = 2 }" else 4
-    for names, ours, theirs, facts in pool.run(steps, config_of(dims, parallel, world), ranks=world):
+    for names, ours, theirs, facts in pool.run(
+        steps, config_of(dims, parallel, world), ranks=world, timeout_s=240.0
+    ):
         assert names[0] == "meshcomm"
         assert names[3] == f"torch: {torchs}"
         if theirs:

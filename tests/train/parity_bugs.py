@@ -124,7 +124,7 @@ def tied_gradients_not_exchanged(config: Config) -> Patch:
 def clipped_by_the_ranks_own_norm(config: Config) -> Patch:
     def wrong(self: GradientNorm, max_norm: float) -> Tensor:
         whole = self.norm()
-        own = norm._squares(self._held).sqrt()
+        own = self.each.square().sum().sqrt()
         for held in self._held:
             assert held.parameter.grad is not None
             local(held.parameter.grad).mul_((max_norm / own).clamp(max=1.0))
