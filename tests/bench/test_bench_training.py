@@ -108,7 +108,13 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
             {"cp", "tp"},
             marks=pytest.mark.parity,
         ),
-        ("{ dp = 4 }", '{ data = "dp", expert = "ep" }', "all_to_all + DDP", {"ep", "dp", "edp"}),
+        pytest.param(
+            "{ dp = 4 }",
+            '{ data = "dp", expert = "ep" }',
+            "all_to_all + DDP",
+            {"ep", "dp", "edp"},
+            marks=pytest.mark.parity,
+        ),
     ],
 )
 def test_torch_trains_the_same_model_on_the_same_samples(

@@ -67,6 +67,7 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
         assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
 
 
+@pytest.mark.parity
 def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.patience=2")
     (each, *_) = pool.run(evaluated, config, FALLS_TWICE, ranks=4)

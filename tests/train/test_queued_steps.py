@@ -71,7 +71,7 @@ MESHES = {
 @pytest.mark.parametrize(
     "dims",
     [
-        pytest.param(each, marks=[pytest.mark.parity] * (each in ("dp tp", "dp sp", "ring")))
+        pytest.param(each, marks=[pytest.mark.parity] * (each in ("dp tp", "dp sp", "ring", "pp tp")))
         for each in MESHES
     ],
 )
