@@ -98,8 +98,11 @@ class Declared(Model):
             drop_apart(module, split, splits.draws)
         for name, part in experts.items():
             module.set_submodule(name, part)
-        for name, part in list(module.named_modules()):
-            for share in (share for pattern, share in spec.dropped.items() if matches(pattern, name)):
+        for name, part in list(module.named_modules()) if self.drops else []:
+            # Once, however many patterns name it: by the largest share.
+            if share := max(
+                (share for pattern, share in spec.dropped.items() if matches(pattern, name)), default=0
+            ):
                 part.meshcomm_dropout = Dropout(share, name)
                 part.register_forward_hook(_drop)
         if train.compile:
@@ -254,9 +257,7 @@ class _Facts:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
 
-    def through(
-        self, drops: tuple[int, Tensor] | None, block: nn.Module, x: Tensor, *args: Any, **named: Any
-    ) -> Any:
+    def through(self, drops: tuple[int, Tensor] | None, block: nn.Module, /, *args: Any, **named: Any) -> Any:
         """A block, its activations kept or computed again; what it draws follows from its number.
 
         drops: the step's number and the samples', where something is dropped.
@@ -271,11 +272,12 @@ class _Facts:
             )
         call: Callable[..., Any] = block
         if drops is not None:
+            x: Tensor = next(iter((*args, *named.values())))
             here = self.positions[self.splits.tensor.positions(x.shape[1])]
             call = _told(block, Drops.at(self.seed, drops[0], drops[1], here))
         if draws is not None:
             call = draws.seeded(number, call)
-        return run(self.recompute, number, call, x, *args, **named)
+        return run(self.recompute, number, call, *args, **named)
 
 
 # Of the block that runs. It is set again where a block is computed again, whatever microbatch has begun since.

@@ -61,7 +61,7 @@ def _forward(module: Any, x: Tensor, here: Here) -> Tensor:
     if here.stage.is_first:
         x = module.tokens(x) + module.places(here.positions)
     for block in here.layers:
-        x = here.through(block, x)
+        x = here.through(block, x=x)
     return module.logits(module.norm(x)) if here.stage.is_last else x
 
 
