@@ -31,7 +31,7 @@ from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import PRETENDED
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
 from meshcomm.train.trainer import RECORDER, Recorder
@@ -226,6 +226,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
         # As `python SCRIPT` does: imports are looked for beside the script first.
         patch.object(sys, "path", [str(script.path.resolve().parent), *sys.path]),
         redirect_stdout(io.StringIO()),
+        new_job(),
     ):
         try:
             runpy.run_path(str(script.path), run_name="__main__")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,8 +57,8 @@ Settings: TypeAlias = "Config | MeshOnly"
 
 # What a mesh is made from; the other sections are training's.
 _SECTIONS: Final = ("mesh", "process", "network", "topology")
-# Whether this rank has made a mesh from the job's configuration: then another one may be the program's own.
-_TAKEN: ContextVar[bool] = ContextVar("meshcomm_config_taken", default=False)
+# The job's config file that this rank has made a mesh from: further meshes may be the program's own.
+_TAKEN: ContextVar[str | None] = ContextVar("meshcomm_config_taken", default=None)
 
 
 def given_keys(**keys: Any) -> dict[str, Any]:
@@ -76,7 +77,8 @@ def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequenc
     if config is None and not given:
         return _of_the_job(overrides)
     settings = _own(config, given, overrides)
-    if not _TAKEN.get() and (path := os.environ.get(CONFIG_VARIABLE)) is not None:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if path is not None and path != _TAKEN.get():
         _refuse_unused(path, settings)
     return settings
 
@@ -88,7 +90,17 @@ def world_of_mesh(mesh: MeshConfig) -> int:
 
 def beside_the_job() -> None:
     """From here on this context's meshes are not the job's, as those of a simulation inside a program."""
-    _TAKEN.set(True)
+    _TAKEN.set(os.environ.get(CONFIG_VARIABLE))
+
+
+@contextmanager
+def new_job() -> Iterator[None]:
+    """While it is entered, no mesh has been made from the job's config yet."""
+    token = _TAKEN.set(None)
+    try:
+        yield
+    finally:
+        _TAKEN.reset(token)
 
 
 def _of_the_job(overrides: Sequence[str]) -> Config:
@@ -104,7 +116,7 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
             "or meshcomm run CONFIG script.py",
         )
     settings = load(path, [*_overrides(), *overrides])
-    _TAKEN.set(True)
+    _TAKEN.set(path)
     return settings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import meshcomm
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh.environment import with_variables
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, new_job
 
 
 def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:
@@ -55,7 +55,7 @@ def _inside(folder: str, variables: Mapping[str, str]) -> Iterator[None]:
     here, path, arguments = Path.cwd(), list(sys.path), list(sys.argv)
     os.chdir(folder)
     try:
-        with with_variables(variables):
+        with with_variables(variables), new_job():
             yield
     finally:
         os.chdir(here)

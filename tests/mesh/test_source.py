@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshcomm import MeshConfig, load, simulate
+from meshcomm.dryrun.script import Script, mesh_of_script
 from meshcomm.errors import LaunchError, RankFailed
 from meshcomm.mesh.source import MeshOnly, Settings, settings_of
 from meshcomm.simulator.run import simulate_script
@@ -65,6 +66,33 @@ def test_what_says_the_same_or_comes_beside_it_is_taken(job: Path, monkeypatch: 
     assert each((script, {}, [])) == [script]
     # A simulation inside the program is no mesh of the job.
     assert copy_context().run(simulate, lambda mesh: mesh.rank, dims={"x": 3}) == [0, 1, 2]
+
+
+def test_the_mesh_of_one_job_is_not_that_of_the_next(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = job.with_name("other.toml")
+    other.write_text(CONFIG)
+    own: tuple[Any, dict[str, Any], list[str]] = (None, {"dims": {"dp": 4}}, [])
+
+    def both_jobs() -> None:
+        settings_of(None, {}, [])
+        settings_of(*own)
+        monkeypatch.setenv("MESHCOMM_CONFIG", str(other))
+        with pytest.raises(LaunchError, match="would have no effect"):
+            settings_of(*own)
+
+    copy_context().run(both_jobs)
+
+
+def test_a_dry_run_leaves_no_job_behind(job: Path, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import meshcomm\nmeshcomm.init()\nmeshcomm.init(dims={'dp': 4})\n")
+
+    def dry_run_then_init() -> None:
+        mesh_of_script(Script(script, config=job), 4)
+        with pytest.raises(LaunchError, match="would have no effect"):
+            settings_of(None, {"dims": {"dp": 4}}, [])
+
+    copy_context().run(dry_run_then_init)
 
 
 def test_a_simulated_script_is_told_too(tmp_path: Path) -> None:
