@@ -10,12 +10,13 @@ import typer
 from meshcomm.cli.app import AsJson, Overrides, World, app, show, show_json
 from meshcomm.cli.running import WORDS, First, named
 from meshcomm.cli.script_command import ScriptCommand
+from meshcomm.errors import LaunchError
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)
 def dryrun(
     context: typer.Context,
-    first: First,
+    first: First = None,
     second: Annotated[
         str | None,
         typer.Argument(
@@ -48,6 +49,13 @@ def dryrun(
     """
     from meshcomm.jobs.dryrun import dryrun as job
 
+    if first is None:
+        raise LaunchError(
+            "neither CONFIG nor SCRIPT was given",
+            given="no argument",
+            expected="a TOML, JSON or YAML file, or a Python file",
+            hint="meshcomm dryrun [CONFIG] [SCRIPT] [ARGUMENTS]",
+        )
     config: Path | None = first
     script: Path | None = None
     arguments: list[str] = []

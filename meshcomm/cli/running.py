@@ -12,7 +12,7 @@ from meshcomm.cli.script_command import ScriptCommand
 from meshcomm.errors import ConfigError, LaunchError
 
 First = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="[CONFIG]",
         help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
@@ -50,7 +50,7 @@ def train(
 @app.command(cls=ScriptCommand, context_settings=WORDS)
 def run(
     context: typer.Context,
-    first: First,
+    first: First = None,
     second: Second = None,
     world: World = None,
     overrides: Overrides = None,
@@ -65,7 +65,7 @@ def run(
 @app.command(cls=ScriptCommand, context_settings=WORDS)
 def simulate(
     context: typer.Context,
-    first: First,
+    first: First = None,
     second: Second = None,
     world: World = None,
     seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
@@ -128,10 +128,12 @@ def parity(
 
 
 def named(
-    command: str, first: Path, second: str | None, rest: list[str], overrides: list[str] | None
+    command: str, first: Path | None, second: str | None, rest: list[str], overrides: list[str] | None
 ) -> tuple[Path | None, Path, list[str]]:
     """CONFIG where there is one, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
     usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
+    if first is None:
+        raise LaunchError("no SCRIPT was given", given="no argument", expected="a Python file", hint=usage)
     if first.suffix == ".py":
         config, script = None, first
         arguments = [*([] if second is None else [second]), *rest]
@@ -144,9 +146,9 @@ def named(
             )
     elif second is None:
         raise LaunchError(
-            f"there is no script beside {first}",
+            f"no SCRIPT was given after {first}",
             given=str(first),
-            expected="a Python file whose name ends in .py, or one behind CONFIG",
+            expected="a Python file whose name ends in .py, or one after CONFIG",
             hint=usage,
         )
     else:

@@ -250,14 +250,15 @@ def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], w
         )
 
 
-def check_coord(coord: int, size: int, what: str, where: Callable[[], str]) -> None:
+def check_coord(coord: int, size: int, what: str, where: Callable[[], str], hint: str | None = None) -> None:
     """A peer or root is a coord of the dim, never a global rank."""
     if isinstance(coord, bool) or not isinstance(coord, int) or not 0 <= coord < size:
         raise LayoutError(
             f"{where()}: {what}={coord!r} is not a coord",
             given=f"{what}={coord!r}",
             expected=f"a coord from 0 to {size - 1}; peers and roots are coords along the dim",
-            hint=f"mesh.coord(...) gives this rank's own; {what} counts along the dim, not in the world",
+            hint=hint
+            or f"mesh.coord(...) gives this rank's own; {what} counts along the dim, not in the world",
         )
 
 

@@ -45,7 +45,7 @@ class Reason(Enum):
 # What backends say, in lower case; the first that is found counts. Tried: Gloo of torch 2.11 to 2.15, which connects
 # to an address that another rank offered. Of NCCL from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
-    (Reason.UNREACHABLE, ("connecting", "connect timeout")),
+    (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
     (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
     (Reason.TIMEOUT, ("timed out", "timeout")),
     (Reason.DATA, ("enforce fail", "ncclinvalidusage")),

@@ -230,7 +230,9 @@ class Messages(Caller):
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)
         else:
-            check_coord(peer, self.size, "dst" if direction == "send" else "src", where)
+            any_source = peer is None and call == "recv"
+            hint = "x, src = mesh.recv_any(dims, x), for whoever sends first" if any_source else None
+            check_coord(peer, self.size, "dst" if direction == "send" else "src", where, hint)
         # The library's own calls, on a line of its own, may use the tags above.
         if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)

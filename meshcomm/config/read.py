@@ -129,13 +129,15 @@ def _read(path: Path, label: str) -> dict[str, Any]:
 
 
 def near_file(path: Path) -> str:
-    """What to try where there is no such file: the one beside it whose name is most like it."""
+    """What to try where there is no such file: the one in its folder with the most similar name, endings left out."""
     try:
-        beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+        present = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
         return f"the folder {path.parent} cannot be read either"
-    near = nearest_name(path.name, beside)
-    return "a path to a file" if near is None else f"did you mean {path.parent / near}?"
+    # Of two files whose names differ in the ending alone, the one with the same ending comes last and is kept.
+    by_stem = {Path(name).stem: name for name in sorted(present, key=lambda n: n.endswith(path.suffix))}
+    near = nearest_name(path.stem, by_stem)
+    return "a path to a file" if near is None else f"did you mean {path.parent / by_stem[near]}?"
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:

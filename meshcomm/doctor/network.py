@@ -14,8 +14,7 @@ import psutil
 from meshcomm.config import Config, ProcessConfig
 from meshcomm.doctor.finding import Finding
 from meshcomm.errors import LaunchError
-from meshcomm.layout.names import nearest_name
-from meshcomm.mesh.environment import network_variables, refuse_conflict
+from meshcomm.mesh.environment import network_variables, no_interface, refuse_conflict
 from meshcomm.mesh.exposure import exposed_file, is_loopback
 
 SLOW_S: Final = 1.0
@@ -91,14 +90,7 @@ def interface_findings(
     for name in names:
         found = by_name.get(name)
         if found is None:
-            near = nearest_name(name, by_name)
-            yield Finding(
-                "error",
-                f"this host has no interface {name}",
-                given=f"{name} in {source}",
-                expected="one of " + ", ".join(by_name),
-                hint=f'did you mean "{near}"?' if near else f"take it out of {source}",
-            )
+            yield Finding.of(no_interface(name, source, list(by_name)))
         elif not (found.up and found.addresses):
             usable = ", ".join(each.name for each in present if each.up and each.addresses)
             yield Finding(

@@ -298,7 +298,7 @@ class Layout:
         return np.arange(self.world_size, dtype=np.int64) if self._order is None else self._order.copy()
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and rank in self._positions
+        return isinstance(rank, (int, np.integer)) and rank in self._positions
 
     def position(self, rank: int) -> int:
         """Index of `rank` in the row-major rank grid. Raises LayoutError where it has none."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.layout import Plan
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import nearest_name
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.source import Settings
 from meshcomm.transport.support import STREAM_ORDERED, backend_on, by_device
@@ -101,19 +101,23 @@ def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
 
 def check_backends(plan: Plan) -> None:
     """Refuse a backend that this torch does not have, also one for a device that is not used. Raises LaunchError."""
-    chosen = {plan.defaults.backend: "the default group"}
+    chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         if family.creates:
-            chosen.setdefault(family.options.backend, family.name)
-    for backend, name in chosen.items():
+            key = f"mesh.options.{family.name}.backend"
+            chosen.setdefault(family.options.backend, (family.name, key))
+    for backend, (name, key) in chosen.items():
         for part in by_device(backend).values():
             if not dist.is_backend_available(part):
-                usable = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+                known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
+                usable = [each for each in known if dist.is_backend_available(each)]
+                near = None if part in known else nearest_name(part, usable)
                 raise LaunchError(
                     f"this torch has no backend {part}",
                     given=f"{backend} for {name}, torch {torch.__version__}",
-                    expected=f"one of {', '.join(usable)}",
-                    hint=did_you_mean(part, usable) or 'mesh.backend = "auto"',
+                    expected=f"one of {', '.join(usable)}"
+                    + (f", or a torch that was built with {part}" if part in known else ""),
+                    hint=f'{key} = "{backend.replace(part, near) if near else "auto"}"',
                 )
         for kind, part in by_device(backend).items():
             if kind not in ("", "cpu") and not _devices(kind):
@@ -121,7 +125,7 @@ def check_backends(plan: Plan) -> None:
                     f"this host has no {kind} device for the backend {part}",
                     given=f"{backend} for {name}",
                     expected=f"a {kind} device, or a backend for the devices of this host",
-                    hint=f'mesh.backend = "{by_device(backend).get("cpu", "auto")}"',
+                    hint=f'{key} = "{by_device(backend).get("cpu", "auto")}"',
                 )
     if dist.is_initialized() and dist.get_backend() == "fake" != plan.defaults.backend:
         raise LaunchError(

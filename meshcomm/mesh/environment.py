@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from meshcomm.config.process import NetworkConfig
 from meshcomm.errors import LaunchError
+from meshcomm.layout import Plan
+from meshcomm.layout.names import nearest_name
 
 _MPI: Final = (
     # Open MPI, then MPICH and Intel MPI (Hydra), then MVAPICH.
@@ -226,6 +228,35 @@ def refuse_conflict(variables: Mapping[str, str]) -> None:
                 expected="one value",
                 hint=f"unset {name}, or take it out of [network]",
             )
+
+
+def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
+    """Raise LaunchError where `[network]` or GLOO_SOCKET_IFNAME names an interface that this host lacks.
+
+    Called while the variables of `[network]` are set. Backends without sockets, as torch's fake one, need none.
+    """
+    source, reads = "[network] interfaces", ("gloo", "nccl")
+    if not network.interfaces:
+        source, reads = "GLOO_SOCKET_IFNAME", ("gloo",)
+    backends = {plan.defaults.backend, *(family.options.backend for family in plan.families)}
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not names or not any(word in backend for backend in backends for word in reads):
+        return
+    present = [name for _, name in socket.if_nameindex()]
+    for name in names.split(","):
+        if name not in present:
+            raise no_interface(name, source, present)
+
+
+def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
+    """The error for a network interface that this host lacks. source: the setting or the variable that names it."""
+    near = nearest_name(name, present)
+    return LaunchError(
+        f"this host has no interface {name}",
+        given=f"{name} in {source}",
+        expected="one of " + ", ".join(present),
+        hint=f'did you mean "{near}"?' if near else f"take it out of {source}",
+    )
 
 
 def network_variables(network: NetworkConfig) -> dict[str, str]:

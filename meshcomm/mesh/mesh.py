@@ -157,6 +157,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         """
         self._usable()
         self.layout.digits(dims)
+        dims = self.layout.expand(dims)
         if name in self.layout.merge:
             raise LayoutError(
                 f'the mesh has a merged dim "{name}" already, on {self.label}',
@@ -252,8 +253,11 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         if explained is not None:
             raise explained from error
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+    def __copy__(self) -> Mesh:
         return self  # as a copied module still communicates with the same ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
-from meshcomm.comm.diagnosis import first_line
+from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.layout import Group, Plan
@@ -30,6 +30,7 @@ from meshcomm.mesh.devices import (
 )
 from meshcomm.mesh.environment import (
     SHARED,
+    check_interfaces,
     find_launch,
     gloo_defaults,
     nccl_defaults,
@@ -219,6 +220,7 @@ def _plan(
     plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
     check_devices(settings, device, plan.defaults.backend, joined.launch)
     check_backends(plan)
+    check_interfaces(plan, settings.network)
     return plan, device
 
 
@@ -276,7 +278,9 @@ def _create(
                 f"rank {rank} could not start torch's default group",
                 given=first_line(error),
                 expected=f"backend {plan.defaults.backend} to start, and a store that answers",
-                hint="look for the first error of the process that holds the store",
+                hint=INTERFACES
+                if reason_of(error) is Reason.UNREACHABLE
+                else "look for the first error of the process that holds the store",
             ) from error
 
     clients: dict[bool, dist.Store] = {}

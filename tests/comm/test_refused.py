@@ -115,6 +115,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.reduce("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), src=7), LayoutError, "src=7 is not a coord"),
     (lambda m: m.recv("dp", ones(), src=m.coord("dp")), CommunicationError, "has sent itself nothing"),
+    (lambda m: m.recv("dp", ones(), src=None), LayoutError, "src=None is not a coord.*mesh.recv_any"),
     (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),
     (lambda m: m.exchange("dp", [(ones(), peer(m), -1)]), LayoutError, "not a tag"),
     (lambda m: m.exchange("dp", [(ones(), peer(m), 1 << 30)]), LayoutError, "not a tag"),

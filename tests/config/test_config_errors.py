@@ -536,6 +536,12 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "  expected: a TOML, JSON or YAML file\n"
         "  try:      did you mean configs/quickstart.toml?"
     )
+    # Names are compared without their endings: all configs end alike.
+    Path("pyproject.toml").touch()
+    assert report_of("nope.toml").endswith("  try:      a path to a file")
+    assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.toml?")
+    Path("configs/quickstart.yaml").touch()
+    assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.yaml?")
     Path("folder.toml").mkdir()
     assert report_of("folder.toml").startswith("folder.toml: cannot be read: is a directory\n")
     assert report_of("").startswith(": not a kind of file that a configuration is read from\n")

@@ -130,7 +130,7 @@ def test_a_device_or_backend_that_is_not_there() -> None:
     facts = examine(load({"mesh": {**MESH, "options": {"dp": {"backend": "gloos"}}}}))
     shown = found(facts, "this torch has no backend gloos")
     assert f"given:    gloos for dp, torch {torch.__version__}" in shown
-    assert shown.endswith('try:      did you mean "gloo"?')
+    assert shown.endswith('try:      mesh.options.dp.backend = "gloo"')
     shared = [
         each for each in facts["findings"] if each["what"] in ("ranks share cores", "a core for each rank")
     ]

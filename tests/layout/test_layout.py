@@ -225,6 +225,9 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
         with pytest.raises(LayoutError) as caught:
             call()
         assert str(caught.value).splitlines()[0] == message
+    for of in (layout, Layout({"dp": 2, "tp": 2}, rank_order=[3, 2, 1, 0])):
+        for rank in of.groups("dp").ravel():  # of NumPy's integers
+            assert of.coords(rank) == of.coords(int(rank)) and of.label(rank) == of.label(int(rank))
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,12 @@ def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"backend": "glo"}, 'this torch has no backend glo.*did you mean "gloo"'),
+        ({"backend": "glo"}, 'this torch has no backend glo\n.*one of gloo.*mesh.backend = "gloo"'),
+        ({"backend": "ucc"}, 'no backend ucc\n.*a torch that was built with ucc.*mesh.backend = "auto"'),
+        (
+            {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
+            r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*take it out of \[network\]",
+        ),
         ({"world_size": "2"}, "world_size is no number of ranks: '2'"),
         ({"rank": True}, "rank is no number of ranks: True"),
         ({"store": 5}, "no store to meet at: 5"),

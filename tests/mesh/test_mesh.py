@@ -174,6 +174,9 @@ def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
     mesh.create("model", ("pp", "tp"), timeout_s=15)
     assert mesh.all_gather(("pp", "tp"), torch.tensor([mesh.rank])).tolist() == mesh.ranks("model")
     assert mesh["tp"].get_local_rank() == mesh.coord("tp")
+    # A merged dim stands for its dims here as in every call.
+    mesh.create("all", ("dp", "model"))
+    assert mesh.layout.merge["all"] == ("dp", "pp", "tp") and mesh.size("all") == 4
 
 
 def warmed() -> tuple[list[str], list[str], list[str], list[str], bool]:
@@ -329,7 +332,7 @@ def test_a_call_in_a_forked_process_names_the_one_that_the_mesh_belongs_to(mesh:
 def test_a_mesh_is_shared_by_copies_and_refuses_to_be_pickled(mesh: Mesh) -> None:
     module = torch.nn.Linear(1, 1)
     module.mesh = mesh
-    assert copy.deepcopy(module).mesh is mesh
+    assert copy.deepcopy(module).mesh is mesh and copy.copy(mesh) is mesh
     handle = mesh.all_reduce("dp", torch.ones(1), async_op=True)
     for each in (mesh, handle, {"mesh": mesh}):
         with pytest.raises(UnsupportedOp) as caught:
