@@ -129,6 +129,7 @@ assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
 
 def test_public_names_exist_and_are_listed_once() -> None:
     assert sorted(meshcomm.__all__) == meshcomm.__all__ == sorted(meshcomm._PUBLIC)
+    assert meshcomm.__all__ == [name for name in dir(meshcomm) if not name.startswith("_")]
     for name in meshcomm.__all__:
         assert getattr(meshcomm, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

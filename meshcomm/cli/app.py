@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -9,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshcomm.cli.completion import InstallCompletion, ShowCompletion, complete_config
-from meshcomm.errors import MeshcommError
+from meshcomm.errors import ConfigError, MeshcommError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
 
 # Columns of a table that does not go to a terminal.
 _WIDTH = 100
+# How torchrun, Slurm, Open MPI, MPICH and MVAPICH number the processes of a host.
+_LOCAL_RANKS: Final = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
 
 # Every command under what one wants to do, in the order in which `--help` and the reference list them.
 GROUPS: Final = {
@@ -49,8 +59,14 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MeshcommError as error:
-            typer.echo(str(error), err=True)
+            # The ranks of a host read one file: its first rank says for all of them what is wrong with it.
+            if not isinstance(error, ConfigError) or _first_of_host(os.environ):
+                typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
+
+
+def _first_of_host(env: Mapping[str, str]) -> bool:
+    return next((env[name] for name in _LOCAL_RANKS if name in env), "0") == "0"
 
 
 def first_paragraph(command: Any) -> str:
@@ -120,8 +136,6 @@ def _commands(
 
 def discovered_topology(settings: Config) -> TopologyConfig:
     """`[topology]`, with what the launcher's environment says."""
-    import os
-
     from meshcomm.predict.machine import discovered
 
     return discovered(settings.topology, os.environ)
@@ -129,8 +143,6 @@ def discovered_topology(settings: Config) -> TopologyConfig:
 
 def show(what: RenderableType) -> None:
     """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
-    import os
-
     from rich.console import Console
 
     console = Console()

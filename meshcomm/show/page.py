@@ -138,7 +138,8 @@ def as_text(what: RenderableType, width: int = 100) -> str:
     """What a console of `width` columns without colour would show, without blanks at the ends of lines."""
     from rich.console import Console
 
-    console = Console(width=width, color_system=None)
+    # In a notebook, rich displays an output of its own at the end of a capture.
+    console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(what)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -75,6 +75,23 @@ def test_a_terminal_is_told_of_the_start_before_torch_is_loaded() -> None:
     os.close(leader)
 
 
+@pytest.mark.parametrize(
+    "variable", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
+)
+def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[mesh]\ndimz = { dp = 2 }\n")
+    for words in (["train", str(path)], ["run", str(path), __file__], ["plan", str(path)]):
+        for local_rank in range(3):
+            monkeypatch.setenv(variable, str(local_rank))
+            done = meshcomm(*words)
+            assert done.exit_code == 2 and ("mesh.dims" in done.stderr) == (local_rank == 0), done.stderr
+    # What may be wrong on one rank alone is reported by that rank.
+    assert "there is no script" in meshcomm("run", "nothing.py").stderr
+
+
 # -- options behind a script ------------------------------------------------------------------------
 
 

@@ -262,6 +262,14 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         assert words <= set(re.findall(r"[a-z_]{3,}", text)), command
 
 
+def test_a_table_as_text_displays_nothing_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, displayed = plan_at(MESH, 8), list[object]()
+    text = as_text(plan_view(plan, 5))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *what: displayed.append(what))
+    assert as_text(plan_view(plan, 5)) == text and not displayed
+
+
 def test_a_narrow_table_is_records_with_the_same_facts() -> None:
     plan = plan_at(MESH, 8)
     narrow = " ".join(as_text(plan_view(plan, 5), 40).split())
