@@ -6,8 +6,10 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 from tests.documents.coverage_rows import PAGE, ROWS
 
@@ -62,6 +64,14 @@ def test_the_page_has_exactly_these_rows() -> None:
         found |= {int(number): anchor for number in re.findall(r"^\| (\d+) \|", body, re.MULTILINE)}
     assert sorted(found) == list(ROWS) == list(range(1, 27))
     assert [number for number, row in ROWS.items() if f"{PAGE}#{found[number]}" not in row.lines] == []
+
+
+def test_every_public_name_of_torch_distributed_is_on_the_page() -> None:
+    page = set(re.findall(r"\w+", (ROOT / PAGE).read_text()))
+    names = {name for name, what in vars(dist).items() if type(what) is not ModuleType} | set(dir(dist.Work))
+    # Imports of torch's own file, and what TorchScript needs.
+    names -= {"timedelta", "boxed", "unbox"}
+    assert {name for name in names if not name.startswith("_")} - page == set()
 
 
 def test_what_is_missing_is_seen() -> None:

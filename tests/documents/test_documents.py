@@ -17,6 +17,9 @@ import yaml
 from meshcomm.config import load
 from tests.documents import tool
 from tests.documents.blocks import llama
+from tests.faults.rows import ROWS
+from tests.train.parity_bugs import BUGS
+from tests.train.parity_cases import CASES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -63,6 +66,41 @@ def test_the_table_of_torch_versions_has_a_row_for_each_that_was_tried() -> None
 
 
 # -- the pages of configurations and commands --------------------------------------------------------
+
+
+def test_a_number_that_stands_on_a_page_is_that_of_its_table() -> None:
+    readme, parity = ((ROOT / page).read_text() for page in ("README.md", "docs/guide/parity.md"))
+    assert re.findall(r"(\d+) meshes of 8", readme + parity) == [str(len(CASES))] * 2
+    assert re.findall(r"plants (\d+) mistakes", parity) == [str(len(BUGS))]
+    table = parity.partition("<!-- parity table -->")[2]
+    assert re.findall(r"^\| (\w.*?) \|", table, re.M)[1:] == list(CASES)
+    faults = (DOCS / "reference/faults.md").read_text()
+    assert (
+        re.findall(r"\[(\d+) faults\]", readme)
+        == re.findall(r"^(\d+) rows", faults, re.M)
+        == [str(len(ROWS))]
+    )
+
+
+def test_the_changelog_says_nothing_twice() -> None:
+    lines = [line[:60] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
+    assert sorted(set(lines)) == sorted(lines)
+
+
+# What exists, by its setting, and how a page that forgot it would deny it.
+DENIALS = {
+    "model.pretrained": "hugging face|models other than",
+    "data.tokenizer": "token(is|iz)er|data pipeline",
+    "data.build": "data loader",
+    "train.log_to": "tensorboard|weights & biases|tracker",
+    "parallel.shard": "sharded weights",
+}
+
+
+def test_no_page_denies_what_a_setting_does() -> None:
+    page = (DOCS / "coming_from/others.md").read_text()
+    denied = " ".join(re.findall(r"Not here:.*?(?=\n\n)|[^.]*\brefused\b[^.]*\.", page, re.DOTALL)).lower()
+    assert len(denied) > 1000 and [key for key, words in DENIALS.items() if re.search(words, denied)] == []
 
 
 def test_every_key_has_a_sentence() -> None:
