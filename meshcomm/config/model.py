@@ -105,6 +105,11 @@ class ModelConfig(Section):
         return 3
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether its weights come from a folder."""
+        return self.pretrained is not None and not self.random_weights
+
+    @property
     def is_built_in(self) -> bool:
         """Whether it is the transformer that meshcomm has."""
         return self.pretrained is None and self.build is None

@@ -22,9 +22,8 @@ from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train.agree import vocabulary_of
+from meshcomm.train.agree import corpus_of
 from meshcomm.train.data import Corpus
-from meshcomm.train.data import load as load_data
 from meshcomm.train.loop import batches_of
 from meshcomm.train.schedule import learning_rate
 from meshcomm.train.trainer import RECORDER, Recorder, Trainer
@@ -174,7 +173,9 @@ def record(
     train = engine.sections.train
     if engine.sections.data is None:
         raise _no_training(config)
-    batches = batches_of(engine, _data(engine) if corpus is None else corpus)
+    if corpus is None:
+        corpus = corpus_of(mesh, engine.sections, engine.model.vocabulary)
+    batches = batches_of(engine, corpus)
     if copies is not None and _has_batch_norms(engine):
         batches.divide_as(copies, engine.microbatches)
     done: list[Done] = []
@@ -224,13 +225,6 @@ class Difference:
     def words(self) -> str:
         """What it is a difference of: `loss of step 3`."""
         return f"{self.kind} of {self.name}"
-
-
-def _data(engine: Engine) -> Corpus:
-    _, model, data, train = engine.sections
-    assert data is not None
-    facts = {"seed": train.seed, "data_rank": engine.data_coord, "data_world": engine.data_size}
-    return load_data(data, vocabulary=vocabulary_of(model), facts=facts)
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:

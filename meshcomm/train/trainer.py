@@ -157,7 +157,7 @@ class Trainer:
             corpus = None
             if data is None:
                 loop.needs_data(self._config, self._facts)
-                corpus = corpus_of(self._mesh, self._facts.sections)
+                corpus = corpus_of(self._mesh, self._facts.sections, self._model.vocabulary)
             batches = loop.batches_for(self.engine, corpus, data)
             # The recorder ends it.
             for step in count(1):
@@ -168,6 +168,7 @@ class Trainer:
             self._facts,
             self._make,
             self.callbacks,
+            vocabulary=self._model.vocabulary,
             data=data,
             attempt=attempt or Attempt(),
         )
