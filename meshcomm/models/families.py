@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from meshcomm.config import ModelConfig
 from meshcomm.models import gpt2, llama
+from meshcomm.models.hf import unmodified
 from meshcomm.models.spec import ModelSpec
 from meshcomm.predict.stages import part_costs
 
@@ -47,4 +48,4 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
     # So that stages are those that `plan --schedule` draws.
     costs = partial(part_costs, model)
     dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}
-    return replace(spec, costs=costs, dropped=dropped)
+    return replace(spec, costs=costs, dropped=dropped, original=partial(unmodified, folder))

@@ -44,6 +44,9 @@ class Recorder(ABC):
 
     config: Config | None = None
 
+    def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
+        """Before each step."""
+
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
         """After each step. Raises what ends the program once it has seen enough."""
@@ -185,6 +188,8 @@ class Trainer:
         self._steps += 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, self._steps)
         inputs, targets = placed(engine, inputs, targets)
+        if self._recorder is not None:
+            self._recorder.begins(engine, inputs)
         engine.step(inputs, targets, lr, self._steps)
         if scheduler is not None:
             scheduler.step()
