@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import dropouts_of, is_gated, sizes_of, windows_of
+from meshcomm.config.pretrained import dropouts_of, is_gated, misunderstood, sizes_of, windows_of
 from meshcomm.config.problems import Near, Problem, nearest, remainder, shared
 from meshcomm.config.section import Fraction, FrozenTable, Section, Table, Text, no_effect, rule, setting
 from meshcomm.config.training import Training, demand
@@ -105,6 +105,11 @@ class ModelConfig(Section):
         return 3
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether its weights come from a folder."""
+        return self.pretrained is not None and not self.random_weights
+
+    @property
     def is_built_in(self) -> bool:
         """Whether it is the transformer that meshcomm has."""
         return self.pretrained is None and self.build is None
@@ -163,8 +168,12 @@ def _function(model: ModelConfig) -> Iterator[Problem]:
 def _folder(model: ModelConfig) -> Iterator[Problem]:
     if model.pretrained is None:
         return
+    folder = Path(model.pretrained)
     try:
-        known = sizes_of(Path(model.pretrained))
+        if wrong := list(misunderstood(folder)):
+            yield from wrong
+            return
+        known = sizes_of(folder)
     except (ValueError, OSError) as error:
         yield Problem(
             f"no model of transformers: {error}",

@@ -1,19 +1,22 @@
-"""What does the config.json of a model of transformers say about its sizes? Read without transformers."""
+"""What does the config.json of a model of transformers say, and is all of it understood? Read without transformers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config.problems import Problem
 
 # Our name -> theirs, the first that is there.
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
-    "ff": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "kv_heads": ("num_key_value_heads",),
+    "ff": ("intermediate_size", "n_inner"),
     "vocabulary": ("vocab_size",),
     "head": ("head_dim",),
     "tied_embeddings": ("tie_word_embeddings",),
@@ -21,6 +24,100 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "experts_per_token": ("num_experts_per_tok",),
     "experts_every": ("decoder_sparse_step",),
 }
+_NAMES_WITH_EXPERTS = {**_NAMES, "ff": ("moe_intermediate_size",)}
+
+
+class _Type(NamedTuple):
+    """A `model_type`. keys: all that its forward depends on. left_out: the sizes of a config.json that does not say them."""
+
+    keys: frozenset[str]
+    left_out: Mapping[str, Any]
+    names: Mapping[str, tuple[str, ...]] = _NAMES
+
+
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset(key for some in names for key in some.split())
+
+
+_DECODER = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "hidden_act max_position_embeddings rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings"
+)
+_WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
+_EXPERTS = "num_experts num_local_experts num_experts_per_tok"
+_GPT2 = (
+    "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
+    "scale_attn_by_inverse_layer_idx add_cross_attention tie_word_embeddings"
+)
+_LLAMA: Final = {"layers": 32, "width": 4096, "heads": 32, "ff": 11008, "vocabulary": 32000}
+_MISTRAL: Final = {**_LLAMA, "kv_heads": 8, "ff": 14336}
+_QWEN: Final = {**_LLAMA, "kv_heads": 32, "ff": 22016, "vocabulary": 151936}
+_QWEN_MOE: Final = {
+    "layers": 24,
+    "width": 2048,
+    "kv_heads": 4,
+    "ff": 768,
+    "experts": 128,
+    "experts_per_token": 8,
+}
+
+# As transformers 5.23 has them. Its own code computes the layers, so that a key of these is honoured as it does.
+TYPES: Final[dict[str, _Type]] = {
+    "gpt2": _Type(
+        _keys(_GPT2),
+        {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "tied_embeddings": True},
+    ),
+    "llama": _Type(_keys(_DECODER, "attention_bias mlp_bias"), _LLAMA),
+    "mistral": _Type(_keys(_DECODER, "sliding_window"), _MISTRAL),
+    "mixtral": _Type(
+        _keys(_DECODER, "sliding_window router_jitter_noise", _EXPERTS),
+        {**_MISTRAL, "experts": 8, "experts_per_token": 2},
+    ),
+    "qwen2": _Type(_keys(_DECODER, _WINDOWS), _QWEN),
+    "qwen3": _Type(_keys(_DECODER, _WINDOWS, "attention_bias"), {**_QWEN, "head": 128}),
+    "qwen3_moe": _Type(
+        _keys(
+            _DECODER,
+            "attention_bias use_sliding_window sliding_window max_window_layers",
+            _EXPERTS,
+            "moe_intermediate_size decoder_sparse_step mlp_only_layers norm_topk_prob",
+        ),
+        {**_QWEN, **_QWEN_MOE},
+        _NAMES_WITH_EXPERTS,
+    ),
+}
+
+# What no type's forward depends on: generation, tokens with a meaning, drawn weights, outputs, dropout (model.dropout
+# takes its place), the loss of routers (model.balance_loss does), where a folder comes from.
+_HARMLESS: Final = _keys(
+    "architectures bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id "
+    "diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label "
+    "initializer_range is_decoder is_llama_config label2id length_penalty max_length max_sequence_length min_length "
+    "model_max_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type "
+    "remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate "
+    "router_aux_loss_coef sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k "
+    "top_p torch_dtype torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache"
+)
+_HARMLESS_STARTS: Final = ("_", "summary_", "transformers.js", "unsloth")
+_HARMLESS_ENDS: Final = ("dropout", "_pdrop")
+# Of these one value changes nothing.
+_OFF: Final[dict[str, Any]] = {
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
+_ROPE: Final = _keys(
+    "attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mscale mscale_all_dim "
+    "original_max_position_embeddings rope_theta rope_type short_factor truncate type"
+)
+_ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_SHOWN: Final = 60
 
 # The layers of these have a window each by `use_sliding_window`; of the first two those from `max_window_layers` on.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
@@ -30,25 +127,74 @@ _LATER_LAYERS = 28
 def sizes_of(folder: Path) -> dict[str, Any]:
     """The settings of `[model]` that follow from `folder`/config.json.
 
-    Raises OSError where there is none, ValueError where it says no sizes.
+    Raises OSError where there is none, ValueError where its type is none of TYPES.
     """
     path, said = _said(folder)
+    kind = TYPES.get(said.get("model_type", ""))
+    if kind is None:
+        raise ValueError(f"{path} has a model_type that is not known")
     found = {}
-    for ours, theirs in _NAMES.items():
+    for ours, theirs in kind.names.items():
         value = next((said[name] for name in theirs if said.get(name) is not None), None)
+        if value is None and not any(name in said for name in theirs):
+            value = kind.left_out.get(ours)
         if value is not None:
             found[ours] = value
-    if "ff" not in found and said.get("model_type") == "gpt2":
-        found["ff"] = 4 * found.get("width", 0)
-    if said.get("model_type") == "gpt2":
-        found.setdefault("tied_embeddings", True)
-    if missing := [name for name in ("layers", "width", "heads", "kv_heads", "ff") if name not in found]:
-        raise ValueError(f"{path} says nothing of {', '.join(missing)}")
+    found.setdefault("kv_heads", found["heads"])
+    if said["model_type"] == "gpt2":
+        found.setdefault("ff", 4 * found["width"])
     if not found.get("experts"):
         found.pop("experts", None)
         found.pop("experts_per_token", None)
         found.pop("experts_every", None)
     return found
+
+
+def misunderstood(folder: Path) -> Iterator[Problem]:
+    """What `folder`/config.json says that nobody here honours: its type, or keys of it. Raises as `_said`."""
+    path, said = _said(folder)
+    name = said.get("model_type")
+    kind = TYPES.get(name or "")
+    if kind is None:
+        of_others = frozenset().union(*(each.keys for each in TYPES.values()))
+        yield Problem(
+            f"meshcomm does not know how to split a {name}",
+            f"model_type one of {', '.join(TYPES)}",
+            ['model.build = "module:function", which returns a meshcomm.models.ModelSpec'],
+            ", ".join([_written("model_type", name), *_unknown(said, of_others)]) + f" in {path}",
+        )
+    elif unknown := list(_unknown(said, kind.keys)):
+        yield Problem(
+            f"the folder's config.json has {len(unknown)} key{'s' if len(unknown) > 1 else ''} that meshcomm does not "
+            f"know of a {name}, and that may change what is computed",
+            f"the keys of transformers' {name}",
+            [
+                "remove them from config.json if transformers ignores them",
+                'model.build = "module:function", which returns a meshcomm.models.ModelSpec',
+            ],
+            ", ".join(unknown),
+        )
+
+
+def _unknown(said: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
+    for key, value in said.items():
+        off = key in _OFF and value == _OFF[key]
+        if value is None or off or key in _HARMLESS:
+            continue
+        if key.startswith(_HARMLESS_STARTS) or key.endswith(_HARMLESS_ENDS):
+            continue
+        if key not in known:
+            yield _written(key, value)
+        elif key.startswith("rope_") and isinstance(value, dict):
+            for inner, each in value.items():
+                one_of = _ROPE_TYPES if inner in ("type", "rope_type") else (each,)
+                if (inner not in _ROPE and each != _OFF.get(inner, None)) or each not in one_of:
+                    yield _written(f"{key}.{inner}", each)
+
+
+def _written(key: str, value: Any) -> str:
+    text = json.dumps(value)
+    return f"{key} = {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}"
 
 
 def dropouts_of(folder: Path) -> dict[str, float]:

@@ -17,6 +17,7 @@ from meshcomm.config.problems import Problem, report
 from meshcomm.config.report import plain
 from meshcomm.config.root import Config
 from meshcomm.config.section import check
+from meshcomm.config.train import BYTES
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
@@ -149,7 +150,7 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     if not isinstance(section, dict):
         return
     for key in ("dataset", "tokenizer"):
-        if isinstance(named := section.get(key), str) and named:
+        if isinstance(named := section.get(key), str) and named and named != BYTES:
             section[key] = str(folder / named)
     for key in ("files", "tokens", "validation_files"):
         files = section.get(key)

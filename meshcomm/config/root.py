@@ -160,6 +160,37 @@ def _device_to_bind(config: Config) -> Iterator[Problem]:
         )
 
 
+@rule(Config, "data.tokenizer", "data.eos", "model.pretrained")
+def _tokens_of_the_weights(config: Config) -> Iterator[Problem]:
+    model, data = config.model, config.data
+    if data is None:
+        return
+    pretrained = None if model is None else model.pretrained
+    if data.tokenizer_of(pretrained) is not None or data.source not in ("files", "dataset"):
+        return
+    if data.eos is not None:
+        yield Problem(
+            "no effect without a tokenizer: bytes have no token for it",
+            "a tokenizer beside it",
+            ['data.tokenizer = "tokenizer.json"', "remove data.eos"],
+            f"eos = {toml(data.eos)}",
+            "data.eos",
+        )
+    # A column of a dataset may hold tokens: its rows are looked at when they are read.
+    if data.tokenizer is None and data.source == "files" and model is not None and model.reads_weights:
+        yield Problem(
+            "the weights were trained on tokens of a tokenizer, which their folder does not have",
+            'a tokenizer.json; or "bytes", if a byte is a token of these weights',
+            [
+                'data.tokenizer = "FOLDER"',
+                'data.tokenizer = "bytes"',
+                "data.tokens, with the tokens of these texts",
+            ],
+            f"no tokenizer.json in {pretrained}",
+            "data.tokenizer",
+        )
+
+
 @rule(Config, "mesh.device", "mesh.backend", "mesh.options")
 def _nccl_that_is_used(config: Config) -> Iterator[Problem]:
     mesh = config.mesh

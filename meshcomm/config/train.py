@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -25,6 +26,10 @@ from meshcomm.config.write import toml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
+
+
+# In place of a tokenizer.
+BYTES: Final = "bytes"
 
 
 class DataConfig(Section):
@@ -68,13 +73,14 @@ class DataConfig(Section):
     tokenizer: Text | None = setting(
         None,
         "With text: a tokenizer.json, or the folder of a model of transformers that has one, relative to the config file. "
-        "None: a byte is a token.",
+        '"bytes": a byte is a token. None: the tokenizer in the folder of model.pretrained; without one, bytes, which '
+        "weights that are read from a folder refuse.",
         examples=["tokenizer.json"],
     )
     eos: Text | None = setting(
         None,
-        "With tokenizer: the token that ends a document, which is a file, or a row of dataset. None: the eos_token that the "
-        "tokenizer's folder names, if any.",
+        "With a tokenizer: the token that ends a document, which is a file, or a row of dataset. None: the eos_token that "
+        "the tokenizer's folder names, if any.",
         examples=["<|endoftext|>"],
     )
     sequence: int = Field(ge=1, description="Tokens of a sample.", examples=[128])
@@ -102,6 +108,15 @@ class DataConfig(Section):
         """Which setting names what is read."""
         return next((name for name in ("build", "dataset", "tokens") if getattr(self, name)), "files")
 
+    def tokenizer_of(self, pretrained: str | None) -> Path | None:
+        """What turns its text into tokens; None: a byte is a token. pretrained: model.pretrained."""
+        if self.tokenizer is not None:
+            return None if self.tokenizer == BYTES else Path(self.tokenizer)
+        if pretrained is None or self.source not in ("files", "dataset"):
+            return None
+        folder = Path(pretrained)
+        return folder if (folder / "tokenizer.json").is_file() else None
+
     @property
     def validates(self) -> bool:
         """Whether there is something to evaluate."""
@@ -110,7 +125,7 @@ class DataConfig(Section):
 
 @rule(DataConfig, "max_bytes", "sequence")
 def _one_sample(data: DataConfig) -> Iterator[Problem]:
-    if data.max_bytes is None or data.source != "files" or data.tokenizer is not None:
+    if data.max_bytes is None or data.source != "files" or data.tokenizer not in (None, BYTES):
         return
     if data.max_bytes <= data.sequence:
         yield Problem(
@@ -186,15 +201,6 @@ no_effect(
     "build beside it",
     'data.build = "my_package.data:loader"',
     why=" without data.build",
-)
-no_effect(
-    DataConfig,
-    "eos",
-    "tokenizer",
-    lambda data: data.tokenizer,
-    "tokenizer beside it",
-    'data.tokenizer = "tokenizer.json"',
-    why=" without data.tokenizer: bytes have no token for it",
 )
 
 

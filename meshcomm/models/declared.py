@@ -21,7 +21,7 @@ from meshcomm.parallel.compose import along
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
 from meshcomm.parallel.meta import on_meta
-from meshcomm.parallel.model import Model
+from meshcomm.parallel.model import Model, cast
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.random_numbers import drop_apart
 from meshcomm.parallel.recompute import run
@@ -66,7 +66,7 @@ class Declared(Model):
         spec, train = self.spec, self._train
         with on_meta():
             module: Any = spec.module()
-        module.to(getattr(torch, train.dtype))
+        cast(module, getattr(torch, train.dtype))
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(splits.mesh.device)

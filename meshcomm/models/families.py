@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from meshcomm.config import ModelConfig
-from meshcomm.errors import UnsupportedOp
 from meshcomm.models import gpt2, llama
+from meshcomm.models.hf import unmodified
 from meshcomm.models.spec import ModelSpec
 from meshcomm.predict.stages import part_costs
 
@@ -34,18 +34,11 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
     """The spec of the causal language model whose config.json lies in `model.pretrained`.
 
     With model.random_weights they are drawn by their names from the seed; else they are read from the folder.
-    Raises: UnsupportedOp for a type that is none of FAMILIES, and what a family cannot do.
+    Raises: UnsupportedOp for what a family cannot do. Other types are refused when the configuration is read.
     """
     assert model.pretrained is not None
     folder = Path(model.pretrained)
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in FAMILIES:
-        raise UnsupportedOp(
-            f"meshcomm does not know how to split a {config.model_type}",
-            given=f'model_type = "{config.model_type}" in {folder}/config.json',
-            expected=f"one of {', '.join(FAMILIES)}",
-            hint='[model] build = "module:function", which returns a meshcomm.models.ModelSpec',
-        )
     # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
@@ -55,4 +48,4 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
     # So that stages are those that `plan --schedule` draws.
     costs = partial(part_costs, model)
     dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}
-    return replace(spec, costs=costs, dropped=dropped)
+    return replace(spec, costs=costs, dropped=dropped, original=partial(unmodified, folder))

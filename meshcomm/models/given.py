@@ -13,7 +13,7 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.batch_norm import synchronise
 from meshcomm.parallel.compose import along
-from meshcomm.parallel.model import Model
+from meshcomm.parallel.model import Model, cast
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.random_numbers import drop_apart
 from meshcomm.parallel.splits import Splits
@@ -48,7 +48,7 @@ class Given(Model):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model. Called by every rank, for here the weights are sent."""
         module, train = self._module, self._train
-        module.to(splits.mesh.device, getattr(torch, train.dtype))
+        cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
             held = [local(each) for each in (*module.parameters(), *module.buffers())]
             for dim in self._parallel.data_dims:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+from transformers.utils import logging
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.models.drawn import normal
 from meshcomm.models.spec import Attend
 
 ATTENTION = "meshcomm"
+# Arguments of an attention layer that say nothing about what it computes.
+_UNUSED = ("cache_position", "output_attentions", "past_key_values", "position_ids", "use_cache")
 
 
 def _attention(
@@ -23,11 +35,26 @@ def _attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q (batch, heads, s, head), k and v alike -> (batch, s, heads, head)."""
+    """transformers' attention interface: q, k and v (batch, heads, s, head) -> (batch, s, heads, head).
+
+    Raises UnsupportedOp for arguments that would change the result and that no mesh honours, such as a softcap.
+    """
+    more |= {"attention_mask": attention_mask, "dropout": more.get("dropout") or None}
+    if wrong := [
+        name for name, x in more.items() if x is not None and x is not False and name not in _UNUSED
+    ]:
+        raise UnsupportedOp(
+            f"attention of a {type(module).__name__} takes what meshcomm's does not",
+            given=", ".join(wrong),
+            expected="causal attention with a scale and a sliding window",
+            hint="ModelSpec.attention, with an attention of this model",
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend: Attend = module.meshcomm_attend
-    found = attend(query, key, value, causal=True, scale=scaling, window=sliding_window)
+    found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window)
     return found.transpose(1, 2).contiguous(), None
 
 
@@ -60,6 +87,25 @@ def make(config: PreTrainedConfig) -> nn.Module:
             kinds.setdefault(own, type(own.__name__, (_WideNorm, own), {"__module__": __name__}))
             part.__class__ = kinds[own]
     return made
+
+
+def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
+    """The model as transformers computes it, in float64, nothing of it replaced.
+
+    weights: by the names of a folder of safetensors. None: those of `folder`.
+    """
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+        if weights is None:
+            return AutoModelForCausalLM.from_pretrained(folder, **options)
+        config = AutoConfig.from_pretrained(folder)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return kind.from_pretrained(None, config=config, state_dict=dict(weights), **options)  # type: ignore[no-any-return]
+    finally:
+        if shows:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def attended(module: nn.Module, attend: Attend) -> None:

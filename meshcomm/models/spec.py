@@ -77,6 +77,8 @@ class ModelSpec:
     tied:       names of the embedding's weight and the head's, where these are one.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
+    original:   (weights by the names of `stored`; None: of the folder) -> the unsplit model in float64, as its authors
+                have it, which `meshcomm parity` compares with before the first step. None: what `module` makes.
     weights:    a folder of safetensors with these parameters. None: they are drawn.
     stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed. For one of
                 three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names.
@@ -101,6 +103,7 @@ class ModelSpec:
     dropped: Mapping[str, float] = field(default_factory=dict)
     tied: tuple[str, str] | None = None
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
+    original: Callable[[Mapping[str, Tensor] | None], nn.Module] | None = None
     weights: Path | None = None
     stored: Callable[[str], tuple[Names, bool]] | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None

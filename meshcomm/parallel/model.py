@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import cross_entropy
 from meshcomm.predict.stages import PartCosts
+
+
+def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Have all parameters and buffers of a floating type in `dtype`, in place.
+
+    Complex ones, such as rotary tables, keep their type: `module.to(dtype)` would drop their imaginary parts.
+    """
+    module._apply(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
 
 
 class Model(ABC):

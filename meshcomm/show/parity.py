@@ -44,6 +44,7 @@ def parity_view(facts: Mapping[str, Any]) -> Group:
     )
     head = f"{coords_text(facts['dims'])} beside one process: the first {facts['steps']} steps, float64"
     notes = [f"changed for it: {note}" for note in facts["notes"]]
+    notes += [f"the model: {facts['original']}"] if facts["original"] else []
     verdict = [_verdict(facts)] + ([] if facts["blame"] is None else [facts["blame"]["words"]])
     return page_view([Line("\n".join([head, *notes])), table, Line("\n".join(verdict))])
 

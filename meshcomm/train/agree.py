@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshcomm.config import Config, ModelConfig
+from meshcomm.config import Config
 from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
@@ -54,17 +54,24 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     return Facts(known, hosts.count(own), mesh.rank == lowest)
 
 
-def agreed_corpus(mesh: Mesh, facts: Facts) -> Corpus:
+def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:
     """Load the data, and compare them with those of every other rank. There is a [data].
 
+    vocabulary: of the model; 0: not known.
     Called by: every rank of the mesh.
     Raises:    as `agree`, where they cannot be loaded, or naming data.sha256, that of the text, where it differs.
     """
     known = facts.sections
-    if known.data is not None and known.data.tokenizer is not None:
+    cache = Path(known.train.out)
+
+    def read() -> Corpus:
+        return corpus_of(mesh, known, vocabulary, cache)
+
+    pretrained = None if known.model is None else known.model.pretrained
+    if known.data is not None and known.data.tokenizer_of(pretrained) is not None:
         # What the lowest rank of each host has tokenised, the others find in its folder.
-        together(mesh, "tokenise the data", lambda: corpus_of(mesh, known) if facts.lowest else None)
-    corpus = together(mesh, "start the training", lambda: corpus_of(mesh, known))
+        together(mesh, "tokenise the data", lambda: read() if facts.lowest else None)
+    corpus = together(mesh, "start the training", read)
     digests = {"sha256": corpus.digest.hex()}
     if corpus.validation is not None:
         digests["validation_sha256"] = corpus.validation.digest.hex()
@@ -72,21 +79,15 @@ def agreed_corpus(mesh: Mesh, facts: Facts) -> Corpus:
     return corpus
 
 
-def corpus_of(mesh: Mesh, known: Sections) -> Corpus:
-    """The data, as this rank reads it."""
+def corpus_of(mesh: Mesh, known: Sections, vocabulary: int = 0, cache: Path | None = None) -> Corpus:
+    """The data, as this rank reads it. vocabulary, cache: as of `agreed_corpus` and `load`."""
     part, model, data, train = known
     assert data is not None
     rank = mesh.coord(part.data_dims) if part.data_dims else 0
     facts = {"seed": train.seed, "data_rank": rank, "data_world": part.copies(dict(mesh.dims))}
-    return load(data, vocabulary=vocabulary_of(model), cache=Path(train.out), facts=facts)
-
-
-def vocabulary_of(model: ModelConfig | None) -> int | None:
-    """Token ids are below it; None where nobody has said it."""
-    if model is None:
-        return None
-    said = model.build is None or "vocabulary" in model.model_fields_set
-    return model.vocabulary if said else None
+    if not vocabulary and model is not None and model.given("vocabulary"):
+        vocabulary = model.vocabulary
+    return load(data, model=model, vocabulary=vocabulary or None, cache=cache, facts=facts)
 
 
 def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:

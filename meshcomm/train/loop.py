@@ -34,10 +34,14 @@ def run(
     make: Callable[[bool], tuple[Engine, LRScheduler | None]],
     callbacks: Sequence[Callback],
     *,
+    vocabulary: int,
     data: Data | None,
     attempt: Attempt,
 ) -> Summary:
-    """See Trainer.run. make: the engine, its weights filled or about to be read from a checkpoint."""
+    """See Trainer.run. make: the engine, its weights filled or about to be read from a checkpoint.
+
+    vocabulary: of the model; 0: not known.
+    """
     train = facts.sections.train
     before = torch.get_num_threads()
     precise: str | None = None
@@ -45,7 +49,7 @@ def run(
         corpus = None
         if data is None:
             needs_data(config, facts)
-            corpus = agreed_corpus(mesh, facts)
+            corpus = agreed_corpus(mesh, facts, vocabulary)
 
         def writable() -> None:
             if is_first(mesh):

@@ -7,7 +7,7 @@ import random
 import runpy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from meshcomm.config import Config, load
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train.agree import vocabulary_of
+from meshcomm.train.agree import corpus_of
 from meshcomm.train.data import Corpus
-from meshcomm.train.data import load as load_data
 from meshcomm.train.loop import batches_of
+from meshcomm.train.original import compare_forward
 from meshcomm.train.schedule import learning_rate
 from meshcomm.train.trainer import RECORDER, Recorder, Trainer
 
@@ -38,7 +38,8 @@ class Record:
 
     losses, norms: of each step; a norm is that before clipping. weights, gradients: whole tensors by
     global name, float64 on CPU; of a rank of a pipeline, those of its stages. batch_norms: the model has some, so
-    what it gives depends on which samples are a micro-batch over all ranks.
+    what it gives depends on which samples are a micro-batch over all ranks. original: how its outputs before the first
+    step compare with the module's own, in one sentence; "": not compared.
     """
 
     losses: tuple[float, ...]
@@ -46,6 +47,7 @@ class Record:
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     batch_norms: bool = False
+    original: str = ""
 
     def save(self, path: Path) -> None:
         """Write it as one file."""
@@ -124,10 +126,23 @@ class _Recorder(Recorder):
         self.config, self._steps = load(config, ['train.nonfinite="skip"']), steps
         self.done: list[Done] = []
         self.found: Record | None = None
+        self.error: TrainingError | None = None
+        self._original: str | None = None
+
+    def begins(self, engine: Engine, inputs: Tensor) -> None:
+        if self._original is None:
+            self._original = ""
+            if all(size == 1 for size in engine.mesh.dims.values()):
+                some = inputs[: engine.sections.train.microbatch]
+                try:
+                    self._original = compare_forward(engine, some, from_folder=False)
+                except TrainingError as error:
+                    self.error = error
+                    raise _Enough from error
 
     def stepped(self, engine: Engine) -> None:
         self.done += engine.look()
-        self.found = _recorded(engine, self.done)
+        self.found = replace(_recorded(engine, self.done), original=self._original or "")
         if len(self.done) >= self._steps:
             raise _Enough
 
@@ -137,6 +152,7 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
 
     Called by: every rank. Random numbers of Python, NumPy and torch begin with train.seed; the last record is that
                of the last step that was done. None where it has no Trainer, as on a rank that a mesh leaves out.
+    Raises:    TrainingError where, on one process, its ModelSpec computes something else than the module itself.
     """
     recorder = _Recorder(config, steps)
     seed = 0 if config.train is None else config.train.seed
@@ -155,16 +171,25 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
             raise
     finally:
         RECORDER.reset(token)
+    if recorder.error is not None:
+        raise recorder.error
     return recorder.found
 
 
 def record(
-    mesh: Mesh, config: Config, steps: int, corpus: Corpus | None = None, copies: int | None = None
+    mesh: Mesh,
+    config: Config,
+    steps: int,
+    corpus: Corpus | None = None,
+    copies: int | None = None,
+    *,
+    original: bool = False,
 ) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
     copies: of the mesh that is compared; batch norms get the samples that they have there, for as many
             micro-batches in a step. None: this mesh.
+    original: compare outputs with the module's own first, on a mesh of one rank; raises TrainingError where they differ.
 
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
@@ -174,15 +199,21 @@ def record(
     train = engine.sections.train
     if engine.sections.data is None:
         raise _no_training(config)
-    batches = batches_of(engine, _data(engine) if corpus is None else corpus)
+    if corpus is None:
+        corpus = corpus_of(mesh, engine.sections, engine.model.vocabulary)
+    batches = batches_of(engine, corpus)
     if copies is not None and _has_batch_norms(engine):
         batches.divide_as(copies, engine.microbatches)
     done: list[Done] = []
+    said = ""
     for step in range(1, steps + 1):
-        engine.step(*batches(step), learning_rate(train, step), step)
+        inputs, targets = batches(step)
+        if original and step == 1:
+            said = compare_forward(engine, inputs[: train.microbatch], from_folder=True)
+        engine.step(inputs, targets, learning_rate(train, step), step)
         done += engine.look()
         mesh.step(step)
-    return _recorded(engine, done)
+    return replace(_recorded(engine, done), original=said)
 
 
 def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
@@ -224,13 +255,6 @@ class Difference:
     def words(self) -> str:
         """What it is a difference of: `loss of step 3`."""
         return f"{self.kind} of {self.name}"
-
-
-def _data(engine: Engine) -> Corpus:
-    _, model, data, train = engine.sections
-    assert data is not None
-    facts = {"seed": train.seed, "data_rank": engine.data_coord, "data_world": engine.data_size}
-    return load_data(data, vocabulary=vocabulary_of(model), facts=facts)
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:

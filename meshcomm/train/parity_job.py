@@ -82,7 +82,7 @@ class Parity:
 
     differences: of every step's loss and norm and every parameter's weight and gradient, worst over all
                  ranks. first: what differed first. blamed: None where nothing differs.
-    notes:       what was changed in the configuration for it.
+    notes:       what was changed in the configuration for it. original: as of `Record`.
     """
 
     config: Config
@@ -92,6 +92,7 @@ class Parity:
     differences: tuple[Difference, ...]
     first: Difference | None
     blamed: Blame | None
+    original: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -107,6 +108,7 @@ class Parity:
             "steps": self.steps,
             "tolerance": self.tolerance,
             "notes": list(self.notes),
+            "original": self.original,
             "agrees": self.agrees,
             "first": self.first and _facts(self.first),
             "blame": blame
@@ -133,7 +135,7 @@ def prove(
     Where they differ, smaller meshes are started too, until a dim is to blame. Nothing stays behind.
 
     Raises: ConfigError where there is nothing to compare, or for more steps than the training has;
-            TrainingError where one process alone gets no finite numbers; LaunchError where the run
+            TrainingError where one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the run
             on the mesh fails; UnsupportedOp for a script with batch norms whose step has several micro-batches.
     """
     exact, notes = in_float64(config)
@@ -172,7 +174,7 @@ def prove(
         found = run(exact)
         ahead = first(found, tolerance)
         blamed = None if ahead is None else blame(exact, run, tolerance)
-    return Parity(exact, count, tolerance, notes, tuple(found), ahead, blamed)
+    return Parity(exact, count, tolerance, notes, tuple(found), ahead, blamed, known.original)
 
 
 def _alone(
@@ -182,7 +184,7 @@ def _alone(
     if script is not None:
         return Record.read(_job(only(config, ()), steps, folder, start, script, copies) / _REFERENCE)
     with init(one := reference(config)) as mesh:
-        return record(mesh, one, steps, copies=copies)
+        return record(mesh, one, steps, copies=copies, original=True)
 
 
 def _copies(config: Config) -> int:

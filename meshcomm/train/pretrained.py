@@ -87,7 +87,7 @@ def save_pretrained(
         pieces = [
             piece
             for name, each in parameters.items()
-            for piece in _pieces(model, name, Kind(dtype or each.dtype, tuple(each.shape)), fused.get(name))
+            for piece in pieces_of(model, name, Kind(dtype or each.dtype, tuple(each.shape)), fused.get(name))
         ]
         if is_first(mesh):
             _begin(target, draft)
@@ -166,7 +166,7 @@ def export_pretrained(
     pieces = [
         piece
         for name, kind in kinds.items()
-        for piece in _pieces(model, name, Kind(dtype or kind.dtype, kind.shape), fused.get(name))
+        for piece in pieces_of(model, name, Kind(dtype or kind.dtype, kind.shape), fused.get(name))
     ]
 
     def load(name: str) -> Tensor:
@@ -213,7 +213,7 @@ def _model(known: Mapping[str, Any]) -> Declared:
     return made
 
 
-def _pieces(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
+def pieces_of(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
     """The tensors of the folder that a parameter becomes. sizes: of its parts, where it is kept by units."""
     names, transposed = model.stored(name)
     shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:]) if sizes else kind.shape

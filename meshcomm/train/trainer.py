@@ -44,6 +44,9 @@ class Recorder(ABC):
 
     config: Config | None = None
 
+    def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
+        """Before each step."""
+
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
         """After each step. Raises what ends the program once it has seen enough."""
@@ -157,7 +160,7 @@ class Trainer:
             corpus = None
             if data is None:
                 loop.needs_data(self._config, self._facts)
-                corpus = corpus_of(self._mesh, self._facts.sections)
+                corpus = corpus_of(self._mesh, self._facts.sections, self._model.vocabulary)
             batches = loop.batches_for(self.engine, corpus, data)
             # The recorder ends it.
             for step in count(1):
@@ -168,6 +171,7 @@ class Trainer:
             self._facts,
             self._make,
             self.callbacks,
+            vocabulary=self._model.vocabulary,
             data=data,
             attempt=attempt or Attempt(),
         )
@@ -184,6 +188,8 @@ class Trainer:
         self._steps += 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, self._steps)
         inputs, targets = placed(engine, inputs, targets)
+        if self._recorder is not None:
+            self._recorder.begins(engine, inputs)
         engine.step(inputs, targets, lr, self._steps)
         if scheduler is not None:
             scheduler.step()

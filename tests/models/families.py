@@ -94,6 +94,7 @@ def config_of(
     *,
     views: Any = None,
     train: dict[str, Any] | None = None,
+    tokenizer: str | None = "bytes",
     **parallel: Any,
 ) -> Config:
     """A training of 10 steps in float64. dims: such as "dp=2 tp=2", each named after its part."""
@@ -105,7 +106,7 @@ def config_of(
             "mesh": {**mesh, **({} if views is None else {"views": views})},
             "parallel": {**{parts[dim]: dim for dim in sizes}, **parallel},
             "model": model,
-            "data": {"sequence": 32, "max_bytes": 200_000},
+            "data": {"sequence": 32, "max_bytes": 200_000, **({"tokenizer": tokenizer} if tokenizer else {})},
             "train": {
                 "steps": 10,
                 "global_batch": 8,

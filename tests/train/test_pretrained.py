@@ -61,7 +61,7 @@ def config_of(
             "parallel": {"pipeline": "pp", "shard" if shard else "data": "dp", "tensor": "tp"}
             | ({"expert": "ep"} if views else {}),
             "model": {"pretrained": str(folder), "dropout": 0.0},
-            "data": {"sequence": 16, "max_bytes": 100_000},
+            "data": {"sequence": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
             "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "out": str(out), **train},
         }
     )

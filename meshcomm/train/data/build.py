@@ -125,8 +125,9 @@ class _Form:
                 number, f"{len(inputs) + shifted} tokens, with data.sequence = {self._sequence}"
             )
         if inputs.min() < 0 or (self._vocabulary is not None and inputs.max() >= self._vocabulary):
-            worst = int(inputs.min() if inputs.min() < 0 else inputs.max())
-            raise outside(worst, self._vocabulary or 0, f"sample {number} of {self._name}")
+            place = int(inputs.argmin() if inputs.min() < 0 else inputs.argmax())
+            where = f"position {place} of sample {number} of {self._name}"
+            raise outside(int(inputs[place]), self._vocabulary or 0, where)
         more = self._sequence - len(inputs)
         return np.pad(inputs, (0, more)), np.pad(wanted, (0, more), constant_values=IGNORED)
 

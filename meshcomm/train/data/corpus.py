@@ -56,13 +56,19 @@ class Part(Protocol):
 class Stream:
     """Tokens one after the other, in memory or mapped from a file. A sample may go on over the end of a document.
 
-    tokens: (n,) of an unsigned type. name: for errors. vocabulary: ids are below it; None: not known.
+    tokens: (n,) of an unsigned or signed type. name: for errors. vocabulary: ids are below it; None: not known, or looked
+    at before. first: where the tokens begin in what `name` names.
     """
 
     def __init__(
-        self, tokens: NDArray[Any], sequence: int, name: str = "", vocabulary: int | None = None
+        self,
+        tokens: NDArray[Any],
+        sequence: int,
+        name: str = "",
+        vocabulary: int | None = None,
+        first: int = 0,
     ) -> None:
-        self.tokens, self.name, self.vocabulary = tokens, name, vocabulary
+        self.tokens, self.name, self.vocabulary, self._first = tokens, name, vocabulary, first
         self._window = np.arange(sequence + 1)
         self._sequence = sequence
 
@@ -78,16 +84,23 @@ class Stream:
         """See Part: int64 (samples, sequence) each, targets one token further."""
         offsets = samples if anywhere else samples * self._sequence
         found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
-        if self.vocabulary is not None and len(found) and found.max() >= self.vocabulary:
-            raise outside(int(found.max()), self.vocabulary, self.name)
+        if self.vocabulary is not None and found.size:
+            for worst in (found.argmax(), found.argmin()):
+                sample, place = divmod(int(worst), found.shape[1])
+                token = int(found[sample, place])
+                if not 0 <= token < self.vocabulary:
+                    where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
+                    raise outside(token, self.vocabulary, where)
         return found[:, :-1], found[:, 1:]
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See Part. The token after the last sample before the cut is the first after it."""
         kept = len(self) - _of(len(self), share)
         place = kept * self._sequence
-        parts = self.tokens[: place + 1], self.tokens[place:]
-        before, after = (Stream(part, self._sequence, self.name, self.vocabulary) for part in parts)
+        before, after = (
+            Stream(self.tokens[begin:end], self._sequence, self.name, self.vocabulary, self._first + begin)
+            for begin, end in ((0, place + 1), (place, len(self.tokens)))
+        )
         return before, after
 
     def digest(self) -> bytes:
@@ -143,13 +156,14 @@ class Corpus:
         )
 
 
-def outside(token: int, vocabulary: int, name: str) -> TrainingError:
-    """The error of a token that the model does not have."""
+def outside(token: int, vocabulary: int, where: str, hint: str = "") -> TrainingError:
+    """The error of a token that the model does not have. where: its place in its file."""
     return TrainingError(
         f"the data has token {token}, and the model's vocabulary is 0 to {vocabulary - 1}",
-        given=name,
-        expected=f"tokens below model.vocabulary = {vocabulary}",
-        hint="model.vocabulary = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
+        given=f"{token} at {where}",
+        expected=f"tokens of 0 or more and below model.vocabulary = {vocabulary}",
+        hint=hint
+        or "model.vocabulary = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
     )
 
 

@@ -13,21 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.config import DataConfig
+from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
-from meshcomm.train.data.corpus import Corpus, Stream, checked
-from meshcomm.train.data.text import Document, Tokens, rows_of, texts_of
+from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
+from meshcomm.train.data.text import NO_TOKENIZER, Document, Tokens, rows_of, texts_of
 
 
 def load(
     config: DataConfig,
     *,
+    model: ModelConfig | None = None,
     vocabulary: int | None = None,
     cache: Path | None = None,
     facts: Mapping[str, int] | None = None,
 ) -> Corpus:
     """What `config` names, ready to be read at any place.
 
+    model:      the folder of `pretrained` has the tokenizer that is the default.
     vocabulary: of the model; None: not known, and not checked.
     cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
     facts:      what the function of `build` may be given: seed, data_rank, data_world.
@@ -40,15 +42,13 @@ def load(
         return built(config, {**alone, **(facts or {})}, vocabulary)
     if config.tokens:
         return _token_files(config, vocabulary)
-    if config.tokenizer is None and config.dataset is None:
-        return _bytes(config)
-    tokens = Tokens(config, cache)
+    tokens = Tokens(config, cache, model, vocabulary)
+    if tokens.tokenizer is None and config.dataset is None:
+        return _bytes(config, vocabulary)
 
     def tokenised(name: str, documents: Any, files: tuple[Path, ...]) -> Corpus:
         found = tokens.of(documents)
-        if vocabulary is not None:
-            tokens.check(found, vocabulary)
-        part = Stream(found, config.sequence, name, vocabulary)
+        part = Stream(found, config.sequence, name)
         checked([part], f"{len(found)} tokens of {name}", config.sequence)
         return Corpus((part,), part.digest(), len(found), "tokens", files)
 
@@ -90,17 +90,23 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
 # -- text as bytes ----------------------------------------------------------------------------------
 
 
-def _bytes(config: DataConfig) -> Corpus:
+def _bytes(config: DataConfig, vocabulary: int | None) -> Corpus:
     files = matches(config.files, "data.files") if config.files else _python_sources()
-    corpus = _of_bytes(files, config)
+    corpus = _of_bytes(files, config, vocabulary)
     if config.validation_files:
-        held = _of_bytes(matches(config.validation_files, "data.validation_files"), config)
+        held = _of_bytes(matches(config.validation_files, "data.validation_files"), config, vocabulary)
         return replace(corpus, validation=held)
     return corpus.cut(config.validation)
 
 
-def _of_bytes(files: list[Path], config: DataConfig) -> Corpus:
+def _of_bytes(files: list[Path], config: DataConfig, vocabulary: int | None) -> Corpus:
     documents: list[Document] = list(texts_of(files, config.max_bytes))
+    if vocabulary is not None:
+        for each in documents:
+            if (highest := max(each.text, default=0)) >= vocabulary:
+                raise outside(
+                    highest, vocabulary, f"position {each.text.index(highest)} of {each.name}", NO_TOKENIZER
+                )
     text = b"".join(each.text for each in documents)
     if len(text) <= config.sequence:
         raise TrainingError(

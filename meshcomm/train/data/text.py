@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.config import DataConfig
+from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
+from meshcomm.train.data.corpus import outside
 
+NO_TOKENIZER: Final = "data.tokenizer = the tokenizer of this model: without one a byte is a token"
 # Documents that are tokenised at once, by all cores.
 _AT_ONCE = 256
 
@@ -102,15 +104,28 @@ def rows_of(config: DataConfig, split: str | None) -> Iterator[Document]:
 
 @final
 class Tokens:
-    """Text through the tokenizer of `[data]`, or as bytes where it names none. Raises TrainingError."""
+    """Text through a tokenizer, or as bytes where there is none. Raises TrainingError.
 
-    def __init__(self, config: DataConfig, cache: Path | None) -> None:
-        self._cache, self._config = cache, config
+    model: its folder's tokenizer is the default. vocabulary: tokens are below it; None: not known.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        cache: Path | None,
+        model: ModelConfig | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        self._cache, self._config, self._vocabulary = cache, config, vocabulary
         self.tokenizer: Any = None
         self.eos: int | None = None
         self._facts = b""
-        if config.tokenizer is not None:
-            self._open(Path(config.tokenizer))
+        self._path = config.tokenizer_of(None if model is None else model.pretrained)
+        self._refuses_bytes = config.tokenizer is None and model is not None and model.reads_weights
+        # Rows that are tokens already are complete, unless a tokenizer is named for them.
+        self._ends_rows = config.tokenizer is not None or config.eos is not None
+        if self._path is not None:
+            self._open(self._path)
 
     def of(self, documents: Iterable[Document]) -> NDArray[Any]:
         """The tokens of all documents, one after the other, the token of `eos` after each.
@@ -118,9 +133,15 @@ class Tokens:
         They are kept in the cache, mapped from there, and made once for the same text and tokenizer.
         """
         held = list(documents)
+        tokens = self._kept(held)
+        if self._vocabulary is not None and len(tokens) and int(tokens.max()) >= self._vocabulary:
+            raise self._outside(held, self._vocabulary)
+        return tokens
+
+    def _kept(self, held: list[Document]) -> NDArray[Any]:
         if self._cache is None:
             return self._made(held)
-        sums = hashlib.sha256(self._facts + str(self.eos).encode())
+        sums = hashlib.sha256(self._facts + f"{self.eos} {self._ends_rows}".encode())
         for each in held:
             content = each.text if each.tokens is None else json.dumps(each.tokens).encode()
             sums.update(hashlib.sha256(content).digest())
@@ -138,44 +159,57 @@ class Tokens:
                 "tokens cannot be kept", given=f"{path}: {error}", expected="a folder with space, train.out"
             ) from error
 
-    def check(self, tokens: NDArray[Any], vocabulary: int) -> None:
-        """Raises TrainingError where there is a token that the model has not."""
-        highest = int(tokens.max()) if len(tokens) else 0
-        if highest >= vocabulary:
-            size = "" if self.tokenizer is None else f", which has {self.tokenizer.get_vocab_size()} tokens"
-            raise TrainingError(
-                f"the data has token {highest}, and the model's vocabulary is 0 to {vocabulary - 1}",
-                given=f"data.tokenizer = {self._config.tokenizer}{size}; model.vocabulary = {vocabulary}",
-                expected="a model with a vocabulary for all tokens",
-                hint=f"model.vocabulary = {highest + 1} or more; or the tokenizer of this model",
-            )
+    def _outside(self, documents: list[Document], vocabulary: int) -> TrainingError:
+        """The error of the first token that the model does not have."""
+        document, ids = next(
+            each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocabulary
+        )
+        place = int((ids >= vocabulary).argmax())
+        if self.tokenizer is None:
+            hint = NO_TOKENIZER
+        else:
+            size = self.tokenizer.get_vocab_size()
+            hint = f"the tokenizer of this model: {self._path} has {size} tokens"
+        return outside(int(ids[place]), vocabulary, f"position {place} of {document.name}", hint)
 
     def _made(self, documents: list[Document]) -> NDArray[Any]:
-        found: list[NDArray[np.uint32]] = []
+        found = [ids for _, ids in self._tokenised(documents)]
+        tokens = np.concatenate(found) if found else np.empty(0, np.uint32)
+        return tokens.astype(np.uint16) if not len(tokens) or tokens.max() < 65_536 else tokens
+
+    def _tokenised(self, documents: list[Document]) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
         end = [] if self.eos is None else [self.eos]
         for first in range(0, len(documents), _AT_ONCE):
             some = documents[first : first + _AT_ONCE]
             for each, ids in zip(some, self._encoded(some), strict=True):
+                ends = end if each.tokens is None or self._ends_rows else []
                 try:
-                    found.append(np.array([*ids, *end], dtype=np.uint32))
+                    yield each, np.array([*ids, *ends], dtype=np.uint32)
                 except (OverflowError, ValueError) as error:
                     raise TrainingError(
                         f"{each.name} has tokens below 0", given=str(error), expected="ids of 0 or more"
                     ) from error
-        tokens = np.concatenate(found) if found else np.empty(0, np.uint32)
-        return tokens.astype(np.uint16) if not len(tokens) or tokens.max() < 65_536 else tokens
 
     def _encoded(self, documents: list[Document]) -> Iterable[Any]:
         if any(each.tokens is not None for each in documents):
             return [each.tokens for each in documents]
         if self.tokenizer is None:
+            if self._refuses_bytes:
+                raise TrainingError(
+                    "the weights were trained on tokens of a tokenizer, which their folder does not have",
+                    given=f"{documents[0].name}, which is text, and no data.tokenizer",
+                    expected='a tokenizer.json; or "bytes", if a byte is a token of these weights',
+                    hint='data.tokenizer = "FOLDER"; or data.tokenizer = "bytes"',
+                )
             return [np.frombuffer(each.text, np.uint8) for each in documents]
         texts = [_text(each) for each in documents]
         # Special tokens of a template would stand in every document, and ours ends it.
         return (each.ids for each in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _open(self, path: Path) -> None:
-        given = f"data.tokenizer = {path}"
+        given = (
+            f"{'data.tokenizer' if self._config.tokenizer else 'the tokenizer of model.pretrained'} = {path}"
+        )
         try:
             import tokenizers  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:

@@ -1,0 +1,289 @@
+"""What a folder of transformers says is understood, or refused by the name of the key, before a process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from meshcomm.config import Config, DataConfig, load
+from meshcomm.config.pretrained import TYPES
+from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.models.families import FAMILIES as KNOWN
+from meshcomm.testing import Pool
+from meshcomm.train import data as data_of
+from tests.train.test_data import tokenizer, tokens_of
+
+from .families import FAMILIES, SMALL, config_of, folder_of, recorded
+
+# A class of transformers that meshcomm does not know -> keys that change what it computes.
+UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "GraniteConfig": (
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+        ["embedding_multiplier = 12.0", "logits_scaling = 8.0", "attention_multiplier = 1.0"],
+    ),
+    "Gemma2Config": ({}, ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0"]),
+    "Phi3Config": ({}, ['model_type = "phi3"']),
+}
+
+# Of config.json files that are in use, what the classes of transformers do not write themselves.
+USED: list[tuple[str, dict[str, Any]]] = [
+    (
+        "llama",
+        {
+            "_name_or_path": "meta",
+            "torch_dtype": "bfloat16",
+            "pretraining_tp": 1,
+            "mlp_bias": False,
+            "rope_theta": 500000.0,
+            "rope_scaling": None,
+            "unsloth_version": "2024.9",
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"dtype": "q4"},
+            "eos_token_id": [1, 2],
+        },
+    ),
+    ("qwen2", {"use_mrope": False, "torch_dtype": "bfloat16", "max_window_layers": 28, "rope_theta": 1e6}),
+    (
+        "gpt2",
+        {
+            "n_ctx": 64,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "gradient_checkpointing": False,
+        },
+    ),
+]
+
+
+def _changed(folder: Path, changes: dict[str, Any], remove: tuple[str, ...] = ()) -> Path:
+    path = folder / "config.json"
+    said = {key: value for key, value in json.loads(path.read_text()).items() if key not in remove}
+    path.write_text(json.dumps({**said, **changes}))
+    return folder
+
+
+def _read(folder: Path) -> Any:
+    return config_of({"pretrained": str(folder), "random_weights": True, "dropout": 0.0}, "dp=1")
+
+
+def _refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _read(folder)
+    return str(caught.value)
+
+
+def test_the_types_that_are_read_are_those_that_are_built() -> None:
+    assert list(TYPES) == list(KNOWN)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_type_is_refused_when_the_config_is_read(tmp_path: Path, name: str) -> None:
+    more, keys = UNKNOWN[name]
+    getattr(transformers, name)(**{**SMALL, **more}).save_pretrained(tmp_path)
+    found = _refused(tmp_path)
+    assert f"how to split a {json.loads((tmp_path / 'config.json').read_text())['model_type']}" in found
+    assert all(key in found for key in keys), found
+    assert "one of gpt2, llama, mistral" in found
+    assert "ModelSpec" in found
+
+
+def test_keys_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    changes = {
+        "embedding_multiplier": 12.0,
+        "attn_logit_softcapping": 50.0,
+        "layer_types": ["full_attention"],
+    }
+    found = _refused(_changed(folder_of("llama", tmp_path), changes))
+    assert "3 keys" in found
+    assert (
+        'embedding_multiplier = 12.0, attn_logit_softcapping = 50.0, layer_types = ["full_attention"]'
+        in found
+    )
+    # What says nothing is no key.
+    assert _read(_changed(tmp_path, dict.fromkeys(changes))) is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {"rope_scaling": {"type": "mrope", "factor": 2.0}}, 'rope_scaling.type = "mrope"'),
+        ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [2]}}, "mrope_section = [2]"),
+        ("qwen2", {"use_mrope": True}, "use_mrope = true"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = true"),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "auto_map"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+    ids=str,
+)
+def test_values_that_change_what_is_computed_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    assert said in _refused(_changed(folder_of(family, tmp_path), changes))
+
+
+@pytest.mark.parametrize(("family", "changes"), USED, ids=[family for family, _ in USED])
+def test_folders_that_are_in_use_are_taken(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    assert _read(_changed(folder_of(family, tmp_path), changes)) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_of_a_known_type_is_taken(tmp_path: Path, family: str) -> None:
+    assert _read(folder_of(family, tmp_path)) is not None
+    # As an older version wrote it.
+    old = {"torch_dtype": "float32"} | ({} if family == "gpt2" else {"rope_theta": 10000.0})
+    assert _read(_changed(tmp_path, old, ("dtype",))) is not None
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    said = {"model_type": kind}
+    if kind != "gpt2":
+        said |= {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = _read(tmp_path).model
+    assert ours.heads == theirs.num_attention_heads
+    assert ours.kv_heads == getattr(theirs, "num_key_value_heads", ours.heads)
+    assert ours.ff == (
+        4 * ours.width
+        if kind == "gpt2"
+        else getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size
+    )
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or ours.width // ours.heads)
+    assert ours.vocabulary == theirs.vocab_size
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.experts == (getattr(theirs, "num_local_experts", None) or 0)
+
+
+# -- its tokenizer --------------------------------------------------------------------------------
+
+
+WORDS = "one two three " * 11
+
+
+def _with_text(folder: Path, text: str, *changes: str) -> Config:
+    (folder / "text.txt").write_text(text)
+    config = config_of({"pretrained": str(folder), "dropout": 0.0}, "dp=1")
+    data = [f'data.files=["{folder}/text.txt"]', "data.sequence=4", "data.max_bytes=", "data.tokenizer="]
+    return load(config, [*data, "train.steps=1", "train.global_batch=8", *changes])
+
+
+def test_text_for_weights_goes_through_the_tokenizer_of_their_folder(pool: Pool, tmp_path: Path) -> None:
+    folder = tokenizer(folder_of("llama", tmp_path, weights=True))
+    (ours,) = pool.run(recorded, _with_text(folder, WORDS), 1, ranks=1)
+    ids = torch.tensor([*[1, 2, 3] * 11, 4][:33])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(ids[:32].view(8, 4)).logits
+    assert ours.losses[0] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), ids[1:]).item(), abs=1e-6)
+    (of_bytes,) = pool.run(recorded, _with_text(folder, WORDS, 'data.tokenizer="bytes"'), 1, ranks=1)
+    assert abs(ours.losses[0] - of_bytes.losses[0]) > 1e-3
+
+
+def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        config_of({"pretrained": str(folder)}, "dp=1", tokenizer=None)
+    found = str(caught.value)
+    assert "data.tokenizer: the weights were trained on tokens of a tokenizer" in found
+    assert f"no tokenizer.json in {folder}" in found and 'data.tokenizer = "bytes"' in found
+    assert config_of({"pretrained": str(folder)}, "dp=1", tokenizer="bytes") is not None
+    # What is drawn knows no tokens yet.
+    assert config_of({"pretrained": str(folder), "random_weights": True}, "dp=1", tokenizer=None) is not None
+    with pytest.raises(ConfigError, match="no effect without a tokenizer"):
+        load(config_of({"pretrained": str(folder)}, "dp=1"), ['data.eos="<eos>"'])
+
+
+def test_bytes_is_no_path_and_a_tokenizer_without_an_eos_ends_nothing(tmp_path: Path) -> None:
+    folder = tokenizer(folder_of("llama", tmp_path / "model"))
+    config = _with_text(folder, WORDS)
+    (tmp_path / "run.json").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    read = load(tmp_path / "run.json", ['data.tokenizer="bytes"'])
+    assert read.data is not None and read.data.tokenizer == "bytes"
+    (folder / "tokenizer_config.json").unlink()
+    assert config.data is not None
+    found = tokens_of(data_of.load(config.data, model=config.model, vocabulary=4))
+    assert found == [1, 2, 3] * 11
+
+
+def test_rows_of_tokens_stay_as_they_are_beside_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = tokenizer(folder_of("llama", tmp_path / "model"))
+    model = config_of({"pretrained": str(folder)}, "dp=1").model
+    for name, rows in (("ids", [[1, 2], [3, 3]]), ("text", ["one two", "three three"])):
+        datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / name)
+    config = DataConfig(dataset=str(tmp_path / "ids"), sequence=2)
+    assert tokens_of(data_of.load(config, model=model)) == [1, 2, 3, 3]
+    config = DataConfig(dataset=str(tmp_path / "text"), sequence=2)
+    assert tokens_of(data_of.load(config, model=model)) == [1, 2, 4, 3, 3, 4]
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TrainingError, match="which their folder does not have"):
+        data_of.load(config, model=model)
+
+
+# -- tokens that the model does not have ----------------------------------------------------------
+
+
+def _outside(config: DataConfig, vocabulary: int) -> str:
+    with pytest.raises(TrainingError) as caught:
+        corpus = data_of.load(config, vocabulary=vocabulary)
+        for part in (*corpus.parts, *(corpus.validation.parts if corpus.validation else ())):
+            part.read(torch.arange(len(part)).numpy())
+    return str(caught.value)
+
+
+def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    for name, text in (("a.txt", "ABCD ABCD"), ("b.txt", "ABCDxBCDy")):
+        (tmp_path / name).write_text(text)
+    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), sequence=2), 96)
+    assert "the data has token 121, and the model's vocabulary is 0 to 95" in found
+    assert f"121 at position 8 of {tmp_path}/b.txt" in found
+    assert "without one a byte is a token" in found
+    words = tokenizer(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("one two")
+    (tmp_path / "b.txt").write_text("one two three")
+    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), sequence=2, tokenizer=str(words)), 3)
+    assert f"4 at position 2 of {tmp_path}/a.txt" in found and f"{words} has 5 tokens" in found
+    # Token files: also one that is not among the samples that are looked at first, and one below 0.
+    tokens = np.ones(100_001, np.int32)
+    tokens[77_777] = 300
+    np.save(tmp_path / "ids.npy", tokens)
+    ids = DataConfig(tokens=(f"{tmp_path}/ids.npy",), sequence=10)
+    assert f"300 at position 77777 of {tmp_path}/ids.npy" in _outside(ids, 256)
+    held = ids.model_copy(update={"validation": 0.5})
+    assert f"300 at position 77777 of {tmp_path}/ids.npy" in _outside(held, 256)
+    tokens[77_777] = -3
+    np.save(tmp_path / "ids.npy", tokens)
+    assert f"-3 at position 77777 of {tmp_path}/ids.npy" in _outside(ids, 256)
+
+
+def _told(config: Config) -> str:
+    from meshcomm.errors import MeshcommError
+
+    with pytest.raises(MeshcommError) as caught:
+        recorded(config, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", [{"build": "tests.models.own:spec"}, "llama"], ids=str)
+def test_the_vocabulary_of_any_model_reaches_the_data(pool: Pool, tmp_path: Path, model: Any) -> None:
+    import numpy as np
+
+    if model == "llama":
+        model = {"pretrained": str(folder_of("llama", tmp_path)), "random_weights": True}
+    np.save(tmp_path / "ids.npy", np.arange(8 * 4 + 1, dtype=np.uint16) + 230)
+    tokens = [f'data.tokens=["{tmp_path}/ids.npy"]', "data.sequence=4", "data.max_bytes=", "train.steps=1"]
+    config = load(config_of(model, "dp=1", tokenizer=None), tokens)
+    (found,) = pool.run(_told, config, ranks=1)
+    assert "the model's vocabulary is 0 to 255" in found and "262 at position 32" in found
