@@ -196,6 +196,8 @@ class _Route:
 
     def arrange(self, target: Side) -> None:
         """Bring the axes into the form `target`, which has the same names, by the steps that einops takes."""
+        if target == self.axes:
+            return
         runs = _runs(self.axes, target)
         lengths = self._known or dict.fromkeys(names_of(self.axes), 1)
         run_of = {name: f"run{number}" for number, run in enumerate(runs) for name in run}
@@ -216,11 +218,12 @@ class _Route:
                 self._step(kind, tuple(self.axes[axis] for axis in args), *args)
                 self._packed = reorders = False
                 continue
+            axes = runs if reorders else target
             home = {name: number for number, group in enumerate(self.axes) for name in group}
-            if not self._packed and any(len({home[name] for name in group}) > 1 for group in target):
+            if not self._packed and any(len({home[name] for name in group}) > 1 for group in axes):
                 self.copies += 1
                 self._packed = True
-            self._step(kind, runs if reorders else target)
+            self._step(kind, axes)
 
     def lead(self, name: str) -> int:
         """The axis that `name` is the outermost part of, after splitting one where need be."""
