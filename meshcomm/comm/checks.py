@@ -238,6 +238,17 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
     return axis % x.ndim
 
 
+def check_answered(backend: str, what: str, where: str, hint: str) -> None:
+    """Somebody must be there who knows `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
+    if backend == "fake":
+        raise UnsupportedOp(
+            f"{where}: only other ranks know {what}, and in a dry run there are none",
+            given="a rank of torch's fake backend",
+            expected="calls whose results have a shape that this rank knows",
+            hint=hint,
+        )
+
+
 def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], who: str) -> None:
     """Axis `axis` of `x` must split into `size` equal parts."""
     length = x.shape[axis]

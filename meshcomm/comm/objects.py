@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
-from meshcomm.comm.checks import OWN_TAGS, check_coord, check_tag
+from meshcomm.comm.checks import OWN_TAGS, check_answered, check_coord, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
-from meshcomm.errors import LayoutError, ObjectError, UnsupportedOp
+from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
 from meshcomm.transport.torch_private import outside_graphs, without_modes
@@ -60,7 +60,8 @@ class Objects:
     `pickle`, every rank of the group raises the same ObjectError before the bytes move, and the
     group stays usable. Peers and roots are coords.
 
-    In a pretended world every other rank is taken to give what this rank gives, and nothing can be received.
+    In a pretended world every other rank is taken to give to `all_gather` and `gather` what this rank gives; an object
+    that only another rank has is refused.
     """
 
     def __init__(self, directory: CommunicatorCache, device: torch.device, pretended: bool = False) -> None:
@@ -80,6 +81,8 @@ class Objects:
         """
         call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
         if self._pretended:
+            if call.comm.coord != src:
+                self._nobody(call)
             return self._own_of(call, obj)
         with call.comm.named("objects.broadcast", root=src) as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
@@ -261,13 +264,9 @@ class Objects:
             moves(copies * sum(sizes))
         return obj
 
-    def _nobody(self, call: _Call) -> NoReturn:
-        raise UnsupportedOp(
-            f"{call.where}: nobody is there who could have sent an object",
-            given="a pretended world, of which this rank alone exists",
-            expected="objects that every rank gives: broadcast, all_gather, gather",
-            hint="mesh.pretended says whether it is one",
-        )
+    def _nobody(self, call: _Call) -> None:
+        hint = "an object that every rank makes by itself, where mesh.pretended is True"
+        check_answered(call.comm.transport.name, "the object", call.where, hint)
 
 
 @final

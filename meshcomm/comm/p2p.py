@@ -18,6 +18,7 @@ from meshcomm.comm.callsite import line_of
 from meshcomm.comm.checks import (
     OWN_TAGS,
     all_usable,
+    check_answered,
     check_apart,
     check_coord,
     check_envelopes,
@@ -93,6 +94,9 @@ class Messages(Caller):
             if src == self.coord:
                 out = torch.empty_like(self._loopback.oldest(tag, self.where("recv")))
             else:
+                check_answered(
+                    self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
+                )
                 self._issue("recv", [header], calls=0)
                 out = described_by(header.x)
         found: Tensor = self._receive("recv", out, src, tag, False)
@@ -166,6 +170,10 @@ class Messages(Caller):
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
         if handshake:
+            if comes:
+                check_answered(
+                    self.transport.name, "the shape that comes", self.where("shift"), "handshake=False"
+                )
             blank = blank_header(self._device)
             first = [P2P("recv", blank, source, 0)] if comes else []
             if goes:

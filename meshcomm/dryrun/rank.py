@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshcomm.comm.checks import check_answered
 from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config
 from meshcomm.config.mesh import DimOptions
@@ -30,7 +31,7 @@ from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.optimizer import begin_state
 from meshcomm.parallel.tensor import local
-from meshcomm.transport.torch_private import fsdp_tensors, plain_device_meshes
+from meshcomm.transport.torch_private import fsdp_tensors, objects_decoded_by, plain_device_meshes
 
 BETWEEN: Final = "between passes"
 
@@ -232,7 +233,7 @@ def pretended_world(rank: int, world: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        with plain_device_meshes():
+        with plain_device_meshes(), objects_decoded_by(_unknown_object):
             yield
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
@@ -245,6 +246,12 @@ def pretended_world(rank: int, world: int) -> Iterator[None]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _unknown_object(*_: object, **__: object) -> NoReturn:
+    hint = "mesh.objects.all_gather and gather, which take others to give what this rank gives; or a file that all ranks read"
+    check_answered("fake", "the objects", "a collective of objects of torch.distributed", hint)
+    raise AssertionError
 
 
 def _begin(engine: Engine) -> None:

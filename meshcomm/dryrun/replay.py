@@ -212,7 +212,7 @@ def replay(
             moved = True
         return moved
 
-    waiting = list(ranks.values())
+    waiting = [rank for rank in ranks.values() if rank.step.events]
     while waiting:
         went = [go(rank) for rank in waiting]
         if not any(went):

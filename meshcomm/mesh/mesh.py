@@ -67,7 +67,9 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self.pretended = runtime.pretended
         self._prefix = runtime.prefix
         self._store = prefixed("mesh", runtime.store)
-        self.store = MeshStore(prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s)
+        self.store = MeshStore(
+            prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s, self.pretended
+        )
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
         self.closed = False

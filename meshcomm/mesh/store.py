@@ -142,8 +142,12 @@ class MeshStore:
             cannot be reached; UnsupportedOp; MeshClosed after the mesh was closed.
     """
 
-    def __init__(self, store: dist.Store, label: Callable[[], str], timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, label: Callable[[], str], timeout_s: float, alone: bool = False
+    ) -> None:
+        """alone: no other rank exists, as in a dry run; waiting for a key that is not set is then refused."""
         self._store: Any = store  # torch's annotations leave out half of its methods
+        self._alone = alone
         self._label = label
         self._closed = ""
         self.kind = kind_of(store)
@@ -281,6 +285,14 @@ class MeshStore:
 
     def _wait(self, call: str, keys: Sequence[str], deadline: float, seconds: float) -> None:
         """Return when all `keys` are set; after the deadline say which were not within `seconds`."""
+        missing = [key for key in keys if self._alone and not self.has_key(key)]
+        if missing:
+            raise UnsupportedOp(
+                f"store.{call} on {self._label()}: only another rank could set {_listed(missing)}, and in a dry run there is none",
+                given=f"{len(missing)} of {len(keys)} keys missing",
+                expected="keys that this rank has set",
+                hint="mesh.pretended is True in a dry run",
+            )
         left_s = max(0.001, deadline - time.monotonic())
 
         def came() -> bool:

@@ -1,26 +1,38 @@
-"""What does a pattern say? Text -> two sides. Pure: no mesh, no shape."""
+"""What does a pattern say? Text -> two sides, as einops reads them. Pure: no mesh, no torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
+
+from einops import EinopsError
+from einops.parsing import AnonymousAxis, ParsedExpression
 
 from meshcomm.errors import PatternError
 
 Group: TypeAlias = tuple[str, ...]
 Side: TypeAlias = tuple[Group, ...]
 
-ELLIPSIS: Final = "..."
-
-_TOKEN: Final = re.compile(r"\.\.\.|\w+|\S")
+# An ellipsis as einops keeps it.
+_ELLIPSIS: Final = str(ParsedExpression("...").composition[0])
+# What to try, by what einops says is wrong with a side.
+_TRY: Final = {
+    "only inside ellipsis": "one ... and names for the other axes",
+    'duplicate dimension "(.*)"': 'another name for one of them, as in "{0}2"',
+    "axis identifier": 'letters, digits and inner underscores, not starting with a digit, as in "h2"',
+    "one-level": "leave out the inner parentheses: (a b c) is row-major already",
+    "not balanced": 'add "("',
+    "Imbalanced": 'add ")"',
+    "character '(.)'": "spaces between names, without {0!r}",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A pattern as read. A side is the tensor's axes in order; an axis is the names it is made of.
 
-    `b (h w) 1` is (("b",), ("h", "w"), ()). An ellipsis is the name "...".
+    `b (h w) 1` is (("b",), ("h", "w"), ()). The axes of an ellipsis are named "...0", "...1".
     """
 
     left: Side
@@ -47,118 +59,103 @@ def text_of(side: Side) -> str:
 
 
 def fault(what: str, expected: str, hint: str) -> PatternError:
-    """The error for something wrong with a pattern; `parse` and `plan` add what was given."""
+    """The error for something wrong with a pattern; `plan` adds what was given."""
     return PatternError(f"rearrange: {what}", expected=expected, hint=hint)
 
 
-def shown(text: object) -> str:
-    """A pattern as errors show it."""
-    return f'"{text}"' if isinstance(text, str) else f"{type(text).__name__} {text!r}"
+def parse(text: object, ndim: int | None) -> Pattern:
+    """Read a pattern for a tensor of `ndim` axes; None: of any, and the pattern has no ellipsis.
 
-
-def parse(text: object) -> Pattern:
-    """Read a pattern.
-
-    >>> parse("b s (tp h) -> b s h").left
+    >>> parse("b s (tp h) -> b s h", None).left
     (('b',), ('s',), ('tp', 'h'))
+    >>> parse("b ... -> (...) b", 3).right
+    (('...0', '...1'), ('b',))
 
-    Raises PatternError: what is wrong with the text, whatever mesh and tensor it meets.
+    Raises PatternError: what is wrong with the text, whatever mesh it meets.
     """
-    try:
-        return _parse(text)
-    except PatternError as error:
-        error.given = shown(text)
-        raise
-
-
-def _parse(text: object) -> Pattern:
-    if not isinstance(text, str):
-        raise fault(
-            "the pattern is not a text",
-            'two sides and an arrow, as in "b s h -> b s (tp h)"',
-            "mesh.rearrange(x, pattern): the tensor comes first",
-        )
-    sides = text.split("->")
+    sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
-        missing = len(sides) == 1
-        raise fault(
-            'no "->"' if missing else f'{len(sides) - 1} times "->"',
-            'one "->" between the axes before and the axes after',
-            f'"{text.strip()} -> {text.strip()}", and then change the right side'
-            if missing
-            else "one rearrange for each arrow",
+        what = (
+            f'{len(sides) - 1} times "->"'
+            if sides[1:]
+            else 'no "->"'
+            if sides
+            else "the pattern is not a text"
         )
-    left, right = _side(sides[0], "left"), _side(sides[1], "right")
-    if any(ELLIPSIS in group and group != (ELLIPSIS,) for group in left):
+        hint = f'"{sides[0].strip()} -> {sides[0].strip()}", and then change the right side' if sides else ""
+        raise fault(
+            what,
+            'two sides and one arrow, as in "b s h -> b s (tp h)"',
+            "one rearrange for each arrow"
+            if sides[1:]
+            else hint or "mesh.rearrange(x, pattern): the tensor comes first",
+        )
+    left, right = _read(sides[0], "left"), _read(sides[1], "right")
+    if left.has_ellipsis_parenthesized:
         raise fault(
             "an ellipsis in parentheses on the left",
             "an ellipsis that stands alone on the left: how many axes it is must follow from x",
             "... without the parentheses, or a name for each axis",
         )
-    one_sided = (ELLIPSIS in names_of(left)) - (ELLIPSIS in names_of(right))
-    if one_sided:
-        here, there = ("left", "right") if one_sided > 0 else ("right", "left")
+    if left.has_ellipsis != right.has_ellipsis:
+        here, there = ("left", "right") if left.has_ellipsis else ("right", "left")
         raise fault(
             f"an ellipsis on the {here} only",
             f"... on the {there} as well: its axes stay",
             f"... on the {there}, or a name for each axis",
         )
-    return Pattern(left, right)
+    axes = _ellipsis_axes(left, ndim)
+    return Pattern(_side(left, axes), _side(right, axes))
 
 
-def _side(side: str, where: Literal["left", "right"]) -> Side:
-    groups: list[Group] = []
-    inside: list[str] | None = None
-    for token in _TOKEN.findall(side):
-        if token == "(":
-            if inside is not None:
-                raise fault(
-                    f"parentheses inside parentheses on the {where}",
-                    "parentheses of one level: (a b c) is row-major already",
-                    "leave out the inner ones",
-                )
-            inside = []
-        elif token == ")":
-            if inside is None:
-                raise fault(f'")" without "(" on the {where}', "balanced parentheses", 'add "("')
-            groups.append(tuple(inside))
-            inside = None
-        else:
-            names = () if token == "1" else (_name(token),)
-            if inside is None:
-                groups.append(names)
-            else:
-                inside.extend(names)
-    if inside is not None:
-        raise fault(f'"(" without ")" on the {where}', "balanced parentheses", 'add ")"')
-    seen: set[str] = set()
-    for name in names_of(tuple(groups)):
-        if name in seen:
-            what, hint = f'axis "{name}" twice', f'another name for one of them, as in "{name}2"'
-            if name == ELLIPSIS:
-                what, hint = "two ellipses", "one ellipsis and names for the other axes"
-            raise fault(f"{what} on the {where}", "each name once on a side", hint)
-        seen.add(name)
-    return tuple(groups)
-
-
-def _name(token: str) -> str:
-    if token == ELLIPSIS or (token.isidentifier() and "_" not in (token[0], token[-1])):
-        return token
-    if token.isdecimal():
+def _read(side: str, where: str) -> ParsedExpression:
+    """A side, as einops reads it."""
+    try:
+        read = ParsedExpression(side)
+    except EinopsError as error:
+        said = str(error).splitlines()[0].partition(" in expression")[0].strip()
+        hints = (
+            hint.format(*found.groups()) for sign, hint in _TRY.items() if (found := re.search(sign, said))
+        )
         raise fault(
-            f"the number {token} as an axis",
+            f"{said[0].lower()}{said[1:]}, on the {where}",
+            "names, parentheses, 1, an ellipsis of three dots, and spaces between them",
+            next(hints, "a pattern that einops.rearrange takes"),
+        ) from None
+    for number in (name for group in read.composition for name in group if isinstance(name, AnonymousAxis)):
+        raise fault(
+            f"the number {number.value} as an axis, on the {where}",
             "names, or 1 for an axis of length 1",
-            f'a name and its size: rearrange(x, "... n ...", n={token})',
+            f'a name and its size: rearrange(x, "... n ...", n={number.value})',
         )
-    if not re.match(r"\w", token):
+    return read
+
+
+def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
+    """A name for each axis that the ellipsis stands for."""
+    fixed, elastic = len(left.composition) - left.has_ellipsis, left.has_ellipsis
+    if ndim is None:
+        if not elastic:
+            return ()
         raise fault(
-            f"unknown character {token!r}",
-            "names, parentheses, 1, an ellipsis of three dots, spaces",
-            "spaces between names" if token in ",;" else f"remove {token!r}",
+            "how many axes an ellipsis stands for is not known without a shape",
+            "a shape, or a name for each axis",
+            "explain_pattern(pattern, dims, shape=...)",
         )
-    raise fault(
-        f'"{token}" cannot be the name of an axis',
-        'letters, digits and inner underscores, not starting with a digit, as in "h2"',
-        "rename the axis",
-    )
+    if ndim < fixed or (ndim > fixed and not elastic):
+        wanted = f"{fixed} or more axes" if elastic else f"{fixed} axes" if fixed != 1 else "1 axis"
+        raise fault(
+            f"the left side has {wanted}, x has {ndim}",
+            f"a tensor with {wanted}: {text_of(_side(left, ('...',))) or 'a 0-dim tensor'}",
+            "... for axes that stay as they are" if ndim > fixed else "a name for each axis of x",
+        )
+    return tuple(f"...{number}" for number in range(ndim - fixed))
+
+
+def _side(read: ParsedExpression, axes: Group) -> Side:
+    """A side with `axes` for its ellipsis."""
+    groups: list[Group] = []
+    for group in read.composition:
+        names = tuple(each for name in group for each in (axes if name == _ELLIPSIS else (str(name),)))
+        groups += [(name,) for name in names] if group == _ELLIPSIS else [names]
+    return tuple(groups)

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
+from typing import Literal, final
+
+from einops.array_api import rearrange
 
 from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import coords_text
-from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, shown
+from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, text_of
 from meshcomm.pattern.recipe import Kind, Recipe, Role, Step
-from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles, spread
+from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles
 
 # What is called for a role, in the order in which it sends least: slices cost nothing, and all that follows is
 # smaller for them; then what shrinks the tensor, then what keeps its size, then what makes it grow.
@@ -90,13 +93,14 @@ def plan(
     Raises PatternError with the pattern, the shape and the mesh.
     """
     try:
-        pattern = parse(text)
+        pattern = parse(text, None if shape is None else len(shape))
         check_apart(pattern, layout)
         return _plan(str(text), pattern, mesh_dims(layout), shape, partial, sizes)
     except PatternError as error:
         mesh = coords_text({name: layout.size(name) for name in layout.names})
         tensor = "" if shape is None else f"x of shape {tuple(shape)}, "
-        error.given = f"{shown(text)}\n{tensor}mesh {mesh}"
+        shown = f'"{text}"' if isinstance(text, str) else f"{type(text).__name__} {text!r}"
+        error.given = f"{shown}\n{tensor}mesh {mesh}"
         raise
 
 
@@ -105,7 +109,6 @@ def _plan(
 ) -> Recipe:
     found = roles(pattern, mesh, partial, sizes)
     assert partial is None or isinstance(partial, str)
-    pattern = spread(pattern, None if shape is None else len(shape))
     known = None if shape is None else lengths(pattern, shape, mesh, sizes)
     # A dim of size 1 is an axis of length 1: nothing to communicate, nothing to reorder. Reductions
     # stay, so that what the reduction refuses is refused on every mesh.
@@ -136,6 +139,26 @@ def _plan(
 
 def _without(side: Side, names: set[str]) -> Side:
     return tuple(tuple(name for name in group if name not in names) for group in side)
+
+
+@final
+class _Noted:
+    """An array without values, of the array API standard: it notes the reshapes and permutations that einops asks for."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape, self.ndim = tuple(shape), len(shape)
+        self.steps: list[tuple[Literal["reshape", "permute"], tuple[int, ...]]] = []
+
+    def __array_namespace__(self) -> _Noted:
+        return self
+
+    def reshape(self, _: _Noted, shape: Sequence[int]) -> _Noted:
+        self.steps.append(("reshape", tuple(shape)))
+        return self
+
+    def permute_dims(self, _: _Noted, order: Sequence[int]) -> _Noted:
+        self.steps.append(("permute", tuple(order)))
+        return self
 
 
 class _Route:
@@ -171,27 +194,36 @@ class _Route:
 
     # -- local steps ----------------------------------------------------------------------------
 
-    def reshape(self, axes: Side) -> None:
-        """Split and join axes without reordering names."""
-        if axes == self.axes:
-            return
-        home = {name: number for number, group in enumerate(self.axes) for name in group}
-        joins = any(len({home[name] for name in group}) > 1 for group in axes)
-        if joins and not self._packed:
-            self.copies += 1
-            self._packed = True
-        self._step("reshape", axes)
-
     def arrange(self, target: Side) -> None:
-        """Bring the axes into the form `target`, which has the same names."""
-        if names_of(self.axes) != names_of(target):
-            atoms = _runs(self.axes, target)
-            self.reshape(atoms)
-            order = [atoms.index(atom) for atom in _runs(target, self.axes)]
-            if order != sorted(order):
-                self._step("permute", tuple(atoms[number] for number in order), *order)
-                self._packed = False
-        self.reshape(target)
+        """Bring the axes into the form `target`, which has the same names, by the steps that einops takes."""
+        if target == self.axes:
+            return
+        runs = _runs(self.axes, target)
+        lengths = self._known or dict.fromkeys(names_of(self.axes), 1)
+        run_of = {name: f"run{number}" for number, run in enumerate(runs) for name in run}
+        sides = (
+            tuple(tuple(dict.fromkeys(run_of[name] for name in group)) for group in side)
+            for side in (self.axes, target)
+        )
+        noted = _Noted([math.prod(lengths[name] for name in group) for group in self.axes])
+        rearrange(
+            noted,
+            " -> ".join(map(text_of, sides)),
+            **{f"run{number}": math.prod(map(lengths.__getitem__, run)) for number, run in enumerate(runs)},
+        )
+        # Without a permutation the last reshape is enough.
+        reorders = any(kind == "permute" for kind, _ in noted.steps)
+        for kind, args in noted.steps if reorders else noted.steps[-1:]:
+            if kind == "permute":
+                self._step(kind, tuple(self.axes[axis] for axis in args), *args)
+                self._packed = reorders = False
+                continue
+            axes = runs if reorders else target
+            home = {name: number for number, group in enumerate(self.axes) for name in group}
+            if not self._packed and any(len({home[name] for name in group}) > 1 for group in axes):
+                self.copies += 1
+                self._packed = True
+            self._step(kind, axes)
 
     def lead(self, name: str) -> int:
         """The axis that `name` is the outermost part of, after splitting one where need be."""
@@ -199,7 +231,7 @@ class _Route:
         group = self.axes[axis]
         at = group.index(name)
         if at:
-            self.reshape((*self.axes[:axis], group[:at], group[at:], *self.axes[axis + 1 :]))
+            self.arrange((*self.axes[:axis], group[:at], group[at:], *self.axes[axis + 1 :]))
             axis += 1
         return axis
 
@@ -290,7 +322,7 @@ def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
             route.cut(call, dim)
         elif call != "slice":
             if not route.axes:
-                route.reshape(((),))
+                route.arrange(((),))
             first = route.axes[0]
             if call == "all_to_all" and first[0] != dim:
                 route.arrange(((dim, *(name for name in first if name != dim)), *route.axes[1:]))

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 from meshcomm.errors import PatternError
 from meshcomm.layout import Layout
 from meshcomm.layout.names import did_you_mean, nearest_name
-from meshcomm.pattern.parse import ELLIPSIS, Group, Pattern, Side, fault, names_of, text_of
+from meshcomm.pattern.parse import Group, Pattern, Side, fault, names_of, text_of
 from meshcomm.pattern.recipe import Role
 
 MeshDims: TypeAlias = Mapping[str, int]
@@ -176,45 +176,10 @@ def _check_partial(partial: object, reduces: bool) -> None:
         )
 
 
-def spread(pattern: Pattern, ndim: int | None) -> Pattern:
-    """The pattern with a name for each axis of the ellipsis: "...0", "...1".
-
-    Raises PatternError where a tensor of `ndim` axes does not fit the left side. ndim None, no
-    tensor known, is for patterns without an ellipsis.
-    """
-    fixed = sum(group != (ELLIPSIS,) for group in pattern.left)
-    elastic = fixed != len(pattern.left)
-    if ndim is None:
-        if elastic:
-            raise fault(
-                "how many axes an ellipsis stands for is not known without a shape",
-                "a shape, or a name for each axis",
-                "explain_pattern(pattern, dims, shape=...)",
-            )
-        return pattern
-    if ndim < fixed or (ndim > fixed and not elastic):
-        wanted = f"{fixed} or more axes" if elastic else f"{fixed} axes" if fixed != 1 else "1 axis"
-        raise fault(
-            f"the left side has {wanted}, x has {ndim}",
-            f"a tensor with {wanted}: {text_of(pattern.left) or 'a 0-dim tensor'}",
-            "... for axes that stay as they are" if ndim > fixed else "a name for each axis of x",
-        )
-    stand_in = tuple(f"{ELLIPSIS}{number}" for number in range(ndim - fixed))
-
-    def filled(side: Side) -> Side:
-        groups: list[Group] = []
-        for group in side:
-            names = tuple(each for name in group for each in (stand_in if name == ELLIPSIS else (name,)))
-            groups += [(name,) for name in names] if group == (ELLIPSIS,) else [names]
-        return tuple(groups)
-
-    return Pattern(filled(pattern.left), filled(pattern.right))
-
-
 def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dict[str, int]:
     """The length of every name of both sides; a mesh dim's is its size.
 
-    pattern: spread to as many axes as `shape` has.
+    pattern: read for as many axes as `shape` has.
     Raises PatternError where the shape does not fit the sizes, or does not determine a name.
     """
     known = {**dict(sizes), **mesh}

@@ -312,6 +312,13 @@ def plain_device_meshes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def objects_decoded_by(decode: Callable[..., object]) -> Iterator[None]:
+    """While it is entered, `decode` makes what torch's object collectives, as broadcast_object_list, return of bytes."""
+    with patch.object(dist.distributed_c10d, "_tensor_to_object", decode):
+        yield
+
+
 # Whether a transform of torch.func (vmap, grad, jvp) is under way.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -516,10 +516,11 @@ def test_what_is_sent_is_least() -> None:
 
 
 def test_parse_reads_what_is_written() -> None:
-    assert parse("b (h w)1-> 1 (b 1) ( h w )").left == (("b",), ("h", "w"), ())
-    assert parse("b (h w)1-> 1 (b 1) ( h w )").right == ((), ("b",), ("h", "w"))
-    assert parse(" -> ").left == ()
-    assert parse("... a -> (a ...)").right == (("a", "..."),)
+    assert parse("b (h w)1-> 1 (b 1) ( h w )", 3).left == (("b",), ("h", "w"), ())
+    assert parse("b (h w)1-> 1 (b 1) ( h w )", None).right == ((), ("b",), ("h", "w"))
+    assert parse(" -> ", 0).left == ()
+    assert parse("... a -> (a ...)", 3).right == (("a", "...0", "...1"),)
+    assert parse("... a -> a (...)", 1).right == (("a",), ())
 
 
 def test_dims_of_the_mesh_are_ordered_by_distance() -> None:

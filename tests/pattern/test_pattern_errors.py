@@ -35,44 +35,44 @@ b -> s -> h | 2 |
     try: one rearrange for each arrow
     good: b -> b | 2 |
 b, h -> b h | 2 3 |
-    unknown character ','
-    try: spaces between names
+    unknown character ',', on the left
+    try: spaces between names, without ','
     good: b h -> b h | 2 3 |
 b (s (tp h)) -> b s h | 2 8 |
-    parentheses inside parentheses on the left
-    try: leave out the inner ones
+    axis composition is one-level (brackets inside brackets not allowed), on the left
+    try: leave out the inner parentheses: (a b c) is row-major already
     good: b (s tp h) -> b s h | 2 8 | s=1
 b tp h) -> b h | 2 8 |
-    ")" without "(" on the left
+    brackets are not balanced, on the left
     try: add "("
     good: b (tp h) -> b h | 2 8 |
 b (tp h -> b h | 2 8 |
-    "(" without ")" on the left
+    imbalanced parentheses, on the left
     try: add ")"
     good: b (tp h) -> b h | 2 8 |
 b 2h -> b 2h | 2 8 |
-    "2h" cannot be the name of an axis
-    try: rename the axis
+    invalid axis identifier: 2h, on the left
+    try: letters, digits and inner underscores, not starting with a digit, as in "h2"
     good: b h2 -> b h2 | 2 8 |
 b h_ -> b h_ | 2 8 |
-    "h_" cannot be the name of an axis
-    try: rename the axis
+    invalid axis identifier: h_, on the left
+    try: letters, digits and inner underscores, not starting with a digit, as in "h2"
     good: b h -> b h | 2 8 |
 b (2 h) -> b h 2 | 2 8 |
-    the number 2 as an axis
+    the number 2 as an axis, on the left
     try: a name and its size: rearrange(x, "... n ...", n=2)
     good: b (n h) -> b h n | 2 8 | n=2
 b b -> b | 2 2 |
-    axis "b" twice on the left
+    indexing expression contains duplicate dimension "b", on the left
     try: another name for one of them, as in "b2"
     good: b c -> c b | 2 2 |
 b h -> tp b (tp h) | 2 2 |
-    axis "tp" twice on the right
+    indexing expression contains duplicate dimension "tp", on the right
     try: another name for one of them, as in "tp2"
     good: b h -> tp b h | 2 2 |
 ... b ... -> b ... | 2 2 |
-    two ellipses on the left
-    try: one ellipsis and names for the other axes
+    expression may contain dots only inside ellipsis (...); only one ellipsis for tensor, on the left
+    try: one ... and names for the other axes
     good: ... b -> b ... | 2 2 |
 b ... -> b | 2 2 |
     an ellipsis on the left only
@@ -87,8 +87,8 @@ b -> b ... | 2 |
     try: ... without the parentheses, or a name for each axis
     good: b ... -> (b ...) | 4 |
 b . h -> b h | 2 2 |
-    unknown character '.'
-    try: remove '.'
+    expression may contain dots only inside ellipsis (...), on the left
+    try: one ... and names for the other axes
     good: b ... h -> b ... h | 2 2 |
 b s h -> b s | 2 3 4 |
     axis "h" is on the left only, and the mesh has no dim of that name
@@ -238,8 +238,8 @@ def test_a_pattern_is_a_text() -> None:
 
 
 def test_a_pattern_alone_knows_no_mesh() -> None:
-    with pytest.raises(PatternError, match=r'^rearrange: "\(" without "\)" on the left\n') as caught:
-        parse("b (h -> b h")
+    with pytest.raises(PatternError, match=r"^rearrange: imbalanced parentheses, on the left\n") as caught:
+        parse("b (h -> b h", None)
     assert "mesh" not in str(caught.value)
 
 
@@ -254,14 +254,14 @@ def test_without_a_shape_an_ellipsis_is_not_known() -> None:
 # -- on a tensor: everything is refused before anything is sent -----------------------------------
 
 
-def silent() -> Callable[..., torch.Tensor]:
+def silent(mesh: Layout = MESH) -> Callable[..., torch.Tensor]:
     """`mesh.rearrange` of a mesh whose communicators do not exist."""
 
     def explain(dims: Dims) -> Communicator:
         raise AssertionError(f"something would have been sent along {dims}")
 
     at = CommunicatorCache(explain)
-    run = Rearranger(MESH, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)").run
+    run = Rearranger(mesh, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)").run
 
     def rearrange(
         x: Any, pattern: Any, /, *, partial: Any = None, grad: Any = None, **sizes: Any

@@ -1,0 +1,291 @@
+"""What is local in a pattern is what einops makes of it: its tables, random patterns, and dims of one rank."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import einops
+import numpy as np
+import pytest
+import torch
+from einops import EinopsError
+
+import meshcomm
+from meshcomm.errors import PatternError
+from meshcomm.layout import Layout
+from meshcomm.mesh import Mesh
+from meshcomm.pattern import explain_pattern
+from tests.pattern.test_pattern import ROLE, Case, oracle
+from tests.pattern.test_pattern_errors import silent
+
+# After the tables of einops' own tests (tests/test_ops.py and tests/test_parsing.py, MIT license, Alex Rogozhnikov):
+# a pattern, the shape of its tensor and sizes. einops says which are right, and what they give.
+TABLE: list[tuple[str, tuple[int, ...], dict[str, int]]] = [
+    ("...->...", (2, 3, 4), {}),
+    ("a b c d e-> a b c d e", (1, 2, 3, 1, 2), {}),
+    ("a b c d e ...-> ... a b c d e", (1, 2, 3, 1, 2, 2), {}),
+    ("a b c d e ...-> a ... b c d e", (1, 2, 3, 1, 2, 2, 3), {}),
+    ("... a b c d e -> ... a b c d e", (1, 2, 3, 1, 2), {}),
+    ("a ... e-> a ... e", (2, 3, 4), {}),
+    ("a ... -> a ... ", (2, 3, 4), {}),
+    ("a ... c d e -> a (...) c d e", (2, 3, 4, 2, 2), {}),
+    ("a ... c d e -> a (...) c d e", (2, 4, 2, 2), {}),
+    ("a ... c d e -> a (...) c d e", (2, 2, 3, 4, 2, 2), {}),
+    ("a b c d e -> (a b) c d e", (2, 3, 1, 2, 2), {}),
+    ("a b ... -> (a b) ... ", (2, 3, 4), {}),
+    ("a b c d e -> a b (c d) e", (2, 3, 1, 2, 2), {}),
+    ("... c d e -> ... (c d) e", (2, 3, 1, 2, 2), {}),
+    ("a b c d e -> (a b c d e)", (2, 3, 1, 2, 2), {}),
+    ("... ->  (...)", (2, 3), {}),
+    ("... -> (...)", (), {}),
+    ("... -> (...)", (4,), {}),
+    ("a b c d e -> b (c d e) a", (2, 3, 1, 2, 2), {}),
+    ("a b ... -> b (...) a", (2, 3, 4, 2), {}),
+    ("a b c d e -> b (a c d) e", (2, 3, 1, 2, 2), {}),
+    ("a b ... e -> b (a ...) e", (2, 3, 4, 2, 2), {}),
+    ("b ... -> b (...)", (2, 3, 4), {}),
+    ("b ... -> b (...)", (2,), {}),
+    ("...  -> 1 (...) 1", (2, 3), {}),
+    ("(a a2) b c ... -> b (c a2) (a ...)", (6, 2, 3, 4), {"a2": 3}),
+    ("(a a2) ... -> (a2 a) ...", (6, 2), {"a": 2}),
+    ("(f d) c (e b) a -> a b c d e f", (6, 2, 4, 3), {"d": 2, "b": 2}),
+    ("a b c d e f -> (f d) c (e b) a", (2, 3, 2, 2, 2, 3), {}),
+    ("a b c d e f -> (f e d c b a)", (2, 3, 2, 1, 2, 3), {}),
+    ("a b c d e f -> (f e) d (c b a)", (2, 3, 2, 1, 2, 3), {}),
+    ("a b c d e f -> a (b) (c d e) f", (2, 3, 2, 1, 2, 3), {}),
+    ("a b c d e f -> f e d c b a", (2, 3, 2, 1, 2, 3), {}),
+    ("a b c -> b c a", (2, 3, 4), {}),
+    ("a b c d -> c a d b", (2, 3, 4, 2), {}),
+    ("a b c d ... ->  a b c ... d", (2, 3, 4, 2, 2), {}),
+    ("b ... -> ... b", (2, 3, 4), {}),
+    ("a aa aa1 a1a1 aaaa a11 -> a aa aa1 a1a1 aaaa a11", (1, 2, 1, 3, 2, 1), {}),
+    ("b c (h h1) (w w1) -> b (h1 w1 c) h w", (1, 2, 4, 6), {"h1": 2, "w1": 3}),
+    ("b (c1 c2) h w -> b (c2 c1) h w", (1, 6, 2, 2), {"c1": 2}),
+    ("b c h w -> (b h w) c", (2, 3, 2, 2), {}),
+    ("b c 1 1 -> b c", (2, 3, 1, 1), {}),
+    ("b () c () -> (b ()) 1 c", (2, 1, 3, 1), {}),
+    ("() () -> (1 1) 01", (1, 1), {}),
+    ("a1  b1   c1 -> (c1)a1(b1)", (2, 3, 4), {}),
+    ("ß ... under_scored -> under_scored ... ß", (2, 3, 4), {}),
+    ("a b -> b a", (0, 3), {}),
+    ("(a b) -> b a", (0,), {"a": 2}),
+    ("->", (), {}),
+    ("-> 1 ()", (), {}),
+    # Refused.
+    ("a b c d (...) ->  a b c ... d", (2, 3, 4, 2, 2), {}),
+    ("(...) -> (...)", (2, 3), {}),
+    ("(...) -> ...", (2, 3), {}),
+    ("(... a) b -> ... a b", (2, 3), {}),
+    ("a (b ...) -> a b ...", (2, 3), {}),
+    ("a ... -> a", (2, 3), {}),
+    ("a -> a ...", (2,), {}),
+    ("a ... -> a ... copy", (2, 3), {}),
+    ("... a b c d ... -> ... a b c d ...", (2, 3, 2, 2), {}),
+    ("a b -> a", (2, 3), {}),
+    ("a -> a b", (2,), {}),
+    ("a 2 -> a 2", (3, 2), {}),
+    ("a (b 2) -> a b 2", (3, 4), {}),
+    ("a 0 -> a 0", (3, 0), {}),
+    ("a a -> a", (2, 2), {}),
+    ("a b -> b b a", (2, 2), {}),
+    ("(a)) b -> a b", (2, 2), {}),
+    ("(a b -> a b", (4,), {"a": 2}),
+    ("(a) (()) b -> a b", (2, 1, 2), {}),
+    ("((a b)) -> a b", (4,), {"a": 2}),
+    ("1a -> 1a", (2,), {}),
+    ("_a -> _a", (2,), {}),
+    ("a_ -> a_", (2,), {}),
+    ("_ -> _", (2,), {}),
+    ("...a -> a...", (2, 3), {}),
+    ("a.. -> a..", (2, 3), {}),
+    ("a h+ -> a h+", (2, 3), {}),
+    ("a, b -> a b", (2, 3), {}),
+    ("a\tb -> b\ta", (2, 3), {}),
+    ("a b", (2, 3), {}),
+    ("a -> b -> a", (2, 3), {}),
+    ("a b -> b a", (2,), {}),
+    ("a b -> b a", (2, 3, 4), {}),
+    ("a b ... -> b a ...", (2,), {}),
+    ("(a b) -> a b", (6,), {}),
+    ("(a b) -> a b", (6,), {"a": 4}),
+    ("(a b) -> a b", (6,), {"a": 4, "b": 2}),
+    ("(a b) -> a b", (0,), {"a": 0}),
+    ("a 1 -> a", (2, 3), {}),
+    ("a b -> b a", (2, 3), {"c": 2}),
+    ("a b -> b a", (2, 3), {"a": 3}),
+]
+
+
+def by_einops(x: torch.Tensor, pattern: str, sizes: dict[str, int]) -> torch.Tensor | None:
+    """What einops gives; None where it refuses."""
+    try:
+        return einops.rearrange(x, pattern, **sizes)
+    except (EinopsError, ZeroDivisionError, ValueError):
+        return None
+
+
+def by_meshcomm(x: torch.Tensor, pattern: str, sizes: dict[str, int], mesh: Layout) -> torch.Tensor | None:
+    """What a rank of `mesh` gets, nothing being sent; None where it is refused."""
+    try:
+        return silent(mesh)(x, pattern, **sizes)
+    except PatternError as error:
+        # A refusal has all that every other one has.
+        whole = (error.given or "").startswith(f'"{pattern}"') and error.expected and error.hint
+        return None if whole else torch.full((1,), torch.nan)
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:It is discouraged to use")
+@pytest.mark.parametrize(("pattern", "shape", "sizes"), TABLE)
+def test_the_patterns_of_einops_own_tests(
+    pattern: str, shape: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    x = torch.arange(float(np.prod(shape))).reshape(shape)
+    want = by_einops(x, pattern, sizes)
+    assert same(by_meshcomm(x, pattern, sizes, Layout({"tp": 4})), want)
+
+
+NAMES = ("a", "b", "c", "d2", "e_f")
+
+
+def drawn_side(draw: random.Random, names: list[str]) -> str:
+    """A side that has these names in any order and grouping, and some 1s."""
+    names = [*names, *draw.choices(["1", "()"], k=draw.choice([0, 0, 1, 2]))]
+    draw.shuffle(names)
+    words, inside = [], False
+    for name in names:
+        if name != "()" and not inside and draw.random() < 0.3:
+            words.append("(")
+            inside = True
+        if inside and (name == "()" or draw.random() < 0.2):
+            words.append(")")
+            inside = False
+        words.append(name)
+    return " ".join([*words, *(")" * inside)])
+
+
+def drawn_pattern(draw: random.Random) -> tuple[str, tuple[int, ...], dict[str, int]]:
+    """A pattern without mesh dims, of which some are wrong; the shape of its tensor, and sizes."""
+    names = draw.sample(NAMES, draw.randint(0, 4))
+    if draw.random() < 0.5:
+        names.append("...")
+    left, right = drawn_side(draw, names), drawn_side(draw, names)
+    if draw.random() < 0.9 and "..." in names:
+        # Outside of parentheses, where einops takes it.
+        left = f"{left.replace('...', '')} ..."
+    lengths = {name: draw.choice([0, 1, 1, 2, 2, 3]) for name in NAMES}
+    shape: list[int] = []
+    words = left.replace("(", " ( ").replace(")", " ) ").split()
+    inside = False
+    for word in words:
+        if word == "...":
+            shape += draw.choices([1, 2, 3], k=0 if inside else draw.randint(0, 2))
+        elif word in "()":
+            inside = word == "("
+            shape += [1] * inside
+        elif inside:
+            shape[-1] *= lengths.get(word, 1)
+        else:
+            shape.append(lengths.get(word, 1))
+    given = {name: lengths[name] for name in names if name != "..." and draw.random() < 0.7}
+    if draw.random() < 0.15:
+        text = f"{left} -> {right}"
+        at = draw.randrange(len(text))
+        left, arrow, right = (text[:at] + draw.choice(["", "(", ")", "2", "a", "...", " ", "_"]) + text[at + 1 :]).partition("->")  # fmt: skip
+        return f"{left}{arrow}{right}", tuple(shape), given
+    if shape and draw.random() < 0.1:
+        shape[draw.randrange(len(shape))] += 1
+    return f"{left} -> {right}", tuple(shape), given
+
+
+def test_random_patterns_give_what_einops_gives() -> None:
+    draw, mesh = random.Random(0), Layout({"tp": 4})
+    right = 0
+    for _ in range(3000):
+        pattern, shape, sizes = drawn_pattern(draw)
+        x = torch.arange(float(np.prod(shape))).reshape(shape)
+        want = by_einops(x, pattern, sizes)
+        assert same(by_meshcomm(x, pattern, sizes, mesh), want), (pattern, shape, sizes, want)
+        right += want is not None
+    assert 1000 < right < 2500
+
+
+def test_a_dim_of_one_rank_is_an_axis_of_length_one() -> None:
+    draw, mesh = random.Random(1), Layout({"dp": 1, "tp": 1})
+    compared = 0
+    for _ in range(2500):
+        pattern, shape, sizes = drawn_pattern(draw)
+        x = torch.arange(float(np.prod(shape))).reshape(shape)
+        sides = pattern.split("->")
+        for dim, side in itertools.product(mesh.dims, range(len(sides))):
+            # In place of a 1, which einops reads.
+            if draw.random() < 0.5:
+                sides[side] = sides[side].replace(" 1", f" {dim}", 1)
+        text = "->".join(sides)
+        try:
+            explain_pattern(text, mesh, shape, **sizes)
+        except PatternError as error:
+            if "unclear whether to move" in str(error):
+                continue
+        want = by_einops(x, pattern, sizes)
+        assert same(by_meshcomm(x, text, sizes, mesh), want), (text, pattern, shape, sizes, want)
+        compared += want is not None and text != pattern
+    assert compared > 400
+
+
+DIMS = {"dp": 2, "tp": 3}
+OPS: dict[str | None, Any] = {None: np.sum, "sum": np.sum, "max": np.max}
+
+
+def drawn_case(draw: random.Random) -> Case | None:
+    """A pattern with mesh dims, and what each is meant to do; None where it is refused as unclear."""
+    axes = {name: draw.randint(1, 3) for name in draw.sample(NAMES, draw.randint(0, 3))}
+    where = {dim: draw.choice(["left", "right", "both"]) for dim in DIMS if draw.random() < 0.8}
+    sides = [
+        drawn_side(draw, [*axes, *(dim for dim, at in where.items() if at in (side, "both"))])
+        for side in ("left", "right")
+    ]
+    lengths = {**axes, **DIMS, "()": 1, "1": 1}
+    shape = einops.rearrange(
+        np.zeros([lengths[name] for name in [*axes, *(d for d in where if d in sides[0].split())]]),
+        f"{' '.join([*axes, *(d for d in where if d in sides[0].split())])} -> {sides[0]}",
+    ).shape
+    partial = draw.choice([None, "sum", "max"]) if "left" in where.values() else None
+    try:
+        recipe = explain_pattern(" -> ".join(sides), DIMS, shape, partial=partial, **axes)
+    except PatternError as error:
+        if "unclear whether to move" in str(error):
+            return None
+        raise
+    roles = {name: ROLE[role] for name, role in recipe.roles}
+    return Case(" -> ".join(sides), shape, roles, "", partial, axes)
+
+
+def check_drawn(mesh: Mesh, cases: list[Case], everyone: list[Any]) -> None:
+    """Each rank's result is what einops and indexing make of all ranks' tensors at once."""
+    own = mesh.coords
+    for case, grid in zip(cases, everyone, strict=True):
+        x = torch.tensor(grid[own["dp"], own["tp"]])
+        got = mesh.rearrange(x, case.pattern, partial=case.partial, **case.sizes)
+        # The grid's axes of the pattern's dims; of the others this rank's own part.
+        index = tuple(slice(None) if dim in case.roles else own[dim] for dim in DIMS)
+        # `oracle` has a recipe's dims in the mesh's order.
+        coords = tuple(own[dim] for dim in case.roles)
+        want = oracle(case, np.asarray(grid[index]), coords, OPS[case.partial])
+        assert got.shape == want.shape and np.array_equal(got.numpy(), want), case
+
+
+def test_random_patterns_with_mesh_dims_against_einops_on_the_whole_tensor() -> None:
+    draw = random.Random(2)
+    cases = [case for _ in range(600) if (case := drawn_case(draw)) is not None]
+    assert len(cases) > 400
+    numbers = np.random.default_rng(0)
+    everyone = [numbers.integers(-9, 9, (2, 3, *case.shape)).astype(float) for case in cases]
+    meshcomm.simulate(check_drawn, dims=DIMS, args=(cases, everyone))
