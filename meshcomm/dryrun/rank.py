@@ -29,7 +29,6 @@ from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.data import GradientSync
-from meshcomm.parallel.optimizer import begin_state
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import fsdp_tensors, objects_decoded_by, plain_device_meshes
 
@@ -259,7 +258,11 @@ def _begin(engine: Engine) -> None:
 
     A whole step would find the same things out, at twice the time.
     """
-    begin_state(engine.optimizer)
+    for group in engine.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.step()
     for each in engine.gradients:
         if isinstance(each, GradientSync):
             # Its gradients lie in memory that it has already.

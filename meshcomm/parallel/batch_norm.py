@@ -35,6 +35,11 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
             part.meshcomm_over = _Over(mesh, dims)  # type: ignore[assignment]
 
 
+def is_synchronised(part: nn.Module) -> bool:
+    """Whether the statistics of `part` are those of all ranks."""
+    return isinstance(part, _Synchronised)
+
+
 class _Over:
     """Where samples are; a copy of a module shares it."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
 from meshcomm.errors import ConfigError, LayoutError, ShapeError
@@ -15,8 +16,9 @@ from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import of_every_rank, together
+from meshcomm.parallel.batch_norm import is_synchronised
 from meshcomm.parallel.context import ContextSplit
-from meshcomm.parallel.data import GradientSync, Sharded
+from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
 from meshcomm.parallel.expert import separate
 from meshcomm.parallel.inputs import check_inputs
 from meshcomm.parallel.meta import materialise
@@ -24,8 +26,8 @@ from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import (
     MakeOptimizer,
-    begin_state,
     check_patterns,
+    check_step,
     decay_groups,
     optimizer_of,
     scale,
@@ -35,6 +37,7 @@ from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner
 from meshcomm.parallel.random_numbers import Draws
 from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.splits import Splits
+from meshcomm.parallel.state import Kinds, State
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.tied import TiedWeight
 from meshcomm.predict.passes import schedule_properties
@@ -93,6 +96,8 @@ class Engine:
         self.mesh = mesh
         # The first steps compare what ranks along tensor, pipeline and context were given.
         self.checked_steps = 2
+        # The number of the last step.
+        self.done = 0
         sizes = dict(mesh.dims)
         self.data_size = part.copies(sizes)
         self.data_coord = mesh.coord(part.data_dims) if part.data_dims else 0
@@ -155,6 +160,14 @@ class Engine:
             return model.loss(self.splits, logits, targets) / self._tokens
 
         before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
+        # Those of batch norms are of all ranks' samples already; what is not saved is a table, such as of angles.
+        self._buffers = [
+            (each, key)
+            for each in self.modules.modules()
+            if not is_synchronised(each)
+            for key in each._buffers
+            if key not in each._non_persistent_buffers_set
+        ]
         self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh, self._draws)
         if part.pipeline and ranks > 1:
             if data is None:
@@ -183,9 +196,15 @@ class Engine:
         patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
         make = optimizer_of(train, mesh.device) if optimizer is None else optimizer
         self.optimizer = make(decay_groups(self.modules, patterns))
+        check_step(self.optimizer)
+        # What an optimizer of a user draws; ranks along the pipeline have other parameters.
+        stage_dims = [part.pipeline] if part.pipeline else []
+        self._noise = None if optimizer is None else Draws(mesh, train.seed, stage_dims)
         scale(self.optimizer)
         self._rates = [group["lr"] / train.lr for group in self.optimizer.param_groups]
         self._leaves_out = takes_found_inf(self.optimizer)
+        self._scheduler: LRScheduler | None = None
+        self._state = State(list(self.modules), self.optimizer, self.named_parameters, model.tied)
         named = self.named_parameters()
         self._norm = GradientNorm(mesh, named, pipeline=part.pipeline, skip=self._copies)
         place = {"stage": self.stages[-1].index, "vocabulary": model.vocabulary}
@@ -208,7 +227,9 @@ class Engine:
         copies = {id(weight) for weight in self._copies}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
 
-    def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int = 0) -> None:
+    def step(
+        self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int | None = None
+    ) -> None:
         """One optimiser step on this rank's share of the global batch; `look` tells what it gave.
 
         Where calls are queued, as with NCCL, this queues them and waits for nothing; but for one look where the
@@ -216,7 +237,7 @@ class Engine:
 
         Shape:     (microbatches * microbatch, ...). Of tokens: (.., sequence) int64 both; targets of -100 do not count.
         lr:        what train.lr has become; None: the optimiser's groups have it.
-        number:    of the step, which random numbers are drawn for.
+        number:    of the step, which random numbers are drawn for; None: the one after `done`.
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, and in
                    the first `checked_steps` steps, 2, where ranks along these dims have different samples. Where the
@@ -224,6 +245,7 @@ class Engine:
                    finite the step is not applied, and with train.nonfinite = "stop" none after it is.
         """
         train = self.sections.train
+        number = self.done + 1 if number is None else number
         if self.checked_steps and not self.mesh.pretended:
             self.checked_steps -= 1
             check_inputs(self.mesh, self.sections.parallel, inputs, targets)
@@ -252,23 +274,29 @@ class Engine:
             gradients.finish()
         for module in self.modules:
             self.split.finish_gradients(module)
+        self._follow_first_rank()
         if self._tied is not None:
             self._tied.sum_gradients()
         norm = self._norm.norm() if train.clip_norm is None else self._norm.clip_(train.clip_norm)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             if lr is not None:
                 group["lr"] = lr * rate
+        self._state.given_lr = lr is not None
+        self.done = number
         now = float(self.optimizer.param_groups[0]["lr"]) if lr is None else lr
         # Only of tokens is it known which there are; elsewhere the layers look at them.
         looks = self.model.vocabulary and self.mesh.asynchronous
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, now, loss, norm, self.split.dtype, *ids)
-        if self._leaves_out:
-            # Fused optimisers leave out a step by it, state and all.
-            self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not spoilt.item():
-            self.optimizer.step()
+        with self._noise.step(f"optimizer {number}", 0) if self._noise is not None else nullcontext():
+            if self._noise is not None:
+                self._noise.seed((train.seed, "optimizer", number))
+            if self._leaves_out:
+                # Fused optimisers leave out a step by it, state and all.
+                self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
+                self.optimizer.step()
+            elif not spoilt.item():
+                self.optimizer.step()
 
     def look(self) -> list[Done]:
         """What the steps since the last look gave, in order. This waits for the device.
@@ -314,30 +342,38 @@ class Engine:
         return float((sums[0] / (sums[1] / context.size)).item())
 
     def state(self) -> dict[str, Tensor]:
-        """All that a step changes: this rank's weights and the optimiser's state, by global names.
+        """All that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
 
         Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
         `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the
-        mesh; a weight that embedding and head share is `embed.weight`. Memory is shared: writing
-        into the tensors is how a state is put back. The learning rate is not among them, as every
-        step is told its own; nor are random numbers, which follow from the seed and the step.
-        """
-        if not any(self.optimizer.state.values()):
-            begin_state(self.optimizer)
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters():
-            found[f"model.{name}"] = parameter.detach()
-            for key, value in self.optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    found[f"optimizer.{name}.{key}"] = value
-        found |= {f"model.{name}": buffer for name, buffer in self._kept_buffers()}
-        return found
+        mesh; a weight that embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in
+        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. Nothing is changed by a look: what the first step
+        will make is not there before it. The learning rate is not among them where every
+        step is given its own; nor are random numbers, which follow from the seed and the step.
 
-    def _kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What steps change beside parameters, such as the running means of batch norms; equal on all ranks."""
-        for module in self.modules:
-            held = set(module.state_dict())
-            yield from ((name, buffer) for name, buffer in module.named_buffers() if name in held)
+        Raises: TrainingError that names what cannot be saved.
+        """
+        return self._state.tensors()
+
+    def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor]], None], steps: int = 0) -> None:
+        """Make the state that of a checkpoint, made on any mesh after so many steps.
+
+        kinds:  dtype and shape of each tensor that the checkpoint has.
+        fill:   writes its values into tensors, by their names.
+        Raises: TrainingError that names what does not fit; what `fill` raises.
+        """
+        self._state.put_back(kinds, fill, steps)
+        self.done = steps
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Steps the optimizer's learning rates; None: each step is given its own."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self._state.follow(scheduler)
 
     def parameters_of_all_stages(self) -> int:
         """Number of elements of the whole model's parameters. Every rank calls this."""
@@ -348,6 +384,13 @@ class Engine:
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _follow_first_rank(self) -> None:
+        """Buffers that forward changes from a rank's own samples become those of the first rank, as with DDP."""
+        dims = [dim for dim in self.sections.parallel.gradient_dims if self.mesh.size(dim) > 1]
+        held = (part._buffers[key] for part, key in self._buffers)
+        if dims and self._buffers:
+            broadcast_values(self.mesh, dims, [each for each in held if each is not None])
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
         """Forward passes in here draw what follows from the seed and the step."""

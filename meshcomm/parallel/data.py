@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
@@ -42,8 +44,12 @@ class GradientSync:
     contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
     buffer starts. Every rank along `dims` sends the same buckets in the same order.
 
+    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that what forward changes from
+    a rank's own samples, such as running statistics, stays equal. Without `broadcast` nothing is sent.
+
     Called by: every rank along `dims`, alike. Raises TrainingError where a parameter gets no gradient in a step, where
-    backward runs outside of one, and where a `.grad` is replaced.
+    backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
+    step were used.
 
     Args:
         dims: along which gradients are averaged or summed; None or a size of 1 sends nothing.
@@ -52,8 +58,8 @@ class GradientSync:
             tokens of all ranks.
         microbatches: backward passes per step. Their gradients add up, whatever `op` is.
         bucket_mb: size of a bucket in 10^6 bytes.
-        broadcast: whether the values of coord 0, parameters and a module's buffers, become those of all ranks
-            now, as with DDP. Without it the caller sees to it that they are equal.
+        broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
+            buffers now and after each step. Without it the caller sees to it that they are equal.
         hooks: whether backward calls what is registered for each accumulated gradient. Where it does
             not, as under a pipeline that splits backward, all buckets are sent by `finish`.
     """
@@ -77,23 +83,68 @@ class GradientSync:
                 expected=" or ".join(OPS),
                 hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
             )
-        parameters = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         self._op = op
         self._hooks = hooks
         self._mesh = mesh
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
         self._microbatches = microbatches
-        if broadcast and self._dims is not None:
-            buffers = model.buffers() if isinstance(model, nn.Module) else ()
-            for some in _cut((*(parameter for _, parameter in parameters), *buffers), bucket_mb):
-                mesh.broadcast(self._dims, [local(each.detach()) for each in some], src=0)
-        needed = {parameter: name for name, parameter in reversed(parameters) if parameter.requires_grad}
-        self._buckets = [_Bucket([(needed[each], each) for each in some]) for some in _cut(needed, bucket_mb)]
-        for place, bucket in enumerate(self._buckets) if hooks else ():
-            for slot in range(len(bucket.slots)):
-                bucket.slots[slot].parameter.register_post_accumulate_grad_hook(_hook(ref(self), place, slot))
+        self._bucket_mb = bucket_mb
+        self._broadcast = broadcast and self._dims is not None
+        self._module = model if isinstance(model, nn.Module) else None
+        self._given = [] if isinstance(model, nn.Module) else list(model)
+        self._known: set[nn.Parameter] = set()
+        self._handles: list[RemovableHandle] = []
+        self._buckets: list[_Bucket] = []
+        self._plan()
+        self._send_buffers()
         self._sent = 0
         self._active = False
+        # The gradients of a step that nobody has used yet; see `__enter__`.
+        self._unused = False
+        used = ref(self)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
+        finalize(self, hook.remove)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return self._given if self._module is None else list(self._module.named_parameters())
+
+    def _plan(self) -> None:
+        """Divide the parameters that need gradients among buckets. Those that were not there before are broadcast."""
+        named = self._named()
+        if self._broadcast:
+            self._send_values([parameter for _, parameter in named if parameter not in self._known])
+        self._known = {parameter for _, parameter in named}
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if slot.parameter.grad is slot.grad:
+                    slot.parameter.grad = None
+        needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
+        self._buckets = [
+            _Bucket([(needed[each], each) for each in some]) for some in _cut(needed, self._bucket_mb)
+        ]
+        self._handles = [
+            bucket.slots[slot].parameter.register_post_accumulate_grad_hook(_hook(ref(self), place, slot))
+            for place, bucket in enumerate(self._buckets if self._hooks else ())
+            for slot in range(len(bucket.slots))
+        ]
+
+    def _fits(self) -> bool:
+        """Whether the buckets are those of the parameters as they are: of their dtypes and devices, each with its gradient."""
+        needed = {parameter for _, parameter in self._named() if parameter.requires_grad}
+        slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
+        return {slot.parameter for _, slot in slots} == needed and all(
+            slot.fits(bucket.flat) for bucket, slot in slots
+        )
+
+    def _send_buffers(self) -> None:
+        if self._broadcast and self._module is not None:
+            self._send_values(self._module.buffers())
+
+    def _send_values(self, tensors: Iterable[Tensor]) -> None:
+        assert self._dims is not None
+        broadcast_values(self._mesh, [self._dims], tensors, self._bucket_mb)
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -101,19 +152,48 @@ class GradientSync:
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
     def __enter__(self) -> GradientSync:
+        if self._unused and self._still_there():
+            raise TrainingError(
+                "a step begins before the gradients of the last one were used",
+                given="`with sync:` twice, without a step of the optimizer in between",
+                expected="one `with sync:` around all backward passes of a step",
+                hint="microbatches=2 for two backward passes a step; optimizer.zero_grad() where gradients are dropped",
+            )
         self.start()
         return self
+
+    def _still_there(self) -> bool:
+        """Whether gradients are neither gone, as after zero_grad, nor such that a loss scaler leaves out the step."""
+        flats = [bucket.flat for bucket in self._buckets]
+        attached = all(slot.parameter.grad is slot.grad for bucket in self._buckets for slot in bucket.slots)
+        stepped = any(
+            slot.parameter._version != slot.version for bucket in self._buckets for slot in bucket.slots
+        )
+        return (
+            attached
+            and not stepped
+            and all(map(_is_finite, flats))
+            and any(bool(flat.any()) for flat in flats)
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is None:
             self.finish()
+            self._unused = True
         else:
             self._active = False
 
     def start(self) -> None:
-        """Begin a step: every gradient is zero. Call before the first backward of the step."""
+        """Begin a step: every gradient is zero. Call before the first backward of the step.
+
+        Where the module was moved or cast, or parameters were frozen, unfrozen, added or removed since the last step,
+        buckets are made anew: every rank must have changed its own in the same way.
+        """
+        if not self._fits():
+            self._plan()
+        self._unused = False
         self._sent = 0
         self._active = True
         for bucket in self._buckets:
@@ -139,14 +219,22 @@ class GradientSync:
                 bucket.work.wait()
                 bucket.work = None
         check_complete(missing, len(slots))
-        replaced = [slot.name for slot in slots if slot.parameter.grad is not slot.grad]
+        replaced = [
+            slot.name
+            for bucket in self._buckets
+            for slot in bucket.slots
+            if slot.parameter.grad is not slot.grad or not slot.fits(bucket.flat)
+        ]
         if replaced:
             raise TrainingError(
                 f"the .grad of {replaced[0]} was replaced during the step",
                 given=", ".join(replaced[:8]),
                 expected="gradients accumulated in place, into the views that start() attached",
-                hint="do not call zero_grad or set .grad between start() and finish()",
+                hint="do not call zero_grad, set .grad or move the module between start() and finish()",
             )
+        for slot in slots:
+            slot.version = slot.parameter._version
+        self._send_buffers()
 
     def _accumulated(self, bucket: _Bucket, slot: _Slot) -> None:
         """Backward has added to the gradient of a parameter."""
@@ -196,6 +284,28 @@ def _hook(sync: ref[GradientSync], bucket: int, slot: int) -> Callable[[Tensor],
     return accumulated
 
 
+def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
+    """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
+    if sync is not None and sync._unused:
+        mine = {id(parameter) for parameter in sync._known}
+        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
+        sync._unused = mine.isdisjoint(stepped)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def broadcast_values(
+    mesh: Mesh, dims: Iterable[Dims], tensors: Iterable[Tensor], most_mb: float = 25
+) -> None:
+    """Make the values of coord 0 along each of `dims` those of all ranks. Called by: every rank along them."""
+    held = [local(each.detach()) for each in tensors]
+    for some in _cut([each for each in held if each.numel()], most_mb):
+        for dim in dims:
+            mesh.broadcast(dim, some, src=0)
+
+
 class _Slot:
     """One parameter's place in a bucket."""
 
@@ -203,6 +313,7 @@ class _Slot:
         self.name = name
         self.parameter = parameter
         self.count = 0
+        self.version = parameter._version
         self.grad = view
         if isinstance(parameter, DTensor):
             self.grad = DTensor.from_local(
@@ -213,6 +324,15 @@ class _Slot:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+
+    def fits(self, flat: Tensor) -> bool:
+        """Whether the gradient is still a view of `flat`, and of the parameter's dtype, device and shape."""
+        held, grad = local(self.parameter.detach()), local(self.grad)
+        return (held.dtype, held.device, held.shape) == (
+            flat.dtype,
+            flat.device,
+            grad.shape,
+        ) and grad.untyped_storage()._cdata == flat.untyped_storage()._cdata
 
 
 class _Bucket:
@@ -363,8 +483,8 @@ class Sharded:
 
         Raises TrainingError, naming the parameters, where some got no gradient in this step.
         """
-        missing = [name for name, parameter in self._parameters.items() if parameter.grad is None]
-        check_complete(missing, len(self._parameters))
+        needed = {name: each for name, each in self._parameters.items() if each.requires_grad}
+        check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
 
 
 def _blocks(module: nn.Module) -> Iterable[nn.Module]:

@@ -91,6 +91,7 @@ class GradientNorm:
             )
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
         self._held = [_Held(name, parameter) for parameter, name in reversed(needed.items())]
+        self._frozen = [_Held(name, parameter) for name, parameter in named if parameter not in needed]
         classes: dict[tuple[str, ...], list[int]] = {}
         uncounted: list[int] = []
         for place, held in enumerate(self._held):
@@ -170,6 +171,13 @@ class GradientNorm:
         return norm
 
     def _complete(self) -> None:
+        if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:
+            raise TrainingError(
+                f"{unfrozen[0]} needs a gradient since GradientNorm was made, and would not be counted",
+                given=", ".join(unfrozen[:8]) + (", ..." if len(unfrozen) > 8 else ""),
+                expected="parameters that are frozen, or not, as they were",
+                hint="a new GradientNorm; with a Trainer: save, and load in a new one",
+            )
         missing = [held.name for held in self._held if held.parameter.grad is None]
         if missing:
             raise TrainingError(

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.parallel.tensor.parameters import fused_sizes
 
@@ -28,8 +28,6 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 }
 # What [train] says in settings of its own, or meshcomm decides.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
-# What a step with gradients and a rate of zero changes in an optimiser's state all the same.
-_AT_START: Final = {"step": 0, "mu_product": 1}
 
 
 def decay_groups(
@@ -115,28 +113,22 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
     return lambda groups: kind(groups, **{**given, **train.optimizer_args})
 
 
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedOp for an optimizer, such as LBFGS, whose step asks for a closure that computes the loss anew."""
+    needed = [
+        name
+        for name, each in inspect.signature(optimizer.step).parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UnsupportedOp(
+            f"{type(optimizer).__name__} cannot make a step of gradients alone",
+            given=f"step({', '.join(needed)})",
+            expected="an optimizer whose step() takes no arguments",
+            hint="one of torch.optim but LBFGS",
+        )
+
+
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step leaves out what is marked as not finite: torch's fused Adam and AdamW do, for DTensors too."""
     return bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.Adam)
-
-
-def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimiser make its state, which it else does in its first step, and change nothing else.
-
-    That step is made with gradients, a rate and a decay of zero.
-    """
-    were: list[dict[str, Any]] = [
-        {key: group[key] for key in ("lr", "weight_decay") if key in group}
-        for group in optimizer.param_groups
-    ]
-    for group, was in zip(optimizer.param_groups, were, strict=True):
-        group.update(dict.fromkeys(was, 0.0))
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, was in zip(optimizer.param_groups, were, strict=True):
-        group.update(was)
-    for state in optimizer.state.values():
-        for key, value in _AT_START.items():
-            if isinstance(state.get(key), Tensor):
-                state[key].fill_(value)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
+import torch
 from torch import Tensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import CommunicationError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, of_every_rank, together
+from meshcomm.parallel.compose import Engine
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
@@ -31,6 +34,8 @@ from meshcomm.train.lock import Lock, compare
 from meshcomm.train.report import Resumed
 from meshcomm.train.run_files import put_aside
 
+# The losses of all steps, in a run's checkpoint.
+LOSSES: Final = "run.losses"
 # After a broken connection: the others may have ended, and what they wrote with them.
 _GRACE_S: Final = 5.0
 
@@ -63,13 +68,39 @@ def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
     together(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
+def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
+    """Make the engine's state that of a checkpoint, which any mesh has saved. losses: are filled, those of each step.
+
+    Called by: every rank. Each reads what its own parts need; nothing is communicated but the outcome.
+    Raises: TrainingError on every rank where one could not read, or what was saved does not fit.
+    """
+
+    def put_back() -> Lock:
+        lock = Lock.read(folder)
+        saved = Saved(folder)
+        more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
+        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
+        if losses is not None:
+            losses[:] = more[LOSSES].tolist()
+        return lock
+
+    return together(mesh, f"resume from {folder}", put_back)
+
+
+def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> dict[str, Tensor]:
+    """Everything that `resume` needs. Raises TrainingError on every rank where one has what cannot be saved."""
+    state = together(mesh, "save the state", engine.state)
+    return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
+
+
+def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock) -> None:
     """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
 
-    Called by: every rank of the mesh. Returns when everything is on the disk, the metadata last.
+    Called by: every rank of the mesh. Returns when everything is on the disk, metadata and lock last.
     Raises:    TrainingError on every rank where one of them could not write.
     """
-    Save(mesh, state, Shares(mesh).of(state), folder).now()
+    complete = partial(lock.write, folder)
+    Save(mesh, state, Shares(mesh).of(state), folder, complete=complete).now()
 
 
 @final

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, ranks_of, together
+from meshcomm.parallel.state import EXTRA
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
 from meshcomm.transport.torch_private import storage_info
@@ -57,30 +58,45 @@ class Shares:
     def of(self, state: Mapping[str, Tensor]) -> list[WriteItem]:
         """This rank's part of the parts that all ranks of the mesh have.
 
-        state: name -> DTensor, or a plain tensor that is the same on every rank that has the name.
-        Called by: every rank. One gather of objects per dim of more than one rank, of 8 bytes for each part
+        state: name -> DTensor, or a plain tensor that is the same on every rank that has the name. Plain data and
+            numbers of the optimizer are compared: see `_is_compared`.
+        Called by: every rank. One gather of objects per dim of more than one rank, of 16 bytes for each part
             that a rank has: it grows with the ranks of a dim, not with those of the mesh.
-        Raises: TrainingError on every rank where one cannot say what it has.
+        Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
         """
         mine = together(self._mesh, "divide a checkpoint", lambda: self._parts(state))
+        names = {key: item.index.fqn for key, (item, _) in mine.items()}
+        contents = {key: content for key, (_, content) in mine.items()}
+        different: list[str] = []
         for dim, size in self._mesh.layout.dims.items():
             if size == 1:
                 continue
             holders: dict[bytes, list[int]] = {}
-            for coord, keys in enumerate(self._mesh.objects.all_gather(dim, b"".join(mine))):
-                for at in range(0, len(keys), _KEY_BYTES):
-                    holders.setdefault(keys[at : at + _KEY_BYTES], []).append(coord)
+            text = b"".join(key + contents[key] for key in mine)
+            for coord, keys in enumerate(self._mesh.objects.all_gather(dim, text)):
+                for at in range(0, len(keys), 2 * _KEY_BYTES):
+                    key, content = keys[at : at + _KEY_BYTES], keys[at + _KEY_BYTES : at + 2 * _KEY_BYTES]
+                    holders.setdefault(key, []).append(coord)
+                    if contents.get(key, content) != content:
+                        different.append(f"{names[key]} along {dim}")
             # Along each dim another share of the parts for each, and the same one on all ranks beside it.
             mine = {
                 key: item
                 for key, item in mine.items()
                 if holders[key][_number(key, dim) % len(holders[key])] == self._mesh.coord(dim)
             }
-        return list(mine.values())
 
-    def _parts(self, state: Mapping[str, Tensor]) -> dict[bytes, WriteItem]:
+        def compared() -> None:
+            if different:
+                raise _differs(different)
+
+        together(self._mesh, "divide a checkpoint", compared)
+        return [item for item, _ in mine.values()]
+
+    def _parts(self, state: Mapping[str, Tensor]) -> dict[bytes, tuple[WriteItem, bytes]]:
+        """Each part, and what is compared of it: a digest of its bytes, or zeros."""
         known, self._known = self._known, {}
-        found: dict[bytes, WriteItem] = {}
+        found: dict[bytes, tuple[WriteItem, bytes]] = {}
         for name, tensor in state.items():
             kind: tuple[Any, ...] = (tensor.dtype, tensor.shape)
             if isinstance(tensor, DTensor):
@@ -88,11 +104,37 @@ class Shares:
             if name not in known or known[name][0] != kind:
                 known[name] = (kind, parts_of({name: tensor}))
             self._known[name] = known[name]
+            content = bytes(_KEY_BYTES)
+            if compared := _is_compared(name, tensor):
+                content = _digest(bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
             for item in known[name][1]:
-                sizes = item.tensor_data.chunk.sizes if item.tensor_data else ()
-                text = repr((name, item.index.offset, tuple(sizes)))
-                found[hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()] = item
+                sizes = item.tensor_data.chunk.sizes if item.tensor_data and not compared else ()
+                found[_digest(repr((name, item.index.offset, tuple(sizes))).encode())] = item, content
         return found
+
+
+def _is_compared(name: str, tensor: Tensor) -> bool:
+    """Plain data, the extra state of modules, and numbers that an optimizer keeps for a parameter: small, and equal on
+    every rank where nothing is wrong.
+    """
+    if isinstance(tensor, DTensor):
+        return False
+    number = name.startswith("optimizer.") and not tensor.ndim
+    return number or name.startswith("plain.") or name.endswith(f".{EXTRA}")
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_KEY_BYTES).digest()
+
+
+def _differs(names: list[str]) -> TrainingError:
+    names = list(dict.fromkeys(names))
+    return TrainingError(
+        f"ranks that hold the same state differ in {names[0].split(' ')[0]}",
+        given=", ".join(names[:8]),
+        expected="the same numbers on every rank: only one rank's are saved",
+        hint="make them of what all ranks have, such as reduced values or whole tensors, not of a rank's own part or samples",
+    )
 
 
 def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError
@@ -17,21 +15,21 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, together
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.agree import Facts, agreed_corpus
-from meshcomm.train.checkpoint import Attempt, Checkpoints
+from meshcomm.train.checkpoint import Attempt, Checkpoints, resume
 from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.given_data import Data, Given
 from meshcomm.train.lock import Lock, best_of, lock_of, samples_read
 from meshcomm.train.metrics.sinks import check_sinks
 from meshcomm.train.report import Callback, Summary
 from meshcomm.train.run_files import check_folder
-from meshcomm.train.steps import LOSSES, Reading, Steps, state_of
+from meshcomm.train.steps import Reading, Steps
 
 
 def run(
     mesh: Mesh,
     config: Config,
     facts: Facts,
-    make: Callable[[bool], tuple[Engine, LRScheduler | None]],
+    make: Callable[[bool], Engine],
     callbacks: Sequence[Callback],
     *,
     vocabulary: int,
@@ -64,15 +62,10 @@ def run(
         start = lock_of(mesh, config, b"" if corpus is None else corpus.digest)
         resumed, lock = checkpoints.begin(attempt, start)
         # What a checkpoint has is not read from elsewhere, nor drawn, before.
-        engine, scheduler = make(not lock.step)
-        losses = [0.0] * lock.step
+        engine = make(not lock.step)
+        losses: list[float] = []
         if resumed is not None and lock.step:
-            state = state_of(engine, losses)
-            checkpoints.load(resumed.folder, state)
-            losses = state[LOSSES].tolist()
-        if scheduler is not None:
-            for _ in range(lock.step):
-                _quietly(scheduler)
+            resume(mesh, engine, resumed.folder, losses)
         if (wanted := train.float32_matmul_precision) is not None:
             precise = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision(wanted)
@@ -88,7 +81,7 @@ def run(
         validation = None if corpus is None else corpus.validation
         held = None if validation is None else batches_of(engine, validation)
         reading = Reading(batches_for(engine, corpus, data, lock), corpus, held)
-        steps = Steps(engine, config, reading, callbacks, checkpoints, lock, resumed, losses, scheduler)
+        steps = Steps(engine, config, reading, callbacks, checkpoints, lock, resumed, losses)
         return steps.run()
     finally:
         if precise is not None:
@@ -136,14 +129,6 @@ def needs_data(config: Config, facts: Facts) -> None:
             expected="one of both",
             hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
         )
-
-
-def _quietly(scheduler: LRScheduler) -> None:
-    """Count a step that was done before this process began."""
-    with warnings.catch_warnings():
-        # torch asks for a step of the optimiser before each of these.
-        warnings.simplefilter("ignore", UserWarning)
-        scheduler.step()
 
 
 def _cores() -> int:

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh.together import is_first
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
-from meshcomm.train.checkpoint import Checkpoints
+from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.data import Batches, Corpus
 from meshcomm.train.early_stop import Best, EarlyStop
 from meshcomm.train.given_data import Given
@@ -30,7 +28,6 @@ from meshcomm.train.run_files import METRICS, MetricsFile, recorded, settings_of
 from meshcomm.train.schedule import learning_rate
 from meshcomm.train.windows import Windows
 
-LOSSES = "run.losses"
 # Steps that may be left out one after the other: more of them are no accident.
 _IN_A_ROW = 10
 
@@ -57,16 +54,11 @@ class Reading(NamedTuple):
         return min(whole, train.eval_batches or whole)
 
 
-def state_of(engine: Engine, losses: list[float]) -> dict[str, Tensor]:
-    """All that a run must find again, beside what follows from the step and the configuration."""
-    return {**engine.state(), LOSSES: torch.tensor(losses, dtype=torch.float64)}
-
-
 @final
 class Steps:
     """The steps that follow those of `losses`, after which the lock was `lock`. Every rank of the mesh has them.
 
-    resumed: None where the run begins at its first step. scheduler: torch's, in place of train.schedule.
+    resumed: None where the run begins at its first step.
     """
 
     def __init__(
@@ -79,13 +71,12 @@ class Steps:
         lock: Lock,
         resumed: Resumed | None,
         losses: list[float],
-        scheduler: LRScheduler | None,
     ) -> None:
         _, _, data, train = engine.sections
         mesh, corpus = engine.mesh, reading.corpus
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading, self._eval_batches = reading, reading.evaluated(train)
-        self._checkpoints, self._lock, self._scheduler = checkpoints, lock, scheduler
+        self._checkpoints, self._lock = checkpoints, lock
         self._out = Path(train.out)
         self._first = len(losses)
         self._losses, self._seconds, self._skipped, self._in_a_row = losses, lock.seconds, lock.skipped, 0
@@ -146,7 +137,7 @@ class Steps:
     # -- inside -----------------------------------------------------------------------------------
 
     def _make(self, windows: Windows) -> None:
-        engine, mesh, train, scheduler = self._engine, self._mesh, self._train, self._scheduler
+        engine, mesh, train, scheduler = self._engine, self._mesh, self._train, self._engine.scheduler
         logged = time.perf_counter()
         began = logged - self._lock.seconds
         logged_step = self._first
@@ -244,7 +235,7 @@ class Steps:
             samples=self._reading.batches.read(step),
             best=self._early.best,
         )
-        folder = self._checkpoints.save(lock, state_of(self._engine, self._losses))
+        folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses))
         self._told.on_save(step, folder)
 
     def _stopped(self) -> str:

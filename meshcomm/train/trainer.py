@@ -30,6 +30,7 @@ from meshcomm.train import checkpoint, loop
 from meshcomm.train.agree import agree, corpus_of
 from meshcomm.train.checkpoint import Attempt
 from meshcomm.train.given_data import Data, placed
+from meshcomm.train.lock import lock_of
 from meshcomm.train.report import Callback, Summary
 from meshcomm.train.schedule import learning_rate
 
@@ -77,8 +78,9 @@ class Trainer:
         loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean of those of all microbatches of
             all ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
         scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule; a function of the step is
-            `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step, and where a run goes on
-            from a checkpoint as often as there were steps: it must follow from their number alone.
+            `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
+            as often as there were steps, and then gives it the state that was saved; where its settings are others
+            now, these count, and the state follows from the number of steps alone.
         callbacks: told what happens, on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
@@ -104,13 +106,12 @@ class Trainer:
         self._mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._made: tuple[Engine, LRScheduler | None] | None = None
+        self._made: Engine | None = None
         if isinstance(model, nn.Module):
             self._make(True)
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
-        self._steps = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -123,12 +124,12 @@ class Trainer:
 
         A model that is given in parts is built when this, or what needs it, is first asked for: every rank then asks.
         """
-        return self._make(True)[0]
+        return self._make(True)
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """Torch's, where one was given."""
-        return self._make(True)[1]
+        return self.engine.scheduler
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -184,13 +185,14 @@ class Trainer:
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient.
         """
-        engine, scheduler = self._make(True)
-        self._steps += 1
-        lr = None if scheduler is not None else learning_rate(engine.sections.train, self._steps)
+        engine = self.engine
+        scheduler = engine.scheduler
+        number = engine.done + 1
+        lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
         inputs, targets = placed(engine, inputs, targets)
         if self._recorder is not None:
             self._recorder.begins(engine, inputs)
-        engine.step(inputs, targets, lr, self._steps)
+        engine.step(inputs, targets, lr, number)
         if scheduler is not None:
             scheduler.step()
         if self._recorder is not None:
@@ -220,25 +222,32 @@ class Trainer:
             yield inputs, targets
 
     def state(self) -> dict[str, Tensor]:
-        """All that a step changes: this rank's weights and the optimiser's state, by global names. See Engine.state."""
+        """All that a step changes, by global names: see Engine.state. A look changes nothing. Called by: every rank."""
         return self.engine.state()
 
     def save(self, folder: str | Path) -> None:
-        """Write `state` into a new folder, which `load` reads on any mesh. Called by: every rank."""
-        checkpoint.write(self.mesh, self.state(), Path(folder))
+        """Write `state` into a new folder, which `load` reads on any mesh.
+
+        Called by: every rank. Raises TrainingError on every rank where one could not write, or has what cannot be saved.
+        """
+        engine = self.engine
+        lock = replace(lock_of(self._mesh, self._config, b""), step=engine.done)
+        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, engine), Path(folder), lock)
 
     def load(self, folder: str | Path) -> None:
-        """Fill `state` from a folder that `save` or a run's checkpoint made on any mesh. Called by: every rank.
+        """Make the state that of a folder that `save` or a run's checkpoint made on any mesh; `step` goes on after it.
 
-        What it has is not read from elsewhere, nor drawn, before: call this first.
+        Called by: every rank. Raises TrainingError on every rank where one could not read, or something does not fit.
+        What the folder has is not read from elsewhere, nor drawn, before: call this first.
         """
-        checkpoint.read(self.mesh, self._make(False)[0].state(), Path(folder))
+        checkpoint.resume(self.mesh, self._make(False), Path(folder))
 
-    def _make(self, filled: bool) -> tuple[Engine, LRScheduler | None]:
+    def _make(self, filled: bool) -> Engine:
         if self._made is None:
             engine = Engine(self._mesh, self._config, self._model, self._optimizer, filled=filled)
-            make = self._scheduler
-            self._made = engine, None if make is None else _scheduler(make, engine.optimizer)
+            if self._scheduler is not None:
+                engine.scheduler = _scheduler(self._scheduler, engine.optimizer)
+            self._made = engine
         return self._made
 
 

@@ -1,0 +1,483 @@
+"""What steps change beside weights: it is saved or refused by name, it comes back bit by bit, and a look changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import MeshcommError
+from meshcomm.parallel import tensor_parallel, whole
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
+
+STEPS, CUT, BATCH = 6, 3, 8
+MESHES = {
+    "one": ("{ one = 1 }", "{}"),
+    "dp": ("{ dp = 2 }", '{ data = "dp" }'),
+    "fsdp": ("{ fs = 2 }", '{ shard = "fs" }'),
+    "tp": ("{ dp = 1, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
+    "dp tp": ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
+}
+
+
+def config_of(case: str, *more: str) -> Config:
+    dims, parallel = MESHES[case]
+    train = f'{{ steps = {STEPS}, global_batch = {BATCH}, microbatch = 2, lr = 0.05, dtype = "float64" }}'
+    mesh = f'{{ dims = {dims}, device = "cpu", timeout_s = 60.0 }}'
+    return load({}, [f"mesh={mesh}", f"parallel={parallel}", f"train={train}", *more])
+
+
+# -- optimizers, modules and schedulers as users write them ---------------------------------------
+
+
+class Momentum(Optimizer):
+    """Counts its steps in an int, and in an attribute; its rate depends on both."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.rounds = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.rounds += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["average"] = torch.zeros_like(p)
+                    state["seen"] = {"steps": [], "last": None}
+                state["step"] += 1
+                state["seen"]["steps"].append(state["step"])
+                state["average"].lerp_(p.grad, 1 / (1 + len(state["seen"]["steps"])))
+                p.sub_(state["average"], alpha=group["lr"] / (state["step"] + self.rounds))
+
+
+class Growing(Optimizer):
+    """Keeps scalars in its groups, as Prodigy and schedule-free ones do."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1, "d": 1e-2, "k": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 1.5
+            group["weight_sum"] += group["d"] ** 2
+            group.setdefault("first", group["d"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["d"] * (1 + group["k"]) / (1 + group["weight_sum"]))
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise from torch's default generator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape, dtype=p.dtype) * 1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "int step": Momentum,
+    "scalars in groups": Growing,
+    "dampening": lambda groups: torch.optim.SGD(
+        groups, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1
+    ),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.05, t0=2, weight_decay=0.1),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "foreach": lambda groups: torch.optim.NAdam(groups, lr=0.01, weight_decay=0.1, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
+}
+# Their state has other shapes than the parameters, or they draw: not of a part of a tensor.
+OF_WHOLE: dict[str, Callable[[Any], Optimizer]] = {
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05),
+    "noise": lambda groups: Noisy(groups, lr=0.1),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.down(self.up(x).relu()))
+        return y
+
+
+class Counting(Net):
+    """How often it was called, no tensor, is a part of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.scale(super().forward(x)) / (1 + 0.1 * self.calls)
+        return y
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Scale(nn.Module):
+    """Extra state that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.by *= 1.01
+        return x * self.by
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.by, dtype=torch.float64)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.by = float(state)
+
+
+def frozen() -> Net:
+    made = Net()
+    made.down.weight.requires_grad_(False)
+    made.head.bias.requires_grad_(False)
+    return made
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(3, 3)
+        self.again.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.again(super().forward(x))
+        return y
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {"extra state": Counting, "frozen": frozen, "tied": Tied}
+
+
+class Remembers:
+    """A callable object, whose attributes LambdaLR saves."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class Drifting(LRScheduler):
+    """Its rates follow from what it has seen, not from the number of steps."""
+
+    def __init__(self, optimizer: Optimizer, seen: Callable[[], float]) -> None:
+        self.sum, self._see = 0.0, seen
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        self.sum += self._see()
+        return [base / (1 + self.sum) for base in self.base_lrs]
+
+
+def closure(optimizer: Optimizer) -> LRScheduler:
+    rates = iter([0.9**n for n in range(99)])
+    return LambdaLR(optimizer, lambda _: next(rates))
+
+
+SEEN = [1.0]
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "closure": closure,
+    "object": lambda optimizer: LambdaLR(optimizer, Remembers()),
+    "step": lambda optimizer: StepLR(optimizer, 2),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2),
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 4)], [2]
+    ),
+    "chain": lambda optimizer: ChainedScheduler([LinearLR(optimizer), StepLR(optimizer, 3)], optimizer),
+    "own": lambda optimizer: Drifting(optimizer, lambda: SEEN[0]),
+}
+
+
+# -- a training that is cut in two ------------------------------------------------------------------
+
+
+def loss(y: Tensor, targets: Tensor) -> Tensor:
+    return (y - targets).square().mean()
+
+
+def share(trainer: Trainer, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
+    each = BATCH // trainer.engine.data_size
+    here = slice(trainer.engine.data_coord * each, (trainer.engine.data_coord + 1) * each)
+    return x[here], x[here, :3].sin()
+
+
+def trainer_of(mesh: Any, config: Config, module: Any, optimizer: Any, scheduler: Any) -> Trainer:
+    made = module()
+    if config.parallel is not None and config.parallel.tensor is not None:
+        tensor_parallel(made, mesh, config.parallel.tensor, {"up": "column", "down": "row"})
+    return Trainer(mesh, config, made, loss=loss, optimizer=optimizer, scheduler=scheduler)
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    found = {name: whole(p).detach().clone() for name, p in trainer.engine.named_parameters()}
+    return {**found, "lr": torch.tensor([group["lr"] for group in trainer.optimizer.param_groups][:1])}
+
+
+def parts(kind: str, name: str) -> tuple[Any, Any, Any]:
+    module = MODULES[name] if kind == "module" else Net
+    optimizer = {**OPTIMIZERS, **OF_WHOLE}[name] if kind == "optimizer" else OPTIMIZERS["dampening"]
+    return module, optimizer, SCHEDULERS[name] if kind == "scheduler" else None
+
+
+def undisturbed(config: Config, kind: str, names: list[str], folder: Path) -> dict[str, Any]:
+    """Weights after all steps, of a training that is saved before the first step and after some."""
+    found = {}
+    with meshcomm.init(config) as mesh:
+        for name in names:
+            SEEN[0] = 1.0
+            trainer = trainer_of(mesh, config, *parts(kind, name))
+            trainer.save(folder / name / "begin")
+            for step in range(1, STEPS + 1):
+                if step == CUT + 1:
+                    trainer.save(folder / name / "cut")
+                trainer.step(*share(trainer, step))
+                SEEN[0] = 0.0 if step == CUT else SEEN[0]
+            found[name] = weights(trainer)
+    return found
+
+
+def resumed(config: Config, kind: str, names: list[str], folder: Path, first: int) -> dict[str, Any]:
+    found = {}
+    with meshcomm.init(config) as mesh:
+        for name in names:
+            SEEN[0] = 1.0
+            trainer = trainer_of(mesh, config, *parts(kind, name))
+            SEEN[0] = 5.0
+            trainer.load(folder / name / ("cut" if first else "begin"))
+            SEEN[0] = 0.0 if first else 1.0
+            for step in range(first + 1, STEPS + 1):
+                trainer.step(*share(trainer, step))
+                SEEN[0] = 0.0 if step == CUT else SEEN[0]
+            found[name] = weights(trainer)
+    return found
+
+
+def ranks_of(config: Config) -> int:
+    return config.mesh.layout(None).world_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "other"),
+    [
+        *((kind, "dp", "fsdp") for kind in ("optimizer", "module", "scheduler")),
+        *(("optimizer", a, b) for a, b in (("fsdp", "tp"), ("tp", "dp"))),
+        # Their state counts forward passes: of as many ranks with samples of their own.
+        *(("module", a, b) for a, b in (("fsdp", "dp tp"), ("dp tp", "dp"))),
+        ("scheduler", "dp tp", "one"),
+    ],
+)
+def test_a_resumed_training_is_the_undisturbed_one(
+    pool: Pool, tmp_path: Path, kind: str, case: str, other: str
+) -> None:
+    names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
+    here, there = config_of(case), config_of(other)
+    (expected, *_) = pool.run(undisturbed, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
+    for first in (0, CUT):
+        again = pool.run(resumed, here, kind, names, tmp_path, first, ranks=ranks_of(here), timeout_s=120)
+        for name in names:
+            for rank in again:
+                for key, value in rank[name].items():
+                    assert torch.equal(value, expected[name][key]), (name, key, first)
+    moved = pool.run(resumed, there, kind, names, tmp_path, CUT, ranks=ranks_of(there), timeout_s=120)
+    for name in names:
+        for key, value in moved[0][name].items():
+            # Of float64; only the order of sums differs. Rprop sees signs, which may turn.
+            torch.testing.assert_close(value, expected[name][key], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", ["dp", "one"])
+def test_state_of_other_shapes_and_noise_come_back(pool: Pool, tmp_path: Path, case: str) -> None:
+    config, names = config_of(case), list(OF_WHOLE)
+    (expected, *_) = pool.run(undisturbed, config, "optimizer", names, tmp_path, ranks=ranks_of(config))
+    for rank in pool.run(resumed, config, "optimizer", names, tmp_path, CUT, ranks=ranks_of(config)):
+        for name in names:
+            for key, value in rank[name].items():
+                assert torch.equal(value, expected[name][key]), (name, key)
+
+
+# -- a look -----------------------------------------------------------------------------------------
+
+
+def looked_at(config: Config, folder: Path | None, names: list[str]) -> dict[str, Any]:
+    found = {}
+    with meshcomm.init(config) as mesh:
+        for name in names:
+            trainer = trainer_of(mesh, config, frozen, OPTIMIZERS[name], None)
+            if folder is not None:
+                before = trainer.state()
+                assert not any(key.startswith("optimizer.") for key in before)
+                trainer.save(folder / name)
+            for step in range(1, 4):
+                trainer.step(*share(trainer, step))
+                if folder is not None:
+                    trainer.state()
+            found[name] = weights(trainer)
+    return found
+
+
+@pytest.mark.parametrize("case", ["dp", "fsdp", "tp"])
+def test_a_look_changes_nothing(pool: Pool, tmp_path: Path, case: str) -> None:
+    config, names = config_of(case), list(OPTIMIZERS)
+    without = pool.run(looked_at, config, None, names, ranks=2)
+    for ours, theirs in zip(pool.run(looked_at, config, tmp_path, names, ranks=2), without, strict=True):
+        for name in names:
+            assert all(torch.equal(value, theirs[name][key]) for key, value in ours[name].items()), name
+
+
+# -- what cannot be saved ---------------------------------------------------------------------------
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps something in the state of each parameter."""
+
+    def __init__(self, groups: Any, what: str) -> None:
+        super().__init__(groups, lr=0.1)
+        self.what = what
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient: Any = p.grad
+                if self.what == "object":
+                    self.state[p]["projector"] = object()
+                elif self.what == "group object":
+                    group["projector"] = object()
+                elif self.what == "own part":
+                    self.state[p]["mean"] = getattr(gradient, "_local_tensor", gradient).clone()
+                elif self.what == "part of a sum":
+                    self.state[p]["norm"] = gradient.sum()
+                elif self.what == "number of a part":
+                    part = getattr(gradient, "_local_tensor", gradient)
+                    self.state[p]["norm"] = part.norm().item()
+                elif self.what == "inner":
+                    self.inner = torch.optim.SGD([p])
+
+
+class Random(Net):
+    """Extra state that follows from a rank's own samples."""
+
+    seen = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.sum().item()
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def not_saved(config: Config, what: str, folder: Path) -> str:
+    with meshcomm.init(config) as mesh:
+        scheduler = None
+        if what == "scheduler":
+            scheduler = lambda optimizer: Holds(optimizer, lambda _: 1.0)  # noqa: E731
+        module = Random if what == "samples" else Net
+        trainer = trainer_of(mesh, config, module, lambda groups: Keeps(groups, what), scheduler)
+        trainer.step(*share(trainer, 1))
+        try:
+            trainer.save(folder / what)
+        except MeshcommError as error:
+            return str(error)
+    return "saved"
+
+
+class Holds(LambdaLR):
+    def __init__(self, *args: Any) -> None:
+        self.handle = object()
+        super().__init__(*args)
+
+
+@pytest.mark.parametrize(
+    ("what", "case", "words"),
+    [
+        ("object", "dp", "the optimizer's state of up.weight cannot be saved"),
+        ("group object", "dp", "param_groups[0], projector cannot be saved"),
+        ("own part", "fsdp", "optimizer.up.weight.mean cannot be saved"),
+        ("part of a sum", "fsdp", "optimizer.up.weight.norm cannot be saved"),
+        ("number of a part", "fsdp", "ranks that hold the same state differ in plain.parameter."),
+        ("inner", "dp", "the attribute inner of Keeps cannot be saved"),
+        ("samples", "dp", "ranks that hold the same state differ in plain.module."),
+        ("scheduler", "dp", "Holds.state_dict(), handle cannot be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(pool: Pool, tmp_path: Path, what: str, case: str, words: str) -> None:
+    for said in pool.run(not_saved, config_of(case), what, tmp_path, ranks=2):
+        assert words in said.splitlines()[0]
+
+
+def another(config: Config, folder: Path, save: bool) -> str:
+    with meshcomm.init(config) as mesh:
+        trainer = trainer_of(mesh, config, Net, OPTIMIZERS["adam" if save else "dampening"], None)
+        if save:
+            trainer.step(*share(trainer, 1))
+            trainer.save(folder)
+            return ""
+        try:
+            trainer.load(folder)
+        except MeshcommError as error:
+            return str(error)
+    return "loaded"
+
+
+def test_the_state_of_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(another, config_of("one"), tmp_path / "saved", True, ranks=1)
+    (said,) = pool.run(another, config_of("one"), tmp_path / "saved", False, ranks=1)
+    assert said.splitlines()[:3] == [
+        "the checkpoint does not fit: the optimizer's state",
+        "  given:    that of Adam",
+        "  expected: that of SGD",
+    ]
