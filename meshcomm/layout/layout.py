@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal, NoReturn, TypeAlias, TypeVar, overload
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.errors import LayoutError, UnknownDim
 from meshcomm.layout.names import check_name, did_you_mean
-from meshcomm.layout.sizes import check_coord, check_sizes, fold, rank_text, resolve, times, toml_dims
+from meshcomm.layout.sizes import (
+    check_coord,
+    check_mapping,
+    check_sizes,
+    fold,
+    rank_text,
+    resolve,
+    times,
+    toml_dims,
+    whole,
+)
 
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
 Ints = TypeVar("Ints", int, Ranks)
+# Above every rank of any job.
+_RANKS: Final = 1 << 31
 
 
 class Digits(tuple[tuple[int, int], ...]):
@@ -65,8 +77,11 @@ class Digits(tuple[tuple[int, int], ...]):
         return self.offset(np.arange(self.size, dtype=np.int64))
 
 
+@final
 class Layout:
     """A mesh as a value: dims, their sizes, and which rank sits where. No process is involved.
+
+    Nothing of it can be set. Equal layouts hash alike; it can be pickled and copied.
 
     Args:
         dims: name -> size, outermost first. The rank grid is row-major in this order, so the
@@ -77,6 +92,7 @@ class Layout:
             A dim that a view shares with the base by name must mean the same groups.
         merge: name -> dims that together get one coord, row-major in the order written.
 
+    Ints are plain or NumPy's; a bool, a float, or a string in the place of a list is refused.
     Raises LayoutError, which says what does not fit.
 
     >>> layout = Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")})
@@ -94,6 +110,10 @@ class Layout:
     views: Final[Mapping[str, Mapping[str, int]]]
     merge: Final[Mapping[str, tuple[str, ...]]]
     world_size: Final[int]
+    _digits: dict[Dims, Digits]
+    _factorisations: dict[str, Mapping[str, int]]
+    _order: Ranks | None
+    _positions: Mapping[int, int] | range
 
     def __init__(
         self,
@@ -102,30 +122,55 @@ class Layout:
         views: Mapping[str, Mapping[str, int]] | None = None,
         merge: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        check_sizes(dims, "dims")
-        self.dims = MappingProxyType(dict(dims))
-        self.world_size = math.prod(dims.values())
+        sizes = check_sizes(dims, "dims")
         known_views: dict[str, Mapping[str, int]] = {}
         known_merge: dict[str, tuple[str, ...]] = {}
-        self.views, self.merge = MappingProxyType(known_views), MappingProxyType(known_merge)
-        # The digits of every name, and of every tuple of names that was asked for.
-        self._digits: dict[Dims, Digits] = {}
-        # The base is "".
-        self._factorisations: dict[str, Mapping[str, int]] = {}
+        self._keep(
+            dims=MappingProxyType(sizes),
+            world_size=math.prod(sizes.values()),
+            views=MappingProxyType(known_views),
+            merge=MappingProxyType(known_merge),
+            # The digits of every name, and of every tuple of names that was asked for.
+            _digits={},
+            # The base is "".
+            _factorisations={},
+        )
         self._add_factorisation("", self.dims)
-        for view, sizes in (views or {}).items():
+        for view, given in check_mapping({} if views is None else views, "views", "sizes by name").items():
             check_name(view, "view")
-            check_sizes(sizes, f"views.{view}", open_dim=True)
+            sizes = check_sizes(given, f"views.{view}", open_dim=True)
             known_views[view] = MappingProxyType(resolve(sizes, self.world_size, f"view {view}"))
             self._add_factorisation(view, known_views[view])
-        merged = {name: (tuple(parts), self._merged(name, parts)) for name, parts in (merge or {}).items()}
-        for name, (names, digits) in merged.items():
-            known_merge[name], self._digits[name] = names, digits
-        self._order = None if rank_order is None else _checked_order(rank_order, self.dims)
-        # Rank -> position.
-        self._positions: Mapping[int, int] | range = range(self.world_size)
-        if self._order is not None:
-            self._positions = {rank: position for position, rank in enumerate(self._order.tolist())}
+        lists = check_mapping({} if merge is None else merge, "merge", "lists of dims")
+        merged = {name: self._merged(name, parts) for name, parts in lists.items()}
+        for name, digits in merged.items():
+            known_merge[name], self._digits[name] = tuple(lists[name]), digits
+        order = None if rank_order is None else _checked_order(rank_order, self.dims)
+        positions = range(self.world_size)
+        self._keep(
+            _order=order,
+            # Rank -> position.
+            _positions=positions if order is None else dict(zip(order.tolist(), positions, strict=True)),
+        )
+
+    def _keep(self, **facts: Any) -> None:
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise LayoutError(
+            f"a layout cannot be changed: {name}",
+            given=f"layout.{name} = {value!r}",
+            expected="a new layout for other dims",
+            hint="Layout(...), with everything that differs",
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        views = {name: dict(sizes) for name, sizes in self.views.items()}
+        return Layout, (dict(self.dims), self.rank_order, views, dict(self.merge))
 
     def _add_factorisation(self, view: str, sizes: Mapping[str, int]) -> None:
         stride = self.world_size
@@ -147,6 +192,13 @@ class Layout:
 
     def _merged(self, name: str, parts: Sequence[str]) -> Digits:
         check_name(name, "merged dim")
+        if isinstance(parts, str) or not isinstance(parts, Sequence):
+            raise LayoutError(
+                f"merge.{name} is not a list of dims",
+                given=f"merge.{name} = {parts!r}, a {type(parts).__name__}",
+                expected="a list or tuple of two or more dims",
+                hint=f"merge.{name} = {list(self.dims)[:2]}",
+            )
         given = f"merge.{name} = {list(parts)}"
         if name in self._digits:
             raise LayoutError(
@@ -298,11 +350,15 @@ class Layout:
         return np.arange(self.world_size, dtype=np.int64) if self._order is None else self._order.copy()
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, (int, np.integer)) and rank in self._positions
+        try:
+            return whole(rank, "rank") in self._positions
+        except LayoutError:
+            return False
 
     def position(self, rank: int) -> int:
         """Index of `rank` in the row-major rank grid. Raises LayoutError where it has none."""
-        if rank in self:
+        rank = whole(rank, "rank")
+        if rank in self._positions:
             return self._positions[rank]
         ranks = fold(sorted(self._positions))
         raise LayoutError(
@@ -313,7 +369,15 @@ class Layout:
         )
 
     def rank_of(self, position: int) -> int:
-        """The rank at a position of the row-major rank grid."""
+        """The rank at a position of the row-major rank grid. Raises LayoutError outside of it."""
+        position = whole(position, "position")
+        if not 0 <= position < self.world_size:
+            raise LayoutError(
+                f"the mesh has no position {position}",
+                given=f"position {position}",
+                expected=f"0 to {self.world_size - 1}",
+                hint="layout.position(rank) gives that of a rank",
+            )
         return position if self._order is None else int(self._order[position])
 
     def _ranks_of(self, positions: Ranks) -> Ranks:
@@ -354,9 +418,8 @@ class Layout:
                 expected="one coord for each of " + ", ".join(self.dims),
                 hint=f"add {', '.join(missing)}" if missing else "leave out the others",
             )
-        for name, size in sizes.items():
-            check_coord(name, coords[name], size)
-        return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in coords.items()))
+        checked = {name: check_coord(name, coords[name], size) for name, size in sizes.items()}
+        return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in checked.items()))
 
     def groups(self, dims: Dims) -> Ranks:
         """Every group along `dims`, shape (number of groups, size), in coord order.
@@ -383,7 +446,7 @@ class Layout:
         """The rank `offset` coords further along `dims`; None past the edge without `wrap`."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
-        target = coord + offset
+        target = coord + whole(offset, "offset")
         if not (wrap or 0 <= target < digits.size):
             return None
         return self.rank_of(position - digits.offset(coord) + digits.offset(target % digits.size))
@@ -391,8 +454,24 @@ class Layout:
 
 def _checked_order(rank_order: Sequence[int], dims: Mapping[str, int]) -> Ranks | None:
     """`rank_order` as an array that cannot be written to; None where it is 0, 1, 2, ..."""
-    order = np.array(rank_order, dtype=np.int64)
     world = math.prod(dims.values())
+    listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order
+    if isinstance(listed, str) or not isinstance(listed, Sequence):
+        raise LayoutError(
+            "rank_order is not a list of ranks",
+            given=f"{rank_order!r}, a {type(rank_order).__name__}",
+            expected=f"a list of {world} different ranks",
+            hint="list(...) of it, or no rank_order",
+        )
+    ranks = [whole(rank, "rank") for rank in listed]
+    if any(rank >= _RANKS for rank in ranks):
+        raise LayoutError(
+            f"no job has a rank {max(ranks)}",
+            given=f"rank {max(ranks)} in rank_order",
+            expected=f"ranks below {_RANKS}",
+            hint="one rank for each position of the row-major grid, or no rank_order",
+        )
+    order = np.array(ranks, dtype=np.int64)
     if order.shape != (world,):
         raise LayoutError(
             f"rank_order lists {order.size} ranks for a mesh of {world}",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import Any
 
 from meshcomm.errors import LayoutError
 from meshcomm.layout.names import check_name
@@ -38,24 +40,63 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> None:
-    """Raise LayoutError unless `dims` names at least one dim, and each size is a whole number of 1 or more.
+def whole(value: Any, what: str) -> int:
+    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`.
+
+    >>> whole(3, "rank")
+    3
+    """
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise LayoutError(
+        f"{what} {value!r} is not an int",
+        given=f"{value!r}, a {type(value).__name__}",
+        expected=f"an int as the {what}; NumPy's integers are taken",
+        hint=f"int({value!r})" if isinstance(value, (bool, float)) else f"{what} 0",
+    )
+
+
+def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
+    """`given` itself, if it is a mapping from names to `holds`."""
+    if isinstance(given, Mapping):
+        return given
+    raise LayoutError(
+        f"{where} is not a mapping from names to {holds}",
+        given=f"{given!r}, a {type(given).__name__}",
+        expected=f"a mapping from names to {holds}",
+        hint='{"dp": 2, "tp": 4}' if holds == "sizes" else "a dict",
+    )
+
+
+def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> dict[str, int]:
+    """The sizes as plain ints. Raises LayoutError unless `dims` names at least one dim and each size is an int of 1 or more.
 
     where: what the message calls it. open_dim: -1 is left to `resolve`.
     """
+    check_mapping(dims, where, "sizes")
     if not dims:
         hint = f"{where} = {{ dp = 1 }}"
         raise LayoutError(f"{where} is empty", given="no dim", expected="at least one dim", hint=hint)
+    found = {}
     for name, size in dims.items():
         check_name(name, "dim")
-        is_open = open_dim and size == -1
-        if isinstance(size, bool) or not isinstance(size, int) or not (size >= 1 or is_open):
+        try:
+            found[name] = whole(size, "size")
+        except LayoutError:
+            found[name] = 0
+        if not (found[name] >= 1 or (open_dim and found[name] == -1)):
             raise LayoutError(
                 f"{where}.{name} = {size!r} is not a size",
                 given=f"{name} = {size!r}",
                 expected="a whole number of 1 or more",
                 hint=f"{where}.{name} = 1 keeps the dim and gives it one rank",
             )
+    return found
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:
@@ -130,8 +171,9 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
     )
 
 
-def check_coord(name: str, coord: int, size: int) -> None:
-    """Raise LayoutError where the dim `name` has no such coord."""
+def check_coord(name: str, coord: int, size: int) -> int:
+    """The coord as an int. Raises LayoutError where the dim `name` has no such coord."""
+    coord = whole(coord, "coord")
     if not 0 <= coord < size:
         raise LayoutError(
             f"{name}={coord} is outside the mesh",
@@ -139,6 +181,7 @@ def check_coord(name: str, coord: int, size: int) -> None:
             expected=f"0 to {size - 1}",
             hint=f"{name} has size {size}; coords count from 0",
         )
+    return coord
 
 
 def coords_text(coords: Mapping[str, int]) -> str:

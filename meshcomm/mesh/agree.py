@@ -16,9 +16,12 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import store_failed
 
-# In the number that counts who has come: above these bits, the sum of the sizes that they expect.
-_COUNT_BITS: Final = 31
+# In the number that counts who has come: above these bits, the sum of the sizes that they expect. For n ranks that is
+# n * n, and the store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.
+_COUNT_BITS: Final = 21
 _COUNT: Final = (1 << _COUNT_BITS) - 1
+# How long the rank that waits for the others where sizes differ leaves the store alone.
+_PAUSE_S: Final = 0.01
 
 # The verdict, with the time of the host that gave it.
 AGREED: Final = "agree %Y%m%d-%H%M%S"
@@ -63,7 +66,11 @@ def agree(
         total = store.add("come", 1 + (world_size << _COUNT_BITS))
         count, expected = total & _COUNT, total >> _COUNT_BITS
         _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
-        if count == world_size or expected != count * world_size:
+        if expected != count * world_size:
+            # One rank watches for all: each of those that come later would find the same, and read the whole list.
+            if store.add("watchers", 1) == 1:
+                _watch(store, deadline)
+        elif count == world_size:
             _conclude(store, count, deadline)
         try:
             verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
@@ -143,19 +150,30 @@ def _announced(store: Any) -> dict[int, _Arrival]:
     return {int(rank): _Arrival(int(rank), mine, int(size), host) for rank, mine, size, host in arrivals}
 
 
-def _conclude(store: Any, count: int, deadline: float) -> None:
-    """Give the verdict if nobody else is to come; called by the last rank, and by any that finds another size.
+def _conclude(store: Any, count: int, deadline: float) -> int:
+    """Give the verdict if nobody else is to come; return how many have to come before it is worth another look.
 
     count: how many have counted themselves. Each of them says who it is right after that, unless it dies.
     """
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
-            return
+            return count
         time.sleep(0.001)
     sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
     if count >= sizes.most_common(1)[0][0]:
         alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
         store.compare_set("verdict", "", time.strftime(AGREED) if alike else "differ")
+    return min((size for size in (*sizes, 2 * count) if size > count), default=count)
+
+
+def _watch(store: Any, deadline: float) -> None:
+    """Give the verdict where sizes differ, once all have come that most ranks expect."""
+    enough = 0
+    while time.monotonic() < deadline and not store.check(["verdict"]):
+        count = store.add("come", 0) & _COUNT
+        if count >= enough:
+            enough = _conclude(store, count, deadline)
+        time.sleep(_PAUSE_S)
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -270,6 +272,74 @@ def test_an_unknown_view_is_refused_by_name() -> None:
     with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
         layout.coords(1, "exprt")
     assert caught.value.hint == 'did you mean "expert"?'
+
+
+_CUBE = Layout(
+    {"pp": 2, "dp": 2, "tp": 2}, rank_order=[1, 0, 2, 3, 4, 5, 6, 7], merge={"model": ("pp", "tp")}
+)
+_REFUSED: tuple[Any, ...] = (0.5, 1.0, True, np.True_, np.float32(1), "1", None, [1])
+
+
+@pytest.mark.parametrize("wrong", _REFUSED, ids=repr)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda n: _CUBE.rank_at(pp=n, dp=0, tp=0),
+        lambda n: _CUBE.peer_rank(0, "tp", n),
+        lambda n: _CUBE.peer_rank(n, "tp", 1),
+        lambda n: _CUBE.coords(n),
+        lambda n: _CUBE.coord(n, "dp"),
+        lambda n: _CUBE.position(n),
+        lambda n: _CUBE.rank_of(n),
+        lambda n: _CUBE.group_of(n, "model").tolist(),
+        lambda n: _CUBE.group_index(n, "model"),
+        lambda n: Layout({"dp": 2}, rank_order=[n, 0]).ranks.tolist(),
+        lambda n: Layout({"dp": n}).world_size,
+    ],
+)
+def test_ints_are_taken_and_nothing_that_looks_like_one(ask: Any, wrong: object) -> None:
+    assert ask(np.int32(1)) == ask(np.int64(1)) == ask(1)
+    with pytest.raises(LayoutError):
+        ask(wrong)
+    assert wrong not in _CUBE and np.int64(1) in _CUBE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"merge": {"m": "ab"}}, "merge.m is not a list of dims"),
+        ({"merge": {"m": 3}}, "merge.m is not a list of dims"),
+        ({"merge": ["ab"]}, "merge is not a mapping"),
+        ({"views": {"v": 4}}, "views.v is not a mapping"),
+        ({"views": [("v", {"c": 4})]}, "views is not a mapping"),
+        ({"dims": [("a", 2), ("b", 2)]}, "dims is not a mapping"),
+        ({"rank_order": "0123"}, "rank_order is not a list"),
+        ({"rank_order": [10**30, 1, 2, 3]}, "no job has a rank"),
+    ],
+)
+def test_what_has_another_form_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout(**{"dims": {"a": 2, "b": 2}, **arguments})
+
+
+@pytest.mark.parametrize("position", [-1, 8])
+def test_positions_outside_of_the_grid_are_refused(position: int) -> None:
+    with pytest.raises(LayoutError, match=f"no position {position}"):
+        _CUBE.rank_of(position)
+
+
+def test_a_layout_is_a_value() -> None:
+    for name in ("world_size", "dims", "merge", "_order", "unheard_of"):
+        with pytest.raises(LayoutError, match=f"cannot be changed: {name}"):
+            setattr(_CUBE, name, 3)
+        with pytest.raises(LayoutError, match=f"cannot be changed: {name}"):
+            delattr(_CUBE, name)
+    view = Layout({"dp": np.int64(4)}, views={"v": {"ep": -1}}, merge={})  # type: ignore[dict-item]
+    for layout in (_CUBE, view, Plan(_CUBE).layout):
+        for other in (copy.copy(layout), copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+            assert other == layout and hash(other) == hash(layout) and repr(other) == repr(layout)
+    plan = Plan(_CUBE)
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_the_order_that_was_given_stays_the_callers() -> None:
