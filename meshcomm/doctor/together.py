@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -60,9 +61,14 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     assert examined is not None
     findings += judge(rows)
     one_host = len({row["host"] for row in rows}) == 1
-    if process.init == "env" and launch.address is not None and launch.port is not None and one_host:
-        exposed = exposed_store(launch.address, launch.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
-        safe = Finding("ok", "only this host reaches the job's store", f"{launch.address}:{launch.port}")
+    if (
+        process.init == "env"
+        and (at := joined.launch).address is not None
+        and at.port is not None
+        and one_host
+    ):
+        exposed = exposed_store(at.address, at.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
+        safe = Finding("ok", "only this host reaches the job's store", f"{at.address}:{at.port}")
         findings.append(safe if exposed is None else Finding.of(exposed, "warn"))
     code = exit_code(findings)
     store.set("code", str(code))
@@ -154,6 +160,16 @@ def judge(rows: Sequence[Facts]) -> list[Finding]:
                 + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
             )
         ]
+    if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
+        findings.append(
+            Finding(
+                "warn",
+                "ranks of one host are not neighbours: the last dims cross the network",
+                given="; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items()),
+                expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
+                hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
+            )
+        )
     for host, on in hosts.items():
         for device, ranks in _by(on, "device").items():
             if device.startswith("cuda") and len(ranks) > 1:

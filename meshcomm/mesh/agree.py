@@ -23,7 +23,7 @@ _COUNT: Final = (1 << _COUNT_BITS) - 1
 # How long the rank that waits for the others where sizes differ leaves the store alone.
 _PAUSE_S: Final = 0.01
 
-# The verdict, with the time of the host that gave it.
+# The verdict, with the time of the host that gave it and the ranks of each host.
 AGREED: Final = "agree %Y%m%d-%H%M%S"
 
 # How long ranks wait for the one that reads who came.
@@ -40,10 +40,8 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
     ranks: Sequence[int] | None = None,
-) -> str:
+) -> Agreed:
     """Return when every rank has come with equal `facts`; else raise on every rank.
-
-    Returns the time of it, as in `20261122-142530`, the same on every rank.
 
     Args:
         store: a torch store that all ranks see (its stubs lack half of its methods), used for
@@ -79,11 +77,11 @@ def agree(
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
             raise _told(store, rank, lambda: _absent(store, ranks or range(world_size), timeout_s, what))
-        word, _, moment = verdict.decode().partition(" ")
+        word, *said = verdict.decode().split(" ")
         if word != "agree":
             store.set(f"facts/{mine}", text)
             raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
-        return moment
+        return Agreed(said[0], int(said[1]))
     except RuntimeError as error:
         lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"
         raise store_failed(lost, error) from error
@@ -120,6 +118,17 @@ def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshM
     if rank in lists["missing"]:  # it has come since
         return find()
     return MeshMismatchError(**{**told, **lists})
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after they have agreed, the same on each.
+
+    moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one
+    host; 0 where no number says so, as hosts have unequal numbers of ranks, or ranks that are not neighbours.
+    """
+
+    moment: str
+    ranks_per_host: int
 
 
 class _Arrival(NamedTuple):
@@ -162,7 +171,10 @@ def _conclude(store: Any, count: int, deadline: float) -> int:
     sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
     if count >= sizes.most_common(1)[0][0]:
         alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
-        store.compare_set("verdict", "", time.strftime(AGREED) if alike else "differ")
+        agreed = (
+            f"{time.strftime(AGREED)} {_ranks_per_host([arrivals[rank].host for rank in sorted(arrivals)])}"
+        )
+        store.compare_set("verdict", "", agreed if alike else "differ")
     return min((size for size in (*sizes, 2 * count) if size > count), default=count)
 
 
@@ -174,6 +186,17 @@ def _watch(store: Any, deadline: float) -> None:
         if count >= enough:
             enough = _conclude(store, count, deadline)
         time.sleep(_PAUSE_S)
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int:
+    """See Agreed. hosts: of every rank.
+
+    >>> _ranks_per_host("aabb"), _ranks_per_host("abab"), _ranks_per_host("aab"), _ranks_per_host("aabbaa")
+    (2, 0, 0, 0)
+    """
+    each = len(hosts) // len(set(hosts))
+    blocks = all(host == hosts[rank - rank % each] for rank, host in enumerate(hosts))
+    return each if blocks and each * len(set(hosts)) == len(hosts) else 0
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:

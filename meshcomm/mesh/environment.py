@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shlex
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from meshcomm.config.process import NetworkConfig
 from meshcomm.errors import LaunchError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import nearest_name
 
-_MPI: Final = (
-    # Open MPI, then MPICH and Intel MPI (Hydra), then MVAPICH.
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+
+class _Variables(NamedTuple):
+    """What a launcher calls rank, world size, local rank and local size, and its job: the first of these that is set."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+
+
+# Most set Hydra's variables as well. PMI_JOBID is Slurm's and Cray's. mpirun of MPICH names its job nowhere.
+_MPI: Final = tuple(
+    _Variables._make([*names.split(), job])
+    for names, job in {
+        "OpenMPI OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE":
+            "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
+        "jsrun JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE": "PMIX_NAMESPACE",
+        "Flux FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID -": "FLUX_JOB_ID",
+        "PALS PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE": "PALS_APID PMI_JOBID",
+        "Hydra PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS": "I_MPI_HYDRA_UUID PMI_JOBID",
+        "MVAPICH MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE": "MPIRUN_ID",
+    }.items()
 )  # fmt: skip
+
+# What each kind of MPI's launcher calls a rank.
+MPI_RANKS: Final = tuple(each.rank for each in _MPI)
+
+# Where a job meets that nobody gave a port: below the ports that systems give to connections.
+_PORTS: Final = range(20_000, 32_000)
+_CANDIDATES: Final = 8
 
 # What the backends of one group must read alike: else they choose different algorithms or protocols,
 # connect at different times, or check calls that the others do not check. What names a host's own
@@ -60,10 +90,11 @@ EAGER_RANKS: Final = 64
 class Launch:
     """What the launcher says.
 
-    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi" or "single".
+    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group) or "single".
     local_rank: number of this process on its host. local_size: processes on this host.
-    address, port: where rank 0 can be met; None where nothing says so.
+    address, port: where rank 0 can be met; None where nothing says so. Without a port the job's name leads to one.
     placed: the launcher has said the local rank.
+    job: what the launcher calls the job, the same on all its ranks and on no other job's; "" where it does not say.
     """
 
     kind: str
@@ -74,6 +105,7 @@ class Launch:
     address: str | None = None
     port: int | None = None
     placed: bool = True
+    job: str = ""
 
     @property
     def one_host(self) -> bool:
@@ -88,26 +120,92 @@ def find_launch(env: Mapping[str, str]) -> Launch:
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun(env)
-    host: str | None = None
-    if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
-        kind, world, rank = "slurm", _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
-        tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
-        one_node = _number(env, "SLURM_NNODES", 0) == 1
-        local_size = world if one_node else int(match[0]) if (match := re.match(r"\d+", tasks)) else 1
-        local_rank = _number(env, "SLURM_LOCALID", 0)
-        # A port that all tasks of a job compute alike and two jobs of a host rarely share.
-        port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-        host = first_host(nodes) if nodes else None
-    elif names := next((names for names in _MPI if names[0] in env), None):
-        kind, port = "mpi", 29500
-        rank, world = _number(env, names[0]), _number(env, names[1])
-        local_rank, local_size = _number(env, names[2], 0), _number(env, names[3], 1)
-    else:
+    mpi, step = _mpi(env), "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
+    # mpirun inside an allocation starts its ranks, or its daemons, by srun: then the ranks are those of MPI.
+    if step and (
+        mpi is None or _world(env, mpi.rank, mpi.size) == _world(env, "SLURM_PROCID", "SLURM_NTASKS")
+    ):
+        return _slurm(env)
+    if mpi is not None:
+        rank, world = _world(env, mpi.rank, mpi.size)
+        local_rank = _number(env, mpi.local_rank, 0)
+        local_size = world if env.get("FLUX_JOB_NNODES") == "1" else _number(env, mpi.local_size, 1)
+        address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == world else None)
+        return Launch("mpi", rank, world, local_rank, local_size, address, _port(env), job=_job(env, mpi))
+    if "SLURM_PROCID" in env and (tasks := _number(env, "SLURM_NTASKS", 1)) > 1:
+        raise LaunchError(
+            f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, and none of its {tasks} tasks",
+            given=f"SLURM_NTASKS={tasks} and no SLURM_STEP_ID: sbatch starts a script once, without srun",
+            expected=f"{tasks} tasks, each a process that srun starts",
+            hint=f"put srun in front: {command_line('srun')}; for one process, #SBATCH --ntasks=1",
+        )
+    return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
+
+
+def _slurm(env: Mapping[str, str]) -> Launch:
+    rank, world = _world(env, "SLURM_PROCID", "SLURM_NTASKS")
+    if world == 1:
         return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
+    local_size = world if one_node else int(match[0]) if (match := re.match(r"\d+", tasks)) else 1
+    local_rank = _number(env, "SLURM_LOCALID", 0)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     # On one host nobody else need reach it.
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == world else host)
-    return Launch(kind, rank, world, local_rank, local_size, address, _number(env, "MASTER_PORT", port))
+    host = "127.0.0.1" if local_size == world else first_host(nodes) if nodes else None
+    address = env.get("MASTER_ADDR") or host
+    return Launch("slurm", rank, world, local_rank, local_size, address, _port(env), job=_step(env))
+
+
+def _step(env: Mapping[str, str]) -> str:
+    """The name of a Slurm step; a job that was requeued has the same number, and another one here."""
+    again = _number(env, "SLURM_RESTART_COUNT", 0)
+    # The parts of a heterogeneous job have a number each.
+    job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get("SLURM_JOB_ID", "?")
+    return f"Slurm step {job}.{env.get('SLURM_STEP_ID')}" + (f", requeued {again} times" if again else "")
+
+
+def _mpi(env: Mapping[str, str]) -> _Variables | None:
+    return next((names for names in _MPI if names.rank in env), None)
+
+
+def _job(env: Mapping[str, str], names: _Variables) -> str:
+    found = next((env[name] for name in names.job.split() if env.get(name)), None)
+    return "" if found is None else f"{names.launcher} job {found}"
+
+
+def _world(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    return _number(env, rank), _number(env, size)
+
+
+def _port(env: Mapping[str, str]) -> int | None:
+    return _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+
+
+def ports_of(job: str) -> list[int]:
+    """Where the ranks of a job look for its store, in this order: the same on all of them, others for another job.
+
+    >>> ports_of("Slurm step 17.0")[:3], ports_of("Slurm step 17.1")[0], ports_of("")
+    ([31041, 30979, 23700], 23035, [29500])
+    """
+    if not job:
+        return [29500]
+    digest = hashlib.sha256(job.encode()).digest()
+    numbers = (int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_CANDIDATES))
+    return [_PORTS[number % len(_PORTS)] for number in numbers]
+
+
+def command_line(launcher: str) -> str:
+    """What starts this program under `launcher`, as in `torchrun --nproc-per-node 8 train.py --fast`.
+
+    launcher: with its options; torchrun starts Python itself.
+    """
+    words = sys.orig_argv[1:]
+    if not words or words[0] == "-c" or "ipykernel" in sys.modules:
+        words = ["script.py"]
+    if Path(words[0]).name == "meshcomm":
+        words = ["-m", "meshcomm", *words[1:]]
+    return f"{launcher} {'' if launcher.startswith('torchrun') else 'python '}{shlex.join(words)}"
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
@@ -129,13 +227,32 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
         )
     # Launchers other than torchrun may not say how many processes a host has; then claim nothing.
     local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
-    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
     # A script that exports RANK and WORLD_SIZE under Slurm or MPI need not export this.
-    names = ("LOCAL_RANK", "SLURM_LOCALID", *(names[2] for names in _MPI))
+    names = ("LOCAL_RANK", "SLURM_LOCALID", *(names.local_rank for names in _MPI))
     local = next((name for name in names if name in env), None)
     local_rank = 0 if local is None else _number(env, local)
-    address = env.get("MASTER_ADDR")
-    return Launch("torchrun", rank, world, local_rank, local_size, address, port, placed=local is not None)
+    address, job = env.get("MASTER_ADDR"), _job_of_ranks(env, rank, world)
+    return Launch(
+        "torchrun", rank, world, local_rank, local_size, address, _port(env), local is not None, job
+    )
+
+
+def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
+    """The job of a process that has RANK: of torchrun, or of the launcher whose ranks a script exports as RANK.
+
+    A torchrun in each task of a step, or a process that somebody started by hand in one, is no rank of the step.
+    """
+    if (run := env.get("TORCHELASTIC_RUN_ID", "none")) not in ("", "none"):
+        return f"torchrun's run {run}"
+    if "SLURM_STEP_ID" in env and _same(env, "SLURM_PROCID", "SLURM_NTASKS", rank, world):
+        return _step(env)
+    if (mpi := _mpi(env)) is not None and _same(env, mpi.rank, mpi.size, rank, world):
+        return _job(env, mpi)
+    return f"Ray job {env['RAY_JOB_ID']}" if env.get("RAY_JOB_ID") else ""
+
+
+def _same(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, world: int) -> bool:
+    return (env.get(rank_name), env.get(size_name)) == (str(rank), str(world))
 
 
 def attempt_of(env: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,6 +30,7 @@ from meshcomm.mesh.devices import (
 )
 from meshcomm.mesh.environment import (
     SHARED,
+    Launch,
     check_interfaces,
     find_launch,
     gloo_defaults,
@@ -42,7 +43,7 @@ from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
-from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, settings_of
+from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
@@ -98,7 +99,7 @@ def init(
     calls = {"timeout_s": timeout_s, "validate_calls": validate_calls, "warm_up": warm_up}
     given = given_keys(**grid, options=options, device=device, backend=backend, **calls)
     world = WORLD.get()
-    launch = find_launch(os.environ) if world is None else world.launch
+    launch = _launch() if world is None else world.launch
     failure: MeshcommError | None = None
     try:
         settings = settings_of(config, given, overrides)
@@ -142,6 +143,20 @@ def init(
     return mesh
 
 
+def _launch() -> Launch:
+    """Who this process is: by the launcher, or by torch's default group, which need not know the launcher's variables."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return find_launch(os.environ)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with suppress(LaunchError):
+        found = find_launch(os.environ)
+        if (found.rank, found.world_size) == (rank, world):
+            return found
+    # Lightning sets LOCAL_RANK alone.
+    local = os.environ.get("LOCAL_RANK", "")
+    return Launch("torch", rank, world, int(local) if local.isdecimal() else 0, 1, placed=local.isdecimal())
+
+
 def _open(
     source: Source | None,
     settings: Settings,
@@ -173,6 +188,7 @@ def _open(
             facts = {
                 **plan.facts(),
                 "world": joined.world_size,
+                **({"job": joined.launch.job} if joined.launch.job else {}),
                 "validate_calls": settings.mesh.validate_calls,
                 "warm_up": settings.mesh.warm_up,
                 "versions": {
@@ -190,7 +206,7 @@ def _open(
     began = time.perf_counter()
     try:
         comes = 1 if joined.pretended else joined.world_size
-        moment = agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
+        agreed = agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
     except MeshMismatchError as error:
         blame(error, joined.store)
         if world is None:
@@ -201,8 +217,11 @@ def _open(
         # Told to the others; here the problem itself says more than that the ranks differ.
         raise failure
     agree_s = time.perf_counter() - began
-    reports = _reports(settings.mesh.reports, moment)
-    runtime = _create(source, settings, joined, plan, device, store, prefix, world, resources, reports)
+    reports = _reports(settings.mesh.reports, agreed.moment)
+    per_host = None if joined.pretended else agreed.ranks_per_host
+    runtime = _create(
+        source, settings, joined, plan, device, store, prefix, world, resources, reports, per_host
+    )
     return Mesh(plan, runtime, {"agree": agree_s, "create": time.perf_counter() - began - agree_s})
 
 
@@ -217,6 +236,8 @@ def _plan(
     refuse_conflict(variables)
     resources.enter_context(with_variables(variables))
     device = choose_device(settings.mesh.device, joined.launch)
+    if joined.world_size == 1 and joined.launch.kind == "single":
+        refuse_alone(settings)
     plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
     check_devices(settings, device, plan.defaults.backend, joined.launch)
     check_backends(plan)
@@ -242,6 +263,7 @@ def _create(
     world: World | None,
     resources: ExitStack,
     reports: str,
+    per_host: int | None,
 ) -> Runtime:
     """This rank's groups, each created by the ranks that are in it, and what watches them.
 
@@ -305,7 +327,7 @@ def _create(
             return settings.topology
         from meshcomm.predict.machine import discovered
 
-        return discovered(settings.topology, os.environ)
+        return discovered(settings.topology, os.environ, per_host)
 
     if is_member:
         whole_world = world is None and plan.layout.world_size == joined.world_size

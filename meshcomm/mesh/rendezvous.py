@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
-import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from meshcomm.comm.diagnosis import first_line
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix
-from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback, serve_on_loopback
-from meshcomm.mesh.store import within
+from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, ports_of
+from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback
+from meshcomm.mesh.job_store import find_agent, find_job, is_running, process_name, started_by
 
-# What a client that is about to succeed gets beyond its timeout.
-_GRACE_S: Final = 0.5
-_LOOK_S: Final = 1.0
-
-_NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
 _TWICE: Final = "meshcomm/twice"
 
 
@@ -92,28 +82,36 @@ def meet(
     # One who brings a store may use it again; of several agents, nobody counts the attempts of all.
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
-        store = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
+        store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
     return Meeting(of_this_attempt(store), rank, world_size, launch, kept=kept)
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
-    """`store`, without the keys that the ranks left in it before their launcher restarted them."""
-    prefix = attempt_prefix(os.environ)
-    return dist.PrefixStore(prefix, store) if prefix else store
+    """`store`, without the keys of another run of torchrun at one endpoint, nor those of an earlier attempt of this one."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(os.environ)])]
+    for prefix in own:
+        store = dist.PrefixStore(prefix, store)
+    return store
 
 
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
-) -> dist.Store:
+) -> tuple[dist.Store, Launch]:
+    """The job's store, and `launch` with the address at which it is."""
     if process.init == "file":
-        return _file_store(str(process.path), rank, world_size)
+        return _file_store(str(process.path), rank, world_size), launch
+    job = launch.job or started_by(launch)
+    ports = [] if launch.port is None else [launch.port]
     if process.init == "tcp":
-        address = str(process.address)
+        host, _, digits = str(process.address).rpartition(":")
+        ports = [int(digits)]
     elif launch.kind != "torchrun" and world_size == 1:
-        return dist.HashStore()
-    elif launch.address and launch.port is not None:
-        host = f"[{launch.address}]" if ":" in launch.address else launch.address
-        address = f"{host}:{launch.port}"
+        return dist.HashStore(), launch
+    elif launch.address and (launch.port is not None or launch.kind in ("slurm", "mpi")):
+        host = launch.address
+        if launch.port is None:
+            ports = ports_of(job)
     else:
         raise LaunchError(
             f"rank {rank} of {world_size} has no address at which to meet the others",
@@ -121,40 +119,29 @@ def _find_store(
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
-    host, _, digits = address.rpartition(":")
-    host, port = host.strip("[]"), int(digits)
+    host = host.strip("[]")
     # Under torchrun its agent hosts the store at MASTER_ADDR, and no rank does; elsewhere rank 0 does.
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, port) == (
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, ports) == (
         (launch.address or "").strip("[]"),
-        launch.port,
+        [launch.port],
     )
-    hosts = rank == 0 and not agents
-    try:
-        # What is made here is found by the next line, by its port.
-        server = serve_on_loopback(host, port, timeout) if hosts else None
-        # Whoever does not come is named by the agreement that follows, so nobody waits here.
-        store = find_tcp_store(host, port, world_size, hosts=hosts, timeout=timeout)
-        del server
-    except (dist.DistError, OSError, ValueError, RuntimeError) as error:
-        raise LaunchError(
-            f"rank {rank} of {world_size} could not meet the others at {address}",
-            given=first_line(error),
-            expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-            hint=f"look whether rank 0 is running, and who has the port on its host: ss -ltnp 'sport = :{port}'",
-        ) from error
+    if agents:
+        store = find_agent(host, ports[0], rank, world_size, timeout)
+    else:
+        store = find_job(host, ports, job, rank, world_size, timeout)
+    launch = replace(launch, address=host, port=store.port)
     # Once for the job, not for each attempt.
     first = rank == 0 and not attempt_of(os.environ)
     if first and launch.local_size == world_size and not is_loopback(host):
-        setting = (
-            f'process.address = "127.0.0.1:{port}"' if process.init == "tcp" else "MASTER_ADDR=127.0.0.1"
-        )
+        address = f"127.0.0.1:{store.port}"
+        setting = f'process.address = "{address}"' if process.init == "tcp" else "MASTER_ADDR=127.0.0.1"
         warnings.warn(
-            f"others can reach the job's store at {host}:{port}, though all its ranks are on this host: {setting}, "
+            f"others can reach the job's store at {host}:{store.port}, though all its ranks are on this host: {setting}, "
             "or see meshcomm doctor",
             ExposedRendezvous,
             stacklevel=2,
         )
-    return store
+    return store, launch
 
 
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
@@ -179,78 +166,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     return store
 
 
-def find_tcp_store(
-    host: str, port: int, world_size: int, *, hosts: bool, timeout: timedelta
-) -> dist.TCPStore:
-    """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
-
-    Nobody waits for the other ranks. Raises what torch does, and TimeoutError, which says what is at the
-    address instead, about a second after the timeout.
-    """
-
-    def make() -> dist.TCPStore:
-        return dist.TCPStore(
-            host, port, world_size, hosts, timeout, wait_for_workers=False, multi_tenant=True
-        )
-
-    try:
-        return within(timeout.total_seconds() + _GRACE_S, make)
-    except TimeoutError as late:
-        try:
-            found = within(_LOOK_S, lambda: what_is_at(host, port))
-        except TimeoutError:
-            found = f"nothing that could be reached within {_LOOK_S:g} s"
-        raise TimeoutError(f"at {host}:{port} there is {found}") from late
-
-
-def what_is_at(host: str, port: int) -> str:
-    """What is at an address where no store of torch answers, in words."""
-    try:
-        with socket.create_connection((host, port), timeout=_LOOK_S) as connection:
-            connection.settimeout(_LOOK_S / 4)
-            try:
-                said = connection.recv(64)
-            except TimeoutError:
-                return "a program that accepts connections and says nothing: no store of torch, or one that is stopped"
-            return f"a program that says {said!r}: no store of torch" if said else "a program that hangs up"
-    except OSError as error:
-        return f"nobody to be reached: {error.strerror or error}"
-
-
 # -- one process for each rank ----------------------------------------------------------------------------
-
-
-def process_name() -> str:
-    """What no other process is called: its host, number, and when it was started."""
-    return f"process {os.getpid()} of {socket.gethostname()}, started at {_started('self') or '?'}"
-
-
-def is_running(name: str) -> bool | None:
-    """Whether the process with this `process_name` runs, as far as its host can tell; None on another host."""
-    parts = _NAME.fullmatch(name)
-    if parts is None or parts[2] != socket.gethostname():
-        return None
-    if parts[3] != "?":
-        return _started(parts[1]) == parts[3]
-    if sys.platform == "win32":
-        return False  # there, a signal of 0 would be Ctrl-C
-    try:
-        os.kill(int(parts[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _started(process: str) -> str | None:
-    """When a process of this host was started, in the kernel's ticks; None where it has ended or nobody says."""
-    try:
-        # The name in parentheses may hold anything; what follows it are a state and numbers.
-        numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if numbers[0] in "ZX" else numbers[19]
-    except (OSError, IndexError):
-        return None
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.problems import report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
-from meshcomm.errors import LaunchError, LayoutError
+from meshcomm.errors import LaunchError, LayoutError, MeshcommError
 from meshcomm.layout import Plan
+from meshcomm.layout.sizes import toml_dims
+from meshcomm.mesh.environment import command_line
 
 if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig
@@ -86,6 +90,33 @@ def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequenc
 def world_of_mesh(mesh: MeshConfig) -> int:
     """Number of ranks of the smallest world that has this mesh. Raises ConfigError where a size is -1."""
     return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
+
+
+def refuse_alone(settings: Settings) -> None:
+    """Raise LaunchError in a process that no launcher started, where the mesh needs several; it names the command."""
+    mesh = settings.mesh
+    needed = max(mesh.ranks) + 1 if mesh.ranks is not None else prod(n for n in mesh.dims.values() if n != -1)
+    with suppress(MeshcommError):
+        settings.plan(1)
+        return
+    try:
+        settings.plan(needed)
+    except MeshcommError:
+        return  # its number of processes is not what is wrong with it
+    hint = f"{command_line(f'torchrun --nproc-per-node {needed}')}; srun and mpirun do as well"
+    if "ipykernel" in sys.modules:
+        hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
+    elif multiprocessing.parent_process() is not None or "ray" in sys.modules:
+        hint = (
+            "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init, as Ray Train does;\n"
+            f'or init(rank=..., world_size={needed}, ...) with [process] init = "tcp", address = "HOST:PORT" of rank 0'
+        )
+    raise LaunchError(
+        f"the mesh needs {needed} processes, and no launcher has started this one",
+        given=f"dims = {toml_dims(mesh.dims)}; neither RANK nor a variable of Slurm or MPI is set",
+        expected=f"{needed} processes, each with its rank",
+        hint=hint,
+    )
 
 
 def beside_the_job() -> None:

@@ -76,11 +76,14 @@ def known_machine(topology: TopologyConfig, source: str) -> Machine:
     return found
 
 
-def discovered(topology: TopologyConfig, env: Mapping[str, str]) -> TopologyConfig:
+def discovered(
+    topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None
+) -> TopologyConfig:
     """`topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher says them there.
 
     What the configuration says wins. A launcher whose nodes have unequal numbers of ranks says nothing:
-    ranks then do not share nodes by r // ranks_per_node.
+    ranks then do not share nodes by r // ranks_per_node. per_host: as the ranks themselves have found it, see
+    `Agreed`; it counts where the launcher says something else, as with `srun -m cyclic`. None: they were not asked.
     """
     # As in 8(x4), or 8(x3),4: only the first says the same of all nodes.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
@@ -90,11 +93,13 @@ def discovered(topology: TopologyConfig, env: Mapping[str, str]) -> TopologyConf
         "ranks_per_node": [*(env.get(name) for name in _LOCAL_SIZES), even and even[1]],
         "devices_per_node": [env.get("SLURM_GPUS_ON_NODE"), str(len(visible))],
     }
-    found = {}
+    found: dict[str, int | None] = {}
     for name, texts in said.items():
         numbers = [int(text) for text in texts if text and text.isdecimal() and int(text) >= 1]
         if numbers and getattr(topology, name) is None:
             found[name] = numbers[0]
+    if per_host is not None and found.get("ranks_per_node", per_host) != per_host:
+        found["ranks_per_node"] = per_host or None
     return topology.model_copy(update=found)
 
 

@@ -52,11 +52,18 @@ class Attempt:
 
 
 def find_attempt(env: Mapping[str, str]) -> Attempt:
-    """What torchrun's agent says in `env`."""
+    """What torchrun's agent and Slurm say in `env`.
+
+    A job that Slurm requeues keeps its number; torchrun and `meshcomm train` in it may draw another name each time.
+    """
+    counts = (env.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    restarts = sum(int(count) for count in counts if count.isdecimal())
+    if job := env.get("SLURM_JOB_ID"):
+        step = env.get("SLURM_STEP_ID")
+        return Attempt(f"Slurm job {job}" + (f", step {step}" if step else ""), restarts)
     # "none" is the id of every torchrun that was not given one.
-    job = env.get("TORCHELASTIC_RUN_ID", "none")
-    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Attempt("" if job == "none" else job, int(restarts) if restarts.isdecimal() else 0)
+    run = env.get("TORCHELASTIC_RUN_ID", "none")
+    return Attempt("" if run == "none" else run, restarts)
 
 
 def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:

@@ -8,6 +8,7 @@ from tests.faults import (
     call_rows,
     death_rows,
     ending_rows,
+    job_rows,
     late_rows,
     message_rows,
     opening_rows,
@@ -18,6 +19,7 @@ from tests.faults.row import Row
 
 _ALL: Final = [
     *opening_rows.ROWS,
+    *job_rows.ROWS,
     *call_rows.ROWS,
     *death_rows.ROWS,
     *late_rows.ROWS,

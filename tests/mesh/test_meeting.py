@@ -20,8 +20,9 @@ from meshcomm.config import Config, MeshConfig, ProcessConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.job_store import find_tcp_store, is_running, process_name, what_is_at
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.mesh.rendezvous import blame, claim, find_tcp_store, is_running, meet, process_name, what_is_at
+from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -80,7 +81,14 @@ def by_store(path: str, port: int) -> list[int]:
 def by_slurm(path: str, port: int) -> list[int]:
     # A name that nobody could find: on one node no host is asked for.
     variables = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-    alone({**variables, "SLURM_STEP_NODELIST": "nowhere.invalid", "MASTER_PORT": str(port)})
+    alone(
+        {
+            **variables,
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "nowhere.invalid",
+            "MASTER_PORT": str(port),
+        }
+    )
     return total(MESH)
 
 

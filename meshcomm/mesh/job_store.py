@@ -1,0 +1,269 @@
+"""Which store is this job's? Several jobs may meet on one host, and at one port."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from meshcomm.comm.diagnosis import first_line
+from meshcomm.errors import LaunchError
+from meshcomm.mesh.environment import MPI_RANKS, Launch
+from meshcomm.mesh.exposure import is_loopback, serve_on_loopback
+from meshcomm.mesh.store import within
+
+# What a client that is about to succeed gets beyond its timeout.
+_GRACE_S: Final = 0.5
+_LOOK_S: Final = 1.0
+# Of several ports: how long a store may take to answer, and when a port that was silent is asked again.
+_ANSWERS_S: Final = 2.0
+_SILENT_S: Final = 10.0
+_PAUSE_S: Final = 0.02
+
+_NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
+# In a store that a rank 0 serves: the name of its job and of its process.
+_JOB: Final = "meshcomm/job"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose store it is. job: see Launch, "" if nobody knows; process: the name of its rank 0."""
+
+    job: str
+    process: str
+
+    def __str__(self) -> str:
+        return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
+
+    def may_be(self, job: str) -> bool:
+        """Whether nothing says that `job` is another one."""
+        theirs, ours = _NAME.search(self.job), _NAME.search(job)
+        # A host knows the process that started its own ranks alone.
+        elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
+        return self.job == job or elsewhere or not (self.job and job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is at a port. owner, client: of a store that says its job. free: nobody listens there."""
+
+    what: str
+    owner: _Owner | None = None
+    client: dist.TCPStore | None = field(default=None, compare=False)
+    free: bool = False
+
+
+def find_job(
+    host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
+) -> dist.TCPStore:
+    """The store of `job`: rank 0 serves it at the first of `ports` that is free, and the others look for it there.
+
+    job: "" where nobody knows. A rank writes nothing to a store before that has said that it is its job's.
+
+    Raises LaunchError, at once where the only port is another job's, which it names; else where there is no store of
+    this job within the timeout, with what is at each port. The others do not wait for rank 0's error: it is the same.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    found: dict[int, _Found] = {}
+    again: dict[int, float] = {}
+    while True:
+        for port in ports:
+            if (now := time.monotonic()) < again.get(port, now):
+                continue
+            left_s = max(deadline - now, 0.1)
+            alone = rank != 0 and len(ports) == 1
+            found[port] = here = _look(host, port, left_s if alone else min(left_s, _ANSWERS_S), alone)
+            # Rank 0 alone knows that a store of its job is not that of the program before.
+            mine = here.owner and (
+                here.owner.may_be(job) if rank else here.owner == _Owner(job, process_name())
+            )
+            if mine and here.client is not None:
+                here.client.set_timeout(timeout)
+                return here.client
+            if here.owner is None and not here.free:
+                again[port] = now + _SILENT_S
+        for port in ports if rank == 0 else ():
+            if found[port].free and (store := _serve(host, port, world_size, timeout)) is not None:
+                store.set(_JOB, f"{job}\n{process_name()}")
+                return store
+        # With one port a job that has it will not go.
+        taken = [here for here in found.values() if here.owner is not None]
+        if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
+            raise _not_found(host, found, job, rank, world_size, timeout)
+        time.sleep(_PAUSE_S)
+
+
+def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store of torchrun's agent. Raises LaunchError where it does not answer."""
+    try:
+        # Whoever does not come is named by the agreement that follows, so nobody waits here.
+        return find_tcp_store(host, port, world_size, hosts=False, timeout=timeout)
+    except (OSError, RuntimeError, ValueError) as error:
+        found = {port: _Found(first_line(error))}
+        raise _not_found(host, found, "", rank, world_size, timeout) from error
+
+
+def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
+    """What is at an address now. patient: wait until somebody listens there."""
+    deadline = time.monotonic() + within_s
+    try:
+        if not patient:
+            with socket.create_connection((host, port), timeout=min(within_s, _LOOK_S)):
+                pass
+    except OSError as error:
+        return _Found(f"nobody to be reached: {error.strerror or error}", free=True)
+    try:
+        client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
+        # Rank 0 says so as soon as it serves.
+        while not client.check([_JOB]):
+            if time.monotonic() >= deadline:
+                return _Found("a store of torch that is of no job of meshcomm")
+            time.sleep(_PAUSE_S)
+        job, _, process = client.get(_JOB).decode().partition("\n")
+    except (OSError, RuntimeError, ValueError) as error:
+        return _Found(first_line(error))
+    owner = _Owner(job, process)
+    return _Found(f"the store of {owner}", owner, client)
+
+
+def _serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """A store that this process serves at a port; None where another one was faster."""
+    # What is made here is found by the next line, by its port.
+    server = serve_on_loopback(host, port, timeout)
+    if server is None and is_loopback(host):
+        return None
+    try:
+        store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    del server
+    return store
+
+
+def _not_found(
+    host: str, found: dict[int, _Found], job: str, rank: int, world_size: int, timeout: timedelta
+) -> LaunchError:
+    owners = [here.owner for here in found.values() if here.owner is not None]
+    where = f"{host}:{' '.join(map(str, found))}"
+    given = "\n".join(f"{host}:{port}: {here.what}" for port, here in found.items())
+    if len(owners) == len(found):
+        return LaunchError(
+            f"rank {rank} of {world_size} cannot meet the others at {where}: another job meets there",
+            given=f"{given}\nthis is {_Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
+            expected="another address for each job, or a launcher that gives each job a name",
+            hint="another MASTER_PORT, or none under mpirun and srun; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
+        )
+    return LaunchError(
+        f"rank {rank} of {world_size} could not meet the others at {where}",
+        given=given,
+        expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
+        hint="look whether rank 0 is running, and who has the port on its host: "
+        f"ss -ltnp 'sport = :{next(iter(found))}'",
+    )
+
+
+def find_tcp_store(
+    host: str, port: int, world_size: int | None, *, hosts: bool, timeout: timedelta
+) -> dist.TCPStore:
+    """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
+
+    Nobody waits for the other ranks. Raises what torch does, and TimeoutError, which says what is at the
+    address instead, about a second after the timeout.
+    """
+
+    def make() -> dist.TCPStore:
+        return dist.TCPStore(
+            host, port, world_size, hosts, timeout, wait_for_workers=False, multi_tenant=True
+        )
+
+    try:
+        return within(timeout.total_seconds() + _GRACE_S, make)
+    except TimeoutError as late:
+        try:
+            found = within(_LOOK_S, lambda: what_is_at(host, port))
+        except TimeoutError:
+            found = f"nothing that could be reached within {_LOOK_S:g} s"
+        raise TimeoutError(f"at {host}:{port} there is {found}") from late
+
+
+def what_is_at(host: str, port: int) -> str:
+    """What is at an address where no store of torch answers, in words."""
+    try:
+        with socket.create_connection((host, port), timeout=_LOOK_S) as connection:
+            connection.settimeout(_LOOK_S / 4)
+            try:
+                said = connection.recv(64)
+            except TimeoutError:
+                return "a program that accepts connections and says nothing: no store of torch, or one that is stopped"
+            return f"a program that says {said!r}: no store of torch" if said else "a program that hangs up"
+    except OSError as error:
+        return f"nobody to be reached: {error.strerror or error}"
+
+
+# -- names of processes, and of jobs by them ----------------------------------------------------------------
+
+
+def process_name(number: int | None = None) -> str:
+    """What no other process is called: its host, number, and when it was started. number: of this host's; None: this one."""
+    found = os.getpid() if number is None else number
+    return f"process {found} of {socket.gethostname()}, started at {_started(str(found)) or '?'}"
+
+
+def is_running(name: str) -> bool | None:
+    """Whether the process with this `process_name` runs, as far as its host can tell; None on another host."""
+    parts = _NAME.fullmatch(name)
+    if parts is None or parts[2] != socket.gethostname():
+        return None
+    if parts[3] != "?":
+        return _started(parts[1]) == parts[3]
+    if sys.platform == "win32":
+        return False  # there, a signal of 0 would be Ctrl-C
+    try:
+        os.kill(int(parts[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _started(process: str) -> str | None:
+    """When a process of this host was started, in the kernel's ticks; None where it has ended or nobody says."""
+    try:
+        # The name in parentheses may hold anything; what follows it are a state and numbers.
+        numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if numbers[0] in "ZX" else numbers[19]
+    except (OSError, IndexError):
+        return None
+
+
+def started_by(launch: Launch) -> str:
+    """The name of a job whose launcher gives it none: the process that started the ranks of this host; "" if nobody knows.
+
+    Hydra tells each of its proxies where its mpiexec is: then that, equal on all hosts of the job.
+    """
+    parent = multiprocessing.parent_process()
+    variable = next((name for name in MPI_RANKS if name in os.environ), None)
+    if launch.kind == "mpi" and variable is not None:
+        import psutil
+
+        for each in psutil.Process().parents():
+            try:
+                words, environment = each.cmdline(), each.environ()
+            except psutil.Error:
+                break
+            if "--control-port" in words[:-1]:
+                return f"the job of mpiexec at {words[words.index('--control-port') + 1]}"
+            if variable not in environment:
+                return f"the job of {process_name(each.pid)}"
+    return "" if parent is None or parent.pid is None else f"the job of {process_name(parent.pid)}"
