@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,14 +70,12 @@ def write_whole(
     Raises `kind` where that cannot be; then the file is as it was. given: what named it, for the error.
     """
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        # As any new file: the kernel leaves out what the umask says, which only changing it would tell.
+        name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
-            # mkstemp lets nobody else read it; a new file has what the umask leaves.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
             os.replace(name, path)
         except BaseException:
             with suppress(OSError):

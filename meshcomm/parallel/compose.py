@@ -27,8 +27,8 @@ from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import (
     MakeOptimizer,
     check_patterns,
-    check_step,
     decay_groups,
+    made_of,
     optimizer_of,
     scale,
     takes_found_inf,
@@ -195,8 +195,7 @@ class Engine:
             check_patterns(train.groups, [name for names in of_every_rank(mesh, mine) for name in names])
         patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
         make = optimizer_of(train, mesh.device) if optimizer is None else optimizer
-        self.optimizer = make(decay_groups(self.modules, patterns))
-        check_step(self.optimizer)
+        self.optimizer = made_of(make, decay_groups(self.modules, patterns))
         # What an optimizer of a user draws; ranks along the pipeline have other parameters.
         stage_dims = [part.pipeline] if part.pipeline else []
         self._noise = None if optimizer is None else Draws(mesh, train.seed, stage_dims)

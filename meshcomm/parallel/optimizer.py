@@ -113,8 +113,21 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
     return lambda groups: kind(groups, **{**given, **train.optimizer_args})
 
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOp for an optimizer, such as LBFGS, whose step asks for a closure that computes the loss anew."""
+def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer of `groups`.
+
+    Raises ConfigError where it cannot be made of them; UnsupportedOp for one, such as LBFGS, whose step asks for a
+    closure that computes the loss anew.
+    """
+    try:
+        optimizer = make(groups)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "the optimizer cannot be made",
+            given=f"{type(error).__name__}: {error}",
+            expected=f"a function of {len(groups)} parameter groups, as torch.optim.AdamW is one",
+            hint="lambda groups: torch.optim.AdamW(groups, lr=1e-3)",
+        ) from error
     needed = [
         name
         for name, each in inspect.signature(optimizer.step).parameters.items()
@@ -125,8 +138,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} cannot make a step of gradients alone",
             given=f"step({', '.join(needed)})",
             expected="an optimizer whose step() takes no arguments",
-            hint="one of torch.optim but LBFGS",
+            hint="another optimizer of torch.optim",
         )
+    return optimizer
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

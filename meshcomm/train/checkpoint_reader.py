@@ -7,20 +7,31 @@ tensors is made of and refuses everything else, so that a checkpoint from elsewh
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import TrainingError
 from meshcomm.train.checkpoint_folder import METADATA, instead_of
+from meshcomm.transport.torch_private import storage_info
 
 SAFETENSORS_NAMES: Final = {
     torch.bool: "BOOL",
@@ -39,7 +50,7 @@ SAFETENSORS_NAMES: Final = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""The dtypes that a checkpoint can hold, and what the safetensors format calls them."""
+"""The dtypes that a checkpoint can hold beside complex ones, and what the safetensors format calls them."""
 
 # The classes that plans and metadata of tensors are made of. Nothing in them is a pickled object of its own:
 # entries that are not tensors (BytesStorageMetadata) are left out, as reading one would unpickle it.
@@ -52,8 +63,19 @@ _KNOWN: Final = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_NAMES)},
+    "torch": {
+        *("Size", "complex64", "complex128"),
+        *(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_NAMES),
+    },
 }
+
+
+# Of these, the ones that have fields.
+_MADE: Final = (
+    *(SavePlan, WriteItem, TensorWriteData, WriteResult, type(storage_info("", 0, 0)), Metadata),
+    *(MetadataIndex, StorageMeta),
+    *(ChunkStorageMetadata, TensorProperties, TensorStorageMetadata),
+)
 
 
 class Kind(NamedTuple):
@@ -108,17 +130,25 @@ class Saved:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), self._metadata, True)
         for item in planner.create_local_plan().items:
-            saved = self._read(item.storage_index)
+            saved = self._read(item.storage_index, kinds[item.storage_index.fqn].dtype)
             part = tuple(
                 slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
             )
             planner.resolve_tensor(item).detach().copy_(saved[part])
 
-    def _read(self, index: MetadataIndex) -> Tensor:
+    def load(self, name: str) -> Tensor:
+        """One tensor, whole. Raises TrainingError as `fill`."""
+        dtype, shape = self.kinds[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.fill({name: tensor})
+        return tensor
+
+    def _read(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
         """One part of a tensor as it was saved: a zip file of its own, within a file, as torch.save makes it."""
-        place = self._metadata.storage_data[index]
-        path = self.folder / place.relative_path
+        path = self.folder
         try:
+            place = self._metadata.storage_data[index]
+            path = self._file(place)
             with path.open("rb") as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
@@ -129,25 +159,36 @@ class Saved:
                 raise ValueError(f"the CRC-32 of {bad} is another than when it was written")
             record.seek(0)
             found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
+            chunks: Any = self._metadata.state_dict_metadata[index.fqn]
+            sizes = next(tuple(each.sizes) for each in chunks.chunks if tuple(each.offsets) == index.offset)
+            _check_record(found, Kind(dtype, sizes))
         except Exception as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise TrainingError(
-                f"the checkpoint is damaged: {index.fqn} in {place.relative_path}",
+                f"the checkpoint is damaged: {index.fqn} in {path.name}",
                 given=f"{path}: {said or error}",
                 expected="the bytes that were saved, readable on every host",
                 hint=instead_of(self.folder),
             ) from error
         return found
 
+    def _file(self, place: Any) -> Path:
+        """Where a record lies. Raises ValueError for what is no part of a file in the folder."""
+        name, numbers = place.relative_path, (place.offset, place.length)
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise ValueError(f"{name!r} is no file of this folder")
+        if not all(type(each) is int and each >= 0 for each in numbers):
+            raise ValueError(f"{numbers} is no offset and length")
+        return self.folder / name
+
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
         if there == kind:
             # Nothing else would notice a part that nobody saved: the tensor would keep what it had.
             saved: Any = self._metadata.state_dict_metadata[name]
-            parts = sum(chunk.sizes.numel() for chunk in saved.chunks)
-            if parts == saved.size.numel():
+            given = _untiled([(tuple(each.offsets), tuple(each.sizes)) for each in saved.chunks], kind.shape)
+            if not given:
                 return
-            given = f"parts of {parts} of {saved.size.numel()} elements"
         raise TrainingError(
             f"the checkpoint does not fit: {name}",
             given=f"{given} in {self.folder}",
@@ -156,14 +197,55 @@ class Saved:
         )
 
 
+def _check_record(found: Any, kind: Kind) -> None:
+    """Raises ValueError where a record is not the part that the metadata describe."""
+    if type(found) is not Tensor or found.layout != torch.strided:
+        raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
+    there = Kind(found.dtype, tuple(found.shape))
+    if there != kind:
+        raise ValueError(f"holds {there}, and the metadata have {kind}")
+
+
+def _untiled(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> str:
+    """Why the chunks, offsets and sizes, are no tiling of a tensor of this shape, without gaps and overlaps; "" if they are."""
+    for offsets, sizes in chunks:
+        within = len(offsets) == len(sizes) == len(shape) and all(
+            type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
+            for at, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not within:
+            return f"a part of shape {sizes} at {offsets}, outside of shape {shape},"
+    parts, whole = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
+    if parts != whole:
+        return f"parts of {parts} of {whole} elements"
+    boxes = [(at, sizes) for at, sizes in chunks if math.prod(sizes)]
+    # Along the axis that most of them are cut on, few are met at a time.
+    axis = max(range(len(shape)), key=lambda axis: len({at[axis] for at, _ in boxes}), default=0)
+    met: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for at, sizes in sorted(boxes, key=lambda box: box[0][axis : axis + 1]):
+        met = [box for box in met if box[0][axis] + box[1][axis] > at[axis]] if shape else met
+        if any(_overlap(at, sizes, *other) for other in met):
+            return f"parts that overlap at {at}"
+        met.append((at, sizes))
+    return ""
+
+
+def _overlap(
+    at: tuple[int, ...], sizes: tuple[int, ...], other: tuple[int, ...], others: tuple[int, ...]
+) -> bool:
+    return all(a < b + n and b < a + m for a, m, b, n in zip(at, sizes, other, others, strict=True))
+
+
 def unpickle(text: bytes) -> Any:
     """A plan, metadata, or what became of them. Raises UnpicklingError where it holds anything else."""
     return _Plain(io.BytesIO(text)).load()
 
 
 @final
-class _Plain(pickle.Unpickler):
-    """Reads plans and metadata, and refuses every other class or function."""
+class _Plain(pickle._Unpickler):
+    """Reads plans and metadata, and refuses every other class or function. In Python, since the reader in C sets
+    attributes of classes, and of members of an Enum, where a pickle says so.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError for a name that plans and metadata do not need."""
@@ -172,6 +254,24 @@ class _Plain(pickle.Unpickler):
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint of tensors")
         return super().find_class(module, name)
+
+    def _build(self) -> None:
+        """Give an object that was just made its fields, and nothing else."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        state, made = stack.pop(), stack[-1]
+        if type(made) is TensorProperties and isinstance(state, tuple):
+            made.__setstate__(state)
+            return
+        known = {each.name for each in fields(made)} if type(made) in _MADE else ()
+        if not isinstance(state, dict) or not known or not known >= state.keys():
+            raise pickle.UnpicklingError(f"a state of {_name(made)} has no place in a checkpoint of tensors")
+        vars(made).update(state)
+
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]
+
+
+def _name(made: Any) -> str:
+    return f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
 
 
 def _member(kind: Any, name: str) -> Enum:

@@ -3,7 +3,7 @@
 The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
 `async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,
 and gather every rank's plan on one. Here ranks that have the same part agree along one dim of the mesh after the
-other on who writes it, by 8 bytes a part; the writing communicates with nobody; and what each has written lies in
+other on who writes it, by 16 bytes a part; the writing communicates with nobody; and what each has written lies in
 a file beside it, until the lowest rank has made the metadata of all of them.
 """
 

@@ -27,7 +27,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshcomm.comm.codec import decode
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
+from meshcomm.parallel.tensor.parameters import joined
 from meshcomm.train.checkpoint_folder import FOLDER, commit, complete, is_complete, name_of, saving
 from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES, Kind, Saved
 from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
@@ -67,24 +70,53 @@ def export_checkpoint(source: Path, target: Path, *, weights: bool = False) -> M
     """Write the tensors of a checkpoint into the safetensors file `target`, whole, by their global names.
 
     source:  a complete checkpoint, or a run, whose last one it is then.
-    weights: only the model's, by the names of its modules: `layers.0.attn.wq.weight`. Without, the
+    weights: only the model's, with the names and shapes of its state_dict: `layers.0.attn.wq.weight`. Without, the
              file has everything that `import_checkpoint` needs.
     Needs no process group, whatever mesh the checkpoint was saved on. Raises TrainingError.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    prefix = "model." if weights else ""
-    kinds = {name[len(prefix) :]: kind for name, kind in saved.kinds.items() if name.startswith(prefix)}
+    if weights:
+        kinds, load = _of_modules(saved, folder)
+    else:
+        kinds, load = saved.kinds, saved.load
     metadata = {"format": "pt"} if weights else {"format": "pt", _LOCK: replace(lock, metadata="").text()}
-
-    def load(name: str) -> Tensor:
-        tensor = torch.empty(kinds[name].shape, dtype=kinds[name].dtype)
-        saved.fill({prefix + name: tensor})
-        return tensor
-
     with _told(f"export {folder} to {target}"):
         size = write_file(target, kinds, metadata, load)
     return Moved(folder, target, lock.step, len(kinds), size)
+
+
+def _of_modules(saved: Saved, folder: Path) -> tuple[dict[str, Kind], Callable[[str], Tensor]]:
+    """The names and kinds of a module's state_dict, and what loads one: parts of a weight are joined."""
+    kinds: dict[str, Kind] = {}
+    # The name in the checkpoint, and the sizes of its parts, of each name in the state dict.
+    of: dict[str, tuple[str, list[int]]] = {}
+    for full, kind in saved.kinds.items():
+        if full.startswith(OF_MODULE):
+            name = full.removeprefix(OF_MODULE)
+            raise UnsupportedOp(
+                f"the extra state of {name or 'the model'} is no tensor, and a file of weights cannot hold it",
+                given=f"{full} in {folder}",
+                expected="modules whose get_extra_state gives a tensor, or none",
+                hint="meshcomm export without --weights, which meshcomm import reads",
+            )
+        if not full.startswith("model."):
+            continue
+        name = full.removeprefix("model.")
+        about = OF_PARAMETER + name
+        facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
+        sizes = facts.get("parts", [])
+        if sizes:
+            kind = Kind(kind.dtype, (sum(sizes), *kind.shape[2:]))
+        for each in (name, *facts.get("also", [])):
+            kinds[each], of[each] = kind, (full, sizes)
+
+    def load(name: str) -> Tensor:
+        full, sizes = of[name]
+        tensor = saved.load(full)
+        return joined(tensor, sizes) if sizes else tensor
+
+    return kinds, load
 
 
 def import_checkpoint(source: Path, out: Path) -> Moved:

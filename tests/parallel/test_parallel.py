@@ -26,6 +26,7 @@ from meshcomm.parallel import (
     whole,
 )
 from meshcomm.parallel.compose import sections
+from meshcomm.parallel.norm import GradientNorm
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 
@@ -210,6 +211,115 @@ def beside_ddp() -> None:
 
 def test_a_loop_written_for_ddp_trains_the_same(pool: Pool) -> None:
     pool.run(beside_ddp, ranks=2)
+
+
+class Changing(nn.Module):
+    """One of its layers is frozen at first; its mean follows from a rank's own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.one.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        y = self.two(self.one(x - self.mean))
+        return self.three(y) if hasattr(self, "three") else y
+
+
+def changing() -> None:
+    """A module that is cast, unfrozen and given another layer between steps, beside one process with all samples."""
+    with meshcomm.init(cpu(dp=2)) as mesh:
+        torch.manual_seed(0)
+        alone = Changing().double()
+        torch.manual_seed(mesh.rank)
+        ours = Changing().double()
+        ours.load_state_dict(alone.state_dict())
+        sync, norm = GradientSync(mesh, "dp", ours), GradientNorm(mesh, ours)
+        for step in range(6):
+            if step == 1:
+                ours = ours.float().double()
+                alone = alone.float().double()
+            if step == 2:
+                ours.one.requires_grad_(True)
+                alone.one.requires_grad_(True)
+            if step == 3:
+                # Of other values on each rank: those of the first one count, as at the start.
+                ours.three, alone.three = nn.Linear(1, 2).double(), nn.Linear(1, 2).double()
+                for parameter, held in zip(alone.three.parameters(), ours.three.parameters(), strict=True):
+                    parameter.data.copy_(mesh.broadcast("dp", held.detach(), src=0))
+            if step == 4:
+                ours.two.bias.requires_grad_(False)
+                alone.two.bias.requires_grad_(False)
+                alone.two.bias.grad = None
+            if step == 5:
+                # What is frozen is no longer there.
+                assert ours.two.bias.grad is None
+            xs = [randn(4, 3, seed=10 * step + rank) for rank in range(2)]
+            with sync:
+                ours(xs[mesh.rank]).square().mean().backward()
+            if step == 2:
+                # It cannot count what was frozen when it was made.
+                with pytest.raises(
+                    TrainingError, match=r"one\.weight needs a gradient since GradientNorm was made"
+                ):
+                    norm.norm()
+            alone.zero_grad()
+            mean = alone.mean
+            for rank in (1, 0):  # coord 0's mean is the one that stays
+                alone.mean = mean
+                (alone(xs[rank]).square().mean() / 2).backward()
+            for each in (ours, alone):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+            close(ours.mean, alone.mean)
+            for (name, mine), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                close(mine, other)
+                assert len({str(each) for each in mesh.objects.all_gather("dp", mine.tolist())}) == 1, name
+
+
+def test_a_module_that_changes_between_steps_stays_synchronised(pool: Pool) -> None:
+    pool.run(changing, ranks=2)
+
+
+class Past(torch.optim.SGD):
+    """Changes parameters where autograd does not see it, as many do."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    sync = GradientSync(cast(Mesh, Recorder()), "dp", model)
+
+    def step(scale: float = 1.0) -> None:
+        with sync:
+            (model(torch.ones(2, 3)).sum() * scale).backward()
+
+    step()
+    with pytest.raises(TrainingError, match="before the gradients of the last one were used"):
+        step()
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), nn.Linear(2, 2)
+    other.weight.grad = torch.ones(2, 2)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    with pytest.raises(TrainingError, match="before the gradients of the last one were used"):
+        step()
+    optimizer.step()
+    step()
+    optimizer.zero_grad()  # dropped on purpose
+    step()
+    optimizer.zero_grad(set_to_none=False)
+    step()
+    Past(model.parameters(), lr=0.1).step()
+    step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * cast(Tensor, parameter.grad)
+    step(float("inf"))  # a loss scaler leaves such a step out
+    step()
+    sync.start()  # says itself that it begins anew
 
 
 def test_another_operation_and_an_exception_within_a_step() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -24,10 +25,11 @@ from torch.optim.lr_scheduler import (
 
 import meshcomm
 from meshcomm.config import Config, load
-from meshcomm.errors import MeshcommError
-from meshcomm.parallel import tensor_parallel, whole
+from meshcomm.errors import MeshcommError, UnsupportedOp
+from meshcomm.parallel import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from meshcomm.train.export import export_checkpoint
 
 STEPS, CUT, BATCH = 6, 3, 8
 MESHES = {
@@ -480,4 +482,125 @@ def test_the_state_of_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -
         "the checkpoint does not fit: the optimizer's state",
         "  given:    that of Adam",
         "  expected: that of SGD",
+    ]
+
+
+# -- buffers ----------------------------------------------------------------------------------------
+
+
+class Running(Net):
+    """Statistics of a rank's own samples, which forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.count: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+            self.count += int((x > 0).sum())
+        return super().forward(x - self.mean)
+
+
+def ran(config: Config) -> list[Any]:
+    """The buffers after each step."""
+    found = []
+    with meshcomm.init(config) as mesh:
+        trainer = trainer_of(mesh, config, Running, OPTIMIZERS["adam"], None)
+        for step in range(1, 3):
+            trainer.step(*share(trainer, step))
+            found.append({name: each.clone() for name, each in trainer.modules[0].named_buffers()})
+    return found
+
+
+@pytest.mark.parametrize("case", ["dp", "fsdp", "dp tp"])
+def test_buffers_that_follow_from_samples_are_the_first_rank_s(pool: Pool, case: str) -> None:
+    config = config_of(case)
+    first, *others = pool.run(ran, config, ranks=ranks_of(config))
+    module = Running().double()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step + 1)
+        own = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)[: BATCH // 2]
+        for microbatch in own.split(2):
+            module(microbatch)
+        assert all(torch.equal(first[step][name], each) for name, each in module.named_buffers())
+        for other in others:
+            assert all(torch.equal(other[step][name], each) for name, each in first[step].items())
+
+
+# -- weights that leave -----------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """One weight that holds three, and one that has two names."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.qkv, self.down, self.out = nn.Linear(6, 24), nn.Linear(8, 3), nn.Linear(3, 3)
+        self.again = nn.Linear(3, 3, bias=False)
+        self.again.weight = self.out.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y: Tensor = self.again(self.out(self.down(q * k + v)))
+        return y
+
+
+def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
+    """What the module before it was split would have, of a run whose checkpoint is in `out`."""
+    with meshcomm.init(config) as mesh:
+        module = Fused()
+        tensor_parallel(module, mesh, "tp", {"qkv": "column:3", "down": "row"})
+        trainer = Trainer(mesh, config, module, loss=loss, optimizer=OPTIMIZERS["adam"])
+        trainer.step(*share(trainer, 1))
+        trainer.save(out / "checkpoints" / "step-000001")
+        return unsplit_state(trainer.modules[0])
+
+
+def test_exported_weights_are_those_of_the_module_s_state_dict(pool: Pool, tmp_path: Path) -> None:
+    (expected, *_) = pool.run(saved_fused, config_of("tp"), tmp_path, ranks=2)
+    export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
+    found = load_file(tmp_path / "weights")
+    module = Fused().double()
+    module.load_state_dict(found)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def saved_counting(config: Config, out: Path) -> None:
+    with meshcomm.init(config) as mesh:
+        trainer_of(mesh, config, Counting, OPTIMIZERS["adam"], None).save(out / "checkpoints" / "step-000001")
+
+
+def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_counting, config_of("one"), tmp_path, ranks=1)
+    with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
+        export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
+    # All of it can go.
+    export_checkpoint(tmp_path, tmp_path / "all")
+
+
+# -- closures, moves and what else programs do ------------------------------------------------------
+
+
+def with_lbfgs(config: Config) -> list[str]:
+    found = []
+    with meshcomm.init(config) as mesh:
+        of_all = lambda groups: torch.optim.LBFGS([each for group in groups for each in group["params"]])  # noqa: E731
+        for make in (torch.optim.LBFGS, of_all):
+            try:
+                trainer_of(mesh, config, Net, make, None)
+            except MeshcommError as error:
+                found.append(error.what)
+    return found
+
+
+def test_an_optimizer_that_asks_for_the_loss_is_refused(pool: Pool) -> None:
+    assert pool.run(with_lbfgs, config_of("one"), ranks=1) == [
+        ["the optimizer cannot be made", "LBFGS cannot make a step of gradients alone"]
     ]

@@ -1,0 +1,177 @@
+"""What a checkpoint from elsewhere can say: nothing of it is believed before it was looked at."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from meshcomm.config.write import write_whole
+from meshcomm.errors import TrainingError
+from meshcomm.train.checkpoint_reader import Kind, Saved, unpickle
+from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + struct.pack("<B", len(value)) + value.encode()
+
+
+def built(target: bytes, state: bytes) -> bytes:
+    """A pickle that gives a state to what `target` leaves on the stack."""
+    return b"\x80\x04" + target + state + b"b."
+
+
+def class_of(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+SLOTS = b"N}" + text("__hash__") + b"Ns\x86"
+FIELDS = b"}" + text("_value_") + b"K\x07s"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        # Of a class, by the second part of a state: what objects with __slots__ have there.
+        built(class_of(METADATA, "MetadataIndex"), SLOTS),
+        built(class_of(METADATA, "MetadataIndex"), FIELDS),
+        # Of the member of an Enum, which is one for the whole process.
+        built(class_of("torch.distributed.checkpoint.planner", "WriteItemType") + b"K\x02\x85R", FIELDS),
+        # Of an object, fields that it does not have.
+        built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", b"}" + text("__class__") + b"Ns"),
+        built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", SLOTS),
+    ],
+)
+def test_metadata_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
+    hash_of, members = MetadataIndex.__hash__, [each.value for each in WriteItemType]
+    try:
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint of tensors"):
+            unpickle(data)
+        assert MetadataIndex.__hash__ is hash_of and [each.value for each in WriteItemType] == members
+    finally:
+        MetadataIndex.__hash__ = hash_of  # type: ignore[method-assign]
+
+
+def test_what_metadata_are_made_of_is_read(tmp_path: Path) -> None:
+    chunk = ChunkStorageMetadata(torch.Size((1,)), torch.Size((2,)))
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert unpickle(pickle.dumps(chunk, protocol)) == chunk
+
+
+def saved(folder: Path, *values: torch.Tensor) -> Saved:
+    """A checkpoint of `w`, float32 (4,), of which the values are parts one after the other."""
+    whole = torch.cat([each.float().reshape(-1) for each in values])
+    write_part(folder, 0, parts_of({"w": torch.empty(4, device="meta")}), lambda _: whole)
+    write_metadata(folder, [0])
+    return Saved(folder)
+
+
+def place(found: Saved) -> Any:
+    return next(iter(found._metadata.storage_data.items()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"relative_path": "../__0_0.distcp"}, "is no file of this folder"),
+        ({"relative_path": "/etc/hostname"}, "is no file of this folder"),
+        ({"relative_path": ".."}, "is no file of this folder"),
+        ({"offset": -1}, "is no offset and length"),
+        ({"length": 0.5}, "is no offset and length"),
+    ],
+)
+def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    found = saved(tmp_path / "a", torch.ones(4))
+    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "a" / "__0_0.distcp").read_bytes())
+    index, where = place(found)
+    found._metadata.storage_data[index] = replace(where, **change)
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w in") as caught:
+        found.fill({"w": torch.zeros(4)})
+    assert words in (caught.value.given or "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(4, dtype=torch.complex64), torch.ones(1), torch.ones(4, dtype=torch.float64), [1.0] * 4],
+)
+def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    file = tmp_path / "__0_0.distcp"
+    torch.save(value, file)
+    index, where = place(found)
+    found._metadata.storage_data[index] = replace(where, offset=0, length=file.stat().st_size)
+    into = torch.full((4,), -5.0)
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w in __0_0"):
+        found.fill({"w": into})
+    assert into.tolist() == [-5.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([((0,), (2,)), ((0,), (2,))], "parts that overlap"),
+        ([((0,), (3,)), ((2,), (1,))], "parts that overlap"),
+        ([((0,), (2,)), ((3,), (2,))], "outside of shape"),
+        ([((-1,), (4,))], "outside of shape"),
+        ([((0,), (-4,)), ((0,), (8,))], "outside of shape"),
+        ([((0, 0), (4, 1))], "outside of shape"),
+        ([((0,), (2,))], "parts of 2 of 4 elements"),
+    ],
+)
+def test_parts_tile_a_tensor(tmp_path: Path, chunks: list[Any], words: str) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    described: Any = found._metadata.state_dict_metadata["w"]
+    described.chunks = [
+        ChunkStorageMetadata(torch.Size(at) if min(at) >= 0 else at, size) for at, size in chunks
+    ]
+    into = torch.full((4,), -5.0)
+    with pytest.raises(TrainingError, match="does not fit: w") as caught:
+        found.fill({"w": into})
+    assert words in (caught.value.given or "") and into.tolist() == [-5.0] * 4
+
+
+def test_a_part_that_has_no_record_is_named(tmp_path: Path) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    found._metadata.storage_data.clear()
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w"):
+        found.fill({"w": torch.zeros(4)})
+
+
+def test_complex_numbers_come_back(tmp_path: Path) -> None:
+    value = torch.randn(3, dtype=torch.complex128)
+    write_part(tmp_path, 0, parts_of({"w": value}), lambda _: value)
+    write_metadata(tmp_path, [0])
+    again, found = torch.zeros_like(value), Saved(tmp_path)
+    assert found.kinds == {"w": Kind(torch.complex128, (3,))}
+    found.fill({"w": again})
+    assert torch.equal(again, value)
+
+
+def test_a_file_is_written_with_the_umask_and_without_changing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole process: a file that another thread makes meanwhile would be open to everybody."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda _: pytest.fail("the umask was changed"))
+            thread = threading.Thread(target=write_whole, args=(tmp_path / "a.toml", "new"))
+            thread.start()
+            thread.join(20)
+            write_whole(tmp_path / "b.toml", "new")
+    finally:
+        os.umask(before)
+    for name in ("a.toml", "b.toml"):
+        assert (tmp_path / name).read_text() == "new"
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.toml", "b.toml"]
