@@ -100,11 +100,10 @@ def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
 
 
 def check_backends(plan: Plan) -> None:
-    """Refuse a backend that this torch does not have, also one for a device that is not used. Raises LaunchError."""
+    """Refuse a backend that this torch does not have, also for a device that is not used or a dim of one rank. Raises LaunchError."""
     chosen = {plan.defaults.backend: "the default group"}
     for family in plan.families:
-        if family.creates:
-            chosen.setdefault(family.options.backend, family.name)
+        chosen.setdefault(family.options.backend, family.name)
     for backend, name in chosen.items():
         for part in by_device(backend).values():
             if not dist.is_backend_available(part):
