@@ -129,8 +129,29 @@ def _made_dense(x: Tensor) -> str:
     return "x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)"
 
 
-def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Callable[[], str]) -> None:
-    """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent."""
+def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
+    """Whether `out` can be written while `sent` leaves: they share no memory, or one is its own part of the other.
+
+    coord: which part is this rank's own, as in the in-place calls of NCCL. Of a contiguous `sent`.
+    """
+    if not share_memory(out, sent):
+        return True
+    if not out.is_contiguous() or out.nbytes == sent.nbytes:
+        return False
+    part, of = (out, sent) if out.nbytes < sent.nbytes else (sent, out)
+    return part.data_ptr() == of.data_ptr() + coord * part.nbytes
+
+
+def check_apart(
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    where: Callable[[], str],
+    together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
+) -> None:
+    """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent.
+
+    together: whether two tensors are of one message, which writes the same to what they share.
+    """
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
         ((*span_of(x), x, comes) for x, comes in tensors if x.numel()),
@@ -141,7 +162,7 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
         begin, _, x, comes = each
         open_ = [other for other in open_ if other[1] > begin]
         for _, _, other, came in open_:
-            if (comes or came) and _share_a_byte(x, other):
+            if (comes or came) and share_memory(x, other) and not together(x, other):
                 raise ShapeError(
                     f"{where()} would receive into memory that another of its messages uses",
                     given=f"tensors of shape {tuple(other.shape)} and {tuple(x.shape)} that overlap",
@@ -151,8 +172,11 @@ def check_apart(received: Sequence[Tensor], sent: Sequence[Tensor], where: Calla
         open_.append(each)
 
 
-def _share_a_byte(one: Tensor, other: Tensor) -> bool:
-    """Of two whose spans overlap: two columns of one matrix lie between each other and share none."""
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a byte: two columns of one matrix lie between each other and share none."""
+    if one.is_contiguous() and other.is_contiguous():
+        begin, start = one.data_ptr(), other.data_ptr()
+        return begin < start + other.nbytes and start < begin + one.nbytes
     return np.shares_memory(_extent(one), _extent(other))
 
 

@@ -26,6 +26,7 @@ from meshcomm.collectives import (
 )
 from meshcomm.comm.checks import (
     OWN_TAGS,
+    apart,
     check_answered,
     check_coord,
     check_divisible,
@@ -110,13 +111,14 @@ class Communicator(Caller):
 
     @contextmanager
     def named(
-        self, call: str, group: bool = True, root: int = -1
+        self, call: str, group: bool = True, root: int = -1, facts: dict[str, Any] | None = None
     ) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
-        """Make one call of several: it is recorded and counted as `call`, its parts are not.
+        """Make one call of several: it is recorded, compared and counted as `call`, its parts are not.
 
         Yields what makes the parts, a communicator whose calls are not compared and may have the library's own
         tags, and a function that is told how many bytes the call moves.
         group: whether every rank of the group makes the call, so that it has a sequence number.
+        facts: what has to be equal on all of them.
         """
         recorder, where = self.recorder, self.where(call)
         counter, began, moved = counter_of(recorder.counters, self.name, call), clock(), [0]
@@ -128,6 +130,7 @@ class Communicator(Caller):
         made = Communicator(self.name, self.transport, self.who, parts)
         if group:
             with recorder.call(self, counter, 0, None, root=root):
+                recorder.compare(self.name, call, facts or {})
                 yield made, recorder.is_of
             return
         try:
@@ -215,7 +218,9 @@ class Communicator(Caller):
             # The others know nothing of the out of one root: it is refused when they have their part of the call.
             if problem is not None and row.root is None:
                 raise problem
-        with self._recorded(row, source, op, root):
+        # By another algorithm, it is another call.
+        by = "" if algorithm is None else f" by {algorithm[0]}"
+        with self._recorded(row, source, op, root, by):
             facts: dict[str, object] = {} if row.in_place else {"axis": axis}
             if row is ALL_TO_ALL:
                 facts = {"split_axis": axis, "concat_axis": concat, "splits": splits is not None}
@@ -225,9 +230,8 @@ class Communicator(Caller):
             # Each rank has a factor of its own, so it is not compared.
             facts |= {"op": op} if row.reduces else {}
             facts |= {row.root: root} if row.root is not None else {}
-            facts |= {"algorithm": algorithm[0]} if algorithm is not None else {}
             differs = uneven or splits is not None
-            compared = self._compare(row, without(source, axis) if differs else source, facts)
+            compared = self._compare(row, without(source, axis) if differs else source, facts, by)
             if differs:
                 joined = concat if row.splits else axis
                 known = received, compared
@@ -248,7 +252,7 @@ class Communicator(Caller):
             target = x if row.in_place and row is not REDUCE else out
             came, direct = carried if row.in_place else None, False
             if out is not None and straight and gets and problem is None:
-                came, direct = buffer_for(out), True
+                came, direct = self._room(out, carried), True
             elif gets and not row.in_place:
                 part = carried.shape[1:] if row.splits else carried.shape
                 came = carried.new_empty((self.size, *part) if row.joins else part)
@@ -315,11 +319,14 @@ class Communicator(Caller):
                     expected=f"a tensor there whose axis can be cut into {self.size}",
                     hint=f"look at the error of coord {src}",
                 )
-            if out is None and parts is None:
+            if out is not None:
+                result = out
+            elif parts is not None:
+                result = parts.new_empty(parts.shape[1:])
+            else:
                 check_answered(self.transport.name, "the slice's shape", where(), "out=torch.empty(...)")
-            result = parts.new_empty(parts.shape[1:]) if out is None and parts is not None else out
-            result = described_by(header) if result is None else result
-            buffer = buffer_for(result)
+                result = described_by(header)
+            buffer = buffer_for(result) if parts is None else self._room(result, parts)
             self.recorder.is_of(buffer.nbytes * self.size)
             brought = None if parts is None else wire(parts)
             call = Call(SCATTER, brought, wire(buffer), root=src, blocking=not async_op)
@@ -540,7 +547,7 @@ class Communicator(Caller):
                 or out.dtype is not x.dtype
                 or out.shape != shape
                 # What comes in must not overwrite what is still to leave.
-                or (row is ALL_TO_ALL and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+                or not apart(out, x, self.coord)
             ):
                 return NotImplemented
             else:
@@ -570,18 +577,18 @@ class Communicator(Caller):
     # -- the checked path -----------------------------------------------------------------------
 
     def _recorded(
-        self, row: Collective, x: Tensor | None = None, op: str | None = None, root: int = -1
+        self, row: Collective, x: Tensor | None = None, op: str | None = None, root: int = -1, by: str = ""
     ) -> FlightRecorder:
-        """The block of a call that moves `x`: recorded, and counted, under its own name or that of the whole."""
+        """The block of a call that moves `x`: recorded, and counted, under its name with that of its algorithm."""
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        counter = counter_of(self.recorder.counters, self.name, row.name)
+        counter = counter_of(self.recorder.counters, self.name, row.name + by)
         return self.recorder.call(self, counter, nbytes, x, op, root)
 
-    def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object]) -> bool:
+    def _compare(self, row: Collective, x: Tensor | None, facts: dict[str, object], by: str = "") -> bool:
         """See `FlightRecorder.compare`."""
         if x is not None and self.recorder.check is not None:
             facts = {"shape": list(x.shape), "dtype": name_of(x.dtype), **facts}
-        return self.recorder.compare(self.name, row.name, facts)
+        return self.recorder.compare(self.name, row.name + by, facts)
 
     def _run(self, call: Call, finish: Callable[[], Any] = lambda: None, async_op: bool = False) -> Any:
         return self._finished(self._started(call), call.row.name, finish, async_op, call)
@@ -618,6 +625,10 @@ class Communicator(Caller):
             with unwatched(x):
                 return x.mul_(number), "sum"
         return x * number, "sum"
+
+    def _room(self, out: Tensor, sent: Tensor) -> Tensor:
+        """Where a result can arrive while `sent` leaves: `out` itself, or new memory of its shape."""
+        return buffer_for(out) if apart(out, sent, self.coord) else out.new_empty(out.shape)
 
     def _check_written(self, out: Tensor, where: Callable[[], str]) -> None:
         """Refuse an `out` that nothing can be received into, of whatever shape."""

@@ -41,8 +41,8 @@ class _Run(NamedTuple):
 class StepHistory:
     """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
 
-    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end:
-    where those of two ranks are equal, so is everything that they called before. The sum of a step divisible by
+    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end, and of
+    what the program called each step: where those of two ranks are equal, so is everything that they called before. The sum of a step divisible by
     2**k is kept for 2 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k.
     """
 
@@ -69,7 +69,7 @@ class StepHistory:
                 for (call, line), times in counts.items()
             ]
             self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
-        self.sums[step] = self._sum = crc32(b"%d %d" % (calls, digest), self._sum)
+        self.sums[step] = self._sum = crc32(b"%d %d %d" % (number, calls, digest), self._sum)
         self.sums.pop(step - 2 * (step & -step), None)
         # Last: readers in other threads begin with it.
         self.step = step
@@ -109,10 +109,13 @@ def find_desync(
     starts = {run[0] for history in told.values() for run in history["runs"]}
     for start in sorted(start for start in starts if oldest <= start <= last):
         steps = {rank: _step(history["runs"], start) for rank, history in told.items()}
-        if len({(step.calls, step.digest) for step in steps.values()}) > 1:
+        # Ranks at steps of different numbers call alike until the last one: one has left a whole step out.
+        numbers = {rank: step.number for rank, step in steps.items()}
+        made = {rank: (step.calls, step.digest) for rank, step in steps.items()}
+        if len(set(numbers.values())) > 1 or len(set(made.values())) > 1:
             if cut and start == oldest:
                 break
-            signs = {rank: (step.calls, step.digest) for rank, step in steps.items()}
+            signs = made if len(set(numbers.values())) == 1 else numbers
             return _finding(label, signs, steps, coords, forgotten=False)
     steps = {rank: _step(history["runs"], oldest) for rank, history in told.items()}
     return _finding(label, signs, steps, coords, forgotten=True)
@@ -143,7 +146,8 @@ def _finding(
     usual = [rank for rank, sign in signs.items() if sign == usual_sign]
     mismatched = [rank for rank, sign in signs.items() if sign != usual_sign]
     model, first = steps[usual[0]], steps[mismatched[0]]
-    number = max(step.number for step in steps.values())
+    apart = not forgotten and model.number != first.number
+    number = model.number if apart else max(step.number for step in steps.values())
     which = f"step {number}{' or one before' if forgotten else ''}"
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
@@ -151,6 +155,10 @@ def _finding(
         made = "other calls"
         given = "the calls of that step are no longer remembered"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
+    elif apart:
+        made = f"step {first.number} instead"
+        given = f"step {first.number} of {who} ended at {first.ended_at}"
+        expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
         made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
@@ -166,7 +174,7 @@ def _finding(
         "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
         "given": given,
         "expected": expected,
-        "hint": "look for a branch that only some ranks take; results of "
+        "hint": f"look for a {'step that only some ranks make' if apart else 'branch that only some ranks take'}; results of "
         f"{which} and later mix calls that do not belong together: resume from a checkpoint before it",
         "mismatched": mismatched,
         "step": number,

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshcomm.collectives import Collective
 from meshcomm.comm.checks import (
     all_usable,
+    check_apart,
     check_coord,
     check_divisible,
     check_in_place,
@@ -71,8 +72,11 @@ def collective(
                 check_divisible(x, axes[-1], comm.size, where, comm.who)
                 x = split(x, axes[-1], comm.size)
             sources.append(materialised(x))
+    messages = _messages(sources, dense)
+    if row.in_place and len(messages) > 1:
+        check_apart(sources, (), where, lambda one, other: one.dtype == other.dtype)
     under_way: list[tuple[Handle[Tensor], list[int]]] = []
-    for places in _messages(sources, dense):
+    for places in messages:
         group = [sources[i] for i in places]
         # Of what is split, the parts of each coord lie together.
         flat = torch.cat([x.reshape(comm.size, -1) for x in group], 1).view(-1) if row.splits else pack(group)

@@ -43,8 +43,10 @@ class CallCheck:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and self._transport.size > 1
 
-    def compare(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+    def compare(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Return when all ranks are about to make the same call on the dim `name`; whether they had to meet for it.
+
+        past: the call is made past the mesh, and only some of its facts are known.
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
@@ -53,7 +55,7 @@ class CallCheck:
         if self._left is not None:
             self._left -= 1
         self._number += 1
-        mine = _message(call, facts)
+        mine = _message(call, facts, past)
         told = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
         told[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         told = told.to(self._transport.device)
@@ -68,14 +70,15 @@ class CallCheck:
             return True
         calls = [json.loads(text) for text in texts]
         if not all(_alike(call, calls[0]) for call in calls):
-            raise mismatch(name, self._number, self._ranks, calls)
+            raise mismatch(name, self._number, self._ranks, [each[:3] for each in calls])
         return True
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two calls are one operation; of a call past the mesh less is known than of the mesh's own."""
+    """Whether two calls, as (call, facts, site, past), are one operation."""
     mine, theirs = one[1], other[1]
-    return bool(one[0] == other[0]) and all(mine[key] == theirs[key] for key in mine.keys() & theirs.keys())
+    known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
+    return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
 
 
 def mismatch(
@@ -106,7 +109,7 @@ def mismatch(
     )
 
 
-def _message(call: str, facts: dict[str, Any]) -> bytes:
+def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
     """The call as at most 512 bytes; equal facts give equal texts, whatever the site."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
@@ -114,7 +117,7 @@ def _message(call: str, facts: dict[str, Any]) -> bytes:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         facts = {"facts": whole[: _FACTS // 2], "digest": digest}
     site = caller()[-_SITE:]
-    while len(text := json.dumps([call, facts, site]).encode()) > _BYTES:
+    while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES:
         site = site[20:]
     return text
 

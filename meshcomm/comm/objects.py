@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
@@ -84,7 +85,7 @@ class Objects:
             if call.comm.coord != src:
                 self._nobody(call)
             return self._own_of(call, obj)
-        with call.comm.named("objects.broadcast", root=src) as (comm, moves):
+        with call.begun() as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj] if comm.coord == src else [], moves)
             data = comm.collective(BROADCAST, mine[0] if mine else call.blank(sizes[src]), root=src)
         return call.decoded(data)
@@ -100,7 +101,7 @@ class Objects:
         call = _Call(self._at.along(dims), "all_gather", -1, pickle, max_bytes, self._device)
         if self._pretended:
             return [self._own_of(call, obj, call.comm.size)] * call.comm.size
-        with call.comm.named("objects.all_gather") as (comm, moves):
+        with call.begun() as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
             parts = _gathered(comm, mine[0], sizes)
         return [call.decoded(part) for part in parts]
@@ -117,7 +118,7 @@ class Objects:
         if self._pretended:
             found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
             return found if call.comm.coord == dst else None
-        with call.comm.named("objects.gather", root=dst) as (comm, moves):
+        with call.begun() as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
             parts = _gathered(comm, mine[0], sizes, dst)
         return [call.decoded(part) for part in parts] if comm.coord == dst else None
@@ -142,7 +143,7 @@ class Objects:
             return self._own_of(call, _one_each(objs, call.comm.size)[src], call.comm.size)
         if self._pretended:
             self._nobody(call)
-        with call.comm.named("objects.scatter", root=src) as (comm, moves):
+        with call.begun() as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             splits = [message.numel() for message in mine] or [0] * comm.size
             own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), splits=splits)
@@ -176,7 +177,7 @@ class Objects:
             call.compare([(coord, call.offer)])
             self._own.setdefault((call.comm.name, tag), deque()).append((call.offer, mine[0]))
             return
-        with call.comm.named("objects.send", group=False) as (comm, moves):
+        with call.begun(group=False) as (comm, moves):
             # Where the other rank sends too, each offer is the other one's answer.
             if comm.messages.ordered:
                 answers = [call.swapped(comm, dst, tag)]
@@ -236,7 +237,7 @@ class Objects:
             )
         if self._pretended:
             self._nobody(call)
-        with call.comm.named("objects.recv", group=False) as (comm, moves):
+        with call.begun(group=False) as (comm, moves):
             if comm.messages.ordered and src is not None:
                 offer = call.swapped(comm, src, tag)[1]
             else:
@@ -256,7 +257,7 @@ class Objects:
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
         """What this rank gives, as what came of a call in a pretended world, which is counted as any."""
         with (
-            call.comm.named(f"objects.{call.name}", group, call.root if group else -1) as (_, moves),
+            call.begun(group) as (_, moves),
             without_modes(),
         ):
             sizes = [each.numel() for each in call.encoded(lambda: [obj])]
@@ -307,6 +308,11 @@ class _Call:
         name = f"{call}, {_ROOTS[call]}={root}" if call in ("broadcast", "gather", "scatter") else call
         self.offer = _Offer(name, 0, None, None, max_bytes, bool(pickle))
         self._cause: Exception | None = None
+
+    def begun(self, group: bool = True) -> AbstractContextManager[tuple[Communicator, Callable[[int], None]]]:
+        """The block of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
+        facts = {_ROOTS[self.name]: self.root} if group and self.root >= 0 else {}
+        return self.comm.named(f"objects.{self.name}", group, self.root if group else -1, facts)
 
     def blank(self, nbytes: int) -> Tensor:
         """Memory to receive into."""

@@ -106,10 +106,10 @@ class Layout:
 
     __slots__ = ("_digits", "_factorisations", "_order", "_positions", "dims", "merge", "views", "world_size")
 
-    dims: Final[Mapping[str, int]]
-    views: Final[Mapping[str, Mapping[str, int]]]
-    merge: Final[Mapping[str, tuple[str, ...]]]
-    world_size: Final[int]
+    dims: Mapping[str, int]
+    views: Mapping[str, Mapping[str, int]]
+    merge: Mapping[str, tuple[str, ...]]
+    world_size: int
     _digits: dict[Dims, Digits]
     _factorisations: dict[str, Mapping[str, int]]
     _order: Ranks | None
@@ -190,7 +190,7 @@ class Layout:
                 )
         self._factorisations[view] = sizes
 
-    def _merged(self, name: str, parts: Sequence[str]) -> Digits:
+    def _merged(self, name: str, parts: Any) -> Digits:
         check_name(name, "merged dim")
         if isinstance(parts, str) or not isinstance(parts, Sequence):
             raise LayoutError(
@@ -452,7 +452,7 @@ class Layout:
         return self.rank_of(position - digits.offset(coord) + digits.offset(target % digits.size))
 
 
-def _checked_order(rank_order: Sequence[int], dims: Mapping[str, int]) -> Ranks | None:
+def _checked_order(rank_order: Any, dims: Mapping[str, int]) -> Ranks | None:
     """`rank_order` as an array that cannot be written to; None where it is 0, 1, 2, ..."""
     world = math.prod(dims.values())
     listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order

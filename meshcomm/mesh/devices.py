@@ -100,12 +100,11 @@ def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
 
 
 def check_backends(plan: Plan) -> None:
-    """Refuse a backend that this torch does not have, also one for a device that is not used. Raises LaunchError."""
+    """Refuse a backend that this torch lacks, also for a device that is not used or a dim of one rank. Raises LaunchError."""
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
-        if family.creates:
-            key = f"mesh.options.{family.name}.backend"
-            chosen.setdefault(family.options.backend, (family.name, key))
+        key = f"mesh.options.{family.name}.backend"
+        chosen.setdefault(family.options.backend, (family.name, key))
     for backend, (name, key) in chosen.items():
         for part in by_device(backend).values():
             if not dist.is_backend_available(part):

@@ -46,7 +46,7 @@ def create_transports(
     for family in plan.families:
         name, group = family.name, mine.get(family.name)
         if group is None:
-            transports[name] = SoloTransport(device)
+            transports[name] = SoloTransport(device, family.options.backend)
         elif existing is not None and _lends(existing, plan, name):
             handle = existing.get_group(name)
             transports[name] = ProcessGroupTransport(handle, group.options.backend, device, owned=False)

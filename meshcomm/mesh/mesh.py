@@ -22,9 +22,10 @@ from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import Barriers
+from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.random_numbers import RandomNumbers
-from meshcomm.mesh.runtime import Runtime
+from meshcomm.mesh.runtime import WORLD, Runtime
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
@@ -184,6 +185,8 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             lane=lane,
         )
         plan = Plan(layout, self.plan.defaults, {**self.plan.options, name: own}, self.plan.device)
+        if WORLD.get() is None:
+            check_backends(plan)
         agree(
             prefixed(f"create/{name}", self._runtime.store),
             self.rank,
@@ -195,7 +198,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         )
         family = plan.family(name)
         if family.size == 1:
-            transport: Transport = SoloTransport(self.device)
+            transport: Transport = SoloTransport(self.device, own.backend)
         elif family.shares is not None:
             transport = self._transports[family.shares]
         else:
@@ -348,7 +351,8 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
     def _explain(self, dims: Dims) -> Communicator:
         self._usable()
         if not isinstance(dims, str) and self.size(dims) == 1:
-            return self._communicator(", ".join(dims), SoloTransport(self.device))
+            alone = SoloTransport(self.device, self.plan.defaults.backend)
+            return self._communicator(", ".join(dims), alone)
         name = self._family_of(dims)
         return self._communicator(name, self._transports[name])
 

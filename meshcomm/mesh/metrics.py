@@ -69,11 +69,12 @@ class Metrics(TopologyQueries):
         """One step of the program is over: by now each rank of a group has begun the same collectives on it.
 
         Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
-        step: a call that one of them left out among equal ones, or made once too often, shows nowhere else.
+        step: a call, or a whole step, that one of them left out among equal ones or made once too often shows nowhere
+        else. A whole step is found by its number.
         docs/guide/hangs.md says what is compared and how soon.
 
         Called by: every rank of the mesh, at the same point of the program.
-        number:    what the program calls the step, for errors; None: one more than the last, from 1.
+        number:    what the program calls the step, equal on all ranks; None: one more than the last, from 1.
         apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
         Returns:   the number.
         Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import Call, Collective
+from meshcomm.transport.support import backend_on
 
 Direction: TypeAlias = Literal["send", "recv"]
 
@@ -119,15 +120,18 @@ class Transport(ABC):
 
 @final
 class SoloTransport(Transport):
-    """A group of one rank. Messages to itself stay in the communicator."""
+    """A group of one rank. Messages to itself stay in the communicator.
 
-    name = "solo"
+    backend: what the plan names for groups of this dim, so that what it refuses is refused for one rank too.
+    """
+
     size = 1
     coord = 0
     any_source = True
     group_name = ""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self.name = backend_on(backend, device)
         self.device = device
 
     def start(self, call: Call) -> Work | None:

@@ -291,7 +291,7 @@ def refused(mesh: Mesh) -> None:
     with torch.no_grad():
         y = mesh.all_reduce("all", torch.ones(4, requires_grad=True), algorithm="tree")
     assert y.tolist() == [6] * 4
-    with pytest.raises(CallMismatchError, match=r"algorithm ring.*"):
+    with pytest.raises(CallMismatchError, match="all_reduce by ring"):
         mesh.all_reduce("all", x, algorithm="ring" if mesh.rank < 4 else "tree")
     assert x.tolist() == [1] * 4
 

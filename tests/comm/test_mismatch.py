@@ -72,6 +72,51 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "all_reduce(shape (5), dtype float32, op sum)",
         "all_reduce(shape (4), dtype float32, op sum)",
     ),
+    "algorithm": (
+        lambda m, odd: m.all_reduce("dp", torch.ones(4), **({"algorithm": "tree"} if odd else {})),
+        "all_reduce by tree(shape (4), dtype float32, op sum)",
+        "all_reduce(shape (4), dtype float32, op sum)",
+    ),
+    "no algorithm": (
+        lambda m, odd: m.all_reduce("dp", torch.ones(4), **({} if odd else {"algorithm": "ring"})),
+        "all_reduce(shape (4), dtype float32, op sum)",
+        "all_reduce by ring(shape (4), dtype float32, op sum)",
+    ),
+    "another algorithm": (
+        lambda m, odd: m.all_reduce("dp", torch.ones(4), algorithm="tree" if odd else "ring"),
+        "all_reduce by tree(shape (4), dtype float32, op sum)",
+        "all_reduce by ring(shape (4), dtype float32, op sum)",
+    ),
+    "sizes that are known": (
+        lambda m, odd: m.all_to_all("dp", torch.ones(6), splits=[2] * 3, received=[2] * 3 if odd else None),
+        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, splits True, received True)",
+        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, splits True)",
+    ),
+    "an object and a tensor": (
+        lambda m, odd: m.objects.all_gather("dp", 1) if odd else m.all_reduce("dp", torch.ones(4)),
+        "objects.all_gather()",
+        "all_reduce(shape (4), dtype float32, op sum)",
+    ),
+    "a tensor and an object": (
+        lambda m, odd: m.all_gather("dp", torch.ones(4)) if odd else m.objects.all_gather("dp", 1),
+        "all_gather(shape (4), dtype float32, axis 0, uneven False)",
+        "objects.all_gather()",
+    ),
+    "a barrier and an object": (
+        lambda m, odd: m.barrier("dp") if odd else m.objects.broadcast("dp", 1, 0),
+        "barrier()",
+        "objects.broadcast(src 0)",
+    ),
+    "objects": (
+        lambda m, odd: m.objects.scatter("dp", [1, 2, 3], 0) if odd else m.objects.gather("dp", 1, 0),
+        "objects.scatter(src 0)",
+        "objects.gather(dst 0)",
+    ),
+    "root of an object": (
+        lambda m, odd: m.objects.broadcast("dp", 1, 1 if odd else 0),
+        "objects.broadcast(src 1)",
+        "objects.broadcast(src 0)",
+    ),
 }
 
 

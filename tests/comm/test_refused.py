@@ -383,3 +383,28 @@ def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> No
         assert (carries("mpi", "cpu", operation) == "no") == (operation == "reduce_scatter")
         assert carries("nccl", "cuda", operation) == carries("xccl", "xpu", operation) == "yes"
         assert carries("nccl", "cpu", operation) == "no"
+
+
+def answers(mesh: Mesh) -> list[tuple[str, str]]:
+    """How reductions of every operation and some dtypes end, without the sizes that the text tells."""
+    kinds = (torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64)
+    calls = [
+        lambda x, op: mesh.all_reduce("dp", x, op),
+        lambda x, op: mesh.reduce("dp", x, 0, op),
+        lambda x, op: mesh.reduce_scatter("dp", x, op=op),
+    ]
+    found = []
+    for call in calls:
+        for op in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "mean"):
+            for kind in kinds:
+                how, text = told(lambda: call(torch.ones(4).to(kind), op))
+                found.append((f"{op} of {kind}: {how}", text.partition(" on rank ")[0]))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_dim_of_one_refuses_what_a_dim_of_two_does(backend: str) -> None:
+    meshes = ({"mesh": {"dims": {"dp": size}, "backend": backend}} for size in (1, 2))
+    one, two = (meshcomm.simulate(answers, mesh)[0] for mesh in meshes)
+    assert one == two
+    assert any("band of torch.int32: UnsupportedOp" in how for how, _ in one) == (backend == "nccl")

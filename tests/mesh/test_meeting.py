@@ -382,6 +382,7 @@ def test_a_failed_rank_asks_no_silent_program_who_speaks_first(monkeypatch: pyte
             {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
             r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*take it out of \[network\]",
         ),
+        ({"options": {"dp": {"backend": "nonsense"}}}, "this torch has no backend nonsense"),
         ({"world_size": "2"}, "world_size is no number of ranks: '2'"),
         ({"rank": True}, "rank is no number of ranks: True"),
         ({"store": 5}, "no store to meet at: 5"),
@@ -392,6 +393,13 @@ def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
     with pytest.raises(MeshcommError, match=f"(?s){said}"):
         meshcomm.init(**given if "config" in given else {"dims": {"dp": 1}, "device": "cpu", **given})
     assert not dist.is_initialized()
+
+
+def test_what_cannot_be_created_by() -> None:
+    with meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu") as mesh:
+        with pytest.raises(LaunchError, match="this torch has no backend nonsense"):
+            mesh.create("both", ("dp", "tp"), backend="nonsense")
+        mesh.create("both", ("dp", "tp"), backend="gloo")
 
 
 def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.MonkeyPatch) -> None:

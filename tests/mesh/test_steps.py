@@ -141,6 +141,28 @@ def test_the_words_of_a_difference() -> None:
     assert "a branch that only some ranks take; results of step 45 and later mix calls" in error.hint
 
 
+def test_a_whole_step_that_was_left_out_or_made_twice_is_found_by_its_number() -> None:
+    """Every call looks like the others', and so does every step."""
+    ranks = [0, 2, 4, 6]
+    for of_odd, at, made in (([1, 2, 4, 5, 6], 3, 4), ([1, 2, 3, 3, 4], 4, 3), ([2, 3, 4, 5, 6], 1, 2)):
+        recorders = {rank: recorder_of(ranks) for rank in ranks}
+        for rank, recorder in recorders.items():
+            numbers = of_odd if rank == 4 else range(1, 6)
+            for step, number in enumerate(numbers, 1):
+                make(recorder, ADD * 3)
+                recorder.note(step, number, False, callsite(0))
+        found = found_in(recorders)
+        assert found is not None
+        error = error_of(found)
+        assert (error.step, error.mismatched_ranks) == (at, (4,))
+        assert error.what == f'ranks differ in step {at} along "dp": rank 4 (dp=2) made step {made} instead'
+        assert str(error.given).startswith(f"step {made} of rank 4 (dp=2) ended at {__file__}:")
+        assert str(error.expected).startswith(f"as ranks 0 2 6: step {at}, which ended at {__file__}:")
+    # Ranks may be behind, and steps may be numbered from anywhere.
+    behind = {rank: noted([ADD] * (9 - rank), ranks, first=41) for rank in ranks}
+    assert found_in(behind) is None
+
+
 def test_only_the_operations_that_differ_are_told() -> None:
     same = [(kind, 8) for kind in KINDS[1:]]
     found = judged({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})

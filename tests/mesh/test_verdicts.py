@@ -754,13 +754,13 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
-        left = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
+        left = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
         left.under_way = True
         time.sleep(1.5)  # "saving"
         assert ended == []
         # One that is blocked is still ended.
         monkeypatch.setattr("meshcomm.mesh.watchdog._COMM", __file__)
-        held = watchdog.record("tp", [0, 1], SoloTransport(torch.device("cpu")))
+        held = watchdog.record("tp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
         held.under_way = True
         deadline = time.monotonic() + 30
         while not ended and time.monotonic() < deadline:
@@ -788,7 +788,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
     monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
-    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
+    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
     counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = _Work(False)
@@ -802,7 +802,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
 
 def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     watchdog = watchdog_of(dist.HashStore(), [], timeout_s=60)
-    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))
+    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
     counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = work = _Work(False)
@@ -853,7 +853,7 @@ def test_a_rank_without_a_store_stops_to_ask(capfd: pytest.CaptureFixture[str]) 
 
 def test_the_threads_of_a_mesh_that_is_dropped_end() -> None:
     watchdog = watchdog_of(dist.HashStore(), [])
-    kept = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu")))  # as by a group of torch
+    kept = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))  # as by a group of torch
     threads = watchdog._threads
     del watchdog
     gc.collect()
