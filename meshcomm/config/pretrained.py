@@ -163,7 +163,20 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
             ['model.build = "module:function", which returns a meshcomm.models.ModelSpec'],
             ", ".join([_written("model_type", name), *_unknown(said, of_others)]) + f" in {path}",
         )
-    elif unknown := list(_unknown(said, kind.keys)):
+        return
+    windows = [said.get("use_sliding_window", False), said.get("sliding_window", 4096)]
+    for layer_type in set(said.get("layer_types") or ()) if "layer_types" in kind.keys else ():
+        if layer_type != "full_attention" and (layer_type != "sliding_attention" or not all(windows)):
+            yield Problem(
+                f"transformers has no attention for layers of the type {layer_type}",
+                "full_attention, or with use_sliding_window and a sliding_window sliding_attention",
+                ['"use_sliding_window": true in config.json, or other layer_types'],
+                ", ".join(
+                    _written(key, said.get(key))
+                    for key in ("layer_types", "use_sliding_window", "sliding_window")
+                ),
+            )
+    if unknown := list(_unknown(said, kind.keys)):
         yield Problem(
             f"the folder's config.json has {len(unknown)} key{'s' if len(unknown) > 1 else ''} that meshcomm does not "
             f"know of a {name}, and that may change what is computed",

@@ -85,7 +85,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         rank,
         who,
         time.time(),
-        ": ".join([type(error).__name__, *str(error).splitlines()[:1]]),
+        ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]]),
         f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "",
         f"{who}:{text}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, final
@@ -28,7 +28,8 @@ from meshcomm.parallel.recompute import run
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
 from meshcomm.parallel.tensor.apply import lay_out
-from meshcomm.parallel.tensor.plan import matches
+from meshcomm.parallel.tensor.example import Calls, explained
+from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
 from meshcomm.predict.stages import PartCosts
 
 
@@ -93,6 +94,8 @@ class Declared(Model):
             if split.sequence_parallel:
                 plan |= spec.sequence or {}
             plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
+            if not train.compile:
+                module.meshcomm_stage.rules = rules_of(split, module, plan)[0]
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
         if splits.draws is not None:
             drop_apart(module, split, splits.draws)
@@ -120,6 +123,8 @@ class Declared(Model):
 
                 def stored(name: str, shape: tuple[int, ...]) -> Any:
                     called, transposed = self.stored(name)
+                    if spec.tied and name in spec.tied:
+                        return folder.read_twice(spec.tied, shape, transposed)
                     return folder.read(called, shape, transposed)
 
                 write(module, stored)
@@ -253,9 +258,20 @@ class _Facts:
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
         self.positions = splits.context.positions(model._sequence) if model.vocabulary else torch.empty(0)
+        # Of a split stage that has not run yet.
+        self.rules: Mapping[str, Rule] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
+
+    def unsplit_calls(self, x: Tensor) -> Calls:
+        """What the parts of the whole module are called with on `x`, as far as it runs without values."""
+        calls = Calls()
+        with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
+            module = self.spec.module()
+            with calls.watching(module):
+                module(x.to("meta"))
+        return calls
 
     def through(self, drops: tuple[int, Tensor] | None, block: nn.Module, /, *args: Any, **named: Any) -> Any:
         """A block, its activations kept or computed again; what it draws follows from its number.
@@ -327,8 +343,29 @@ class _Stage:
         return None
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Any:
-        """What there is of the module. samples: int64 (batch,), their numbers in the global batch; see Model.drops."""
-        facts = self.meshcomm_stage
+        """What there is of the module. samples: int64 (batch,), their numbers in the global batch; see Model.drops.
+
+        Raises TrainingError where the first forward fails along a split: with the part, the user's line, and cures.
+        """
+        facts: _Facts = self.meshcomm_stage
+        if facts.rules is None:
+            return self._computed(x, samples)
+        rules, calls = facts.rules, Calls()
+        module: Any = self
+        try:
+            with calls.watching(module):
+                y = self._computed(x, samples)
+        except Exception as error:
+            # What is raised about sizes; torch's own types are about memory, or other ranks.
+            if type(error).__module__.partition(".")[0] not in ("builtins", "einops"):
+                raise
+            before = facts.unsplit_calls(x)
+            raise explained(error, facts.splits.tensor, module, rules, [x], before, calls) from error
+        facts.rules = None
+        return y
+
+    def _computed(self, x: Tensor, samples: Tensor | None) -> Any:
+        facts: _Facts = self.meshcomm_stage
         kind = x.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
         with mixed:

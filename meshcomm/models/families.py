@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from meshcomm.config import ModelConfig
 from meshcomm.models import gpt2, llama
-from meshcomm.models.hf import unmodified
+from meshcomm.models.hf import not_made, unmodified
 from meshcomm.models.spec import ModelSpec
 from meshcomm.predict.stages import part_costs
 
@@ -34,11 +34,14 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
     """The spec of the causal language model whose config.json lies in `model.pretrained`.
 
     With model.random_weights they are drawn by their names from the seed; else they are read from the folder.
-    Raises: UnsupportedOp for what a family cannot do. Other types are refused when the configuration is read.
+    Raises: ConfigError where transformers refuses config.json, UnsupportedOp for what a family cannot do. Other types are refused when the configuration is read.
     """
     assert model.pretrained is not None
     folder = Path(model.pretrained)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise not_made(folder, error) from error
     # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models.drawn import normal
 from meshcomm.models.spec import Attend
 
@@ -76,10 +76,16 @@ class _WideNorm(nn.Module):
 
 
 def make(config: PreTrainedConfig) -> nn.Module:
-    """The model of a configuration, whose attention layers call what `attended` gives them."""
-    made: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, attn_implementation=ATTENTION
-    )
+    """The model of a configuration, whose attention layers call what `attended` gives them.
+
+    Raises ConfigError where transformers cannot make it.
+    """
+    try:
+        made: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=ATTENTION
+        )
+    except Exception as error:
+        raise not_made(config.name_or_path or "a configuration", error) from error
     kinds: dict[type, type] = {}
     for part in made.modules():
         own = type(part)
@@ -87,6 +93,16 @@ def make(config: PreTrainedConfig) -> nn.Module:
             kinds.setdefault(own, type(own.__name__, (_WideNorm, own), {"__module__": __name__}))
             part.__class__ = kinds[own]
     return made
+
+
+def not_made(folder: Path | str, error: Exception) -> ConfigError:
+    """The error of a config.json that transformers refuses."""
+    return ConfigError(
+        "transformers cannot make the model that a config.json describes",
+        given=f"{type(error).__name__}: {error}".strip() + f"\nof {folder}",
+        expected="a config.json that AutoModelForCausalLM.from_config takes",
+        hint="mend config.json; or pip install -U transformers, for a folder of a later version",
+    )
 
 
 def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:

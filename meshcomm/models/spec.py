@@ -156,12 +156,15 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
     ):
         wrong.append(f"layers = {spec.layers!r} is neither a ModuleList nor a ModuleDict")
     if wrong:
-        known = sorted(
-            {".".join("*" if each.isdecimal() else each for each in name.split(".")) for name in parts} - {""}
+        known = list(
+            dict.fromkeys(
+                ".".join("*" if each.isdecimal() else each for each in name.split("."))
+                for name in sorted(parts - {""}, key=lambda name: name.count("."))
+            )
         )
         raise ConfigError(
             f"a ModelSpec names what a {type(module).__name__} does not have",
             given="\n".join(wrong),
             expected="dotted names of its parts, * for any text within one component",
-            hint=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
+            hint=", ".join(known),
         )

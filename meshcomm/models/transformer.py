@@ -262,9 +262,9 @@ def rotary_table(sequence: int, head: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head)."""
+    """Turn each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's type, in x's."""
     (cos, sin), (a, b) = rotary, x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:

@@ -82,7 +82,10 @@ class Folder:
         self._files: dict[str, Any] = {}
         self._mapped = 0
         index = path / INDEX
-        if index.is_file():
+        # Where there are both, transformers reads the one file.
+        if (path / SINGLE).is_file():
+            self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        elif index.is_file():
             try:
                 self._places = {
                     str(name): str(file)
@@ -90,8 +93,6 @@ class Folder:
                 }
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise _damaged(index, error) from error
-        elif (path / SINGLE).is_file():
-            self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
             raise TrainingError(
                 f"there are no weights in {path}",
@@ -147,6 +148,15 @@ class Folder:
         return _Stacked(
             [[self.read(each, (), transposed) for each in row] for row in names], names, shape, self._path
         )
+
+    def read_twice(self, names: tuple[str, str], shape: tuple[int, ...], transposed: bool = False) -> Stored:
+        """As `read`, of a tensor that may lie here under either name, or both.
+
+        Raises where a slice is read: TrainingError if the two differ there.
+        """
+        first, *more = [name for name in names if self._called(name) in self._places] or names[:1]
+        stored = self.read(first, shape, transposed)
+        return _Twice(stored, self.read(more[0], shape, transposed), names, self._path) if more else stored
 
     def names(self) -> list[str]:
         """Of all tensors in it."""
@@ -268,6 +278,27 @@ class _One(Stored):
                 into[begin // each : end // each].copy_(values.unflatten(0, (-1, each)))
             del held, values
             self._folder.mapped((end - begin) * row)
+
+
+@final
+class _Twice(Stored):
+    """A tensor that a folder has under two names."""
+
+    def __init__(self, first: Stored, second: Stored, names: tuple[str, str], path: Path) -> None:
+        self.shape, self._parts, self._names, self._path = first.shape, (first, second), names, path
+
+    def copy(self, at: Sequence[int], into: Tensor) -> None:
+        """See Stored."""
+        other = torch.empty_like(into)
+        for part, values in zip(self._parts, (into, other), strict=True):
+            part.copy(at, values)
+        if not torch.equal(into, other):
+            raise TrainingError(
+                f"{' and '.join(self._names)} are one weight by config.json, and two by the weights",
+                given=f"different values of both in {self._path}",
+                expected="equal values, or one of the two; transformers ties no weights that differ",
+                hint='"tie_word_embeddings": false in config.json',
+            )
 
 
 @final

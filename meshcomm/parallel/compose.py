@@ -256,7 +256,7 @@ class Engine:
                 given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
                 expected=f"{share} of both: train.global_batch = {train.global_batch} / {self.data_size} ranks along "
                 "data and shard",
-                hint=f"train.global_batch = {len(inputs) * self.data_size}",
+                hint=_hint(len(inputs), share, self.data_size),
             )
         self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
         for gradients in self.gradients:
@@ -286,7 +286,7 @@ class Engine:
         # Only of tokens is it known which there are; elsewhere the layers look at them.
         looks = self.model.vocabulary and self.mesh.asynchronous
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        spoilt = self._results.add(number, now, loss, norm, self.split.dtype, *ids)
+        spoilt = self._results.add(number, now, loss, norm, self._tokens, *ids)
         with self._noise.step(f"optimizer {number}", 0) if self._noise is not None else nullcontext():
             if self._noise is not None:
                 self._noise.seed((train.seed, "optimizer", number))
@@ -429,6 +429,13 @@ class Engine:
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)
         return total.to(self.split.dtype)
+
+
+def _hint(given: int, share: int, ranks: int) -> str:
+    size = f"train.global_batch = {given * ranks}"
+    if given < share:
+        return f"drop_last=True in the DataLoader if this is the short batch at its end; else {size}"
+    return size
 
 
 def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:

@@ -33,12 +33,16 @@ class Done(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One that nobody has looked at. values: loss, what is not finite elsewhere, norm. ids: lowest and highest."""
+    """One that nobody has looked at.
+
+    values: loss, what is not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
+    """
 
     number: int
     lr: float
     values: Tensor
     norms: Tensor
+    counted: Tensor
     loss: Tensor | None
     ids: Tensor | None
 
@@ -78,14 +82,14 @@ class Results:
 
     @torch.no_grad()
     def add(
-        self, number: int, lr: float, loss: Tensor | None, norm: Tensor, dtype: torch.dtype, *ids: Tensor
+        self, number: int, lr: float, loss: Tensor | None, norm: Tensor, count: Tensor, *ids: Tensor
     ) -> Tensor:
         """This rank's share of the loss, if it has one, and the norm of all gradients.
 
         What is not finite on one rank is so on every rank: the norm covers the dims of the tensor and the
         pipeline, and what travels beside the loss those along which gradients are summed.
 
-        dtype:     of the losses.
+        count:     what the losses of all ranks were divided by, of their dtype.
         ids:       tokens and targets, looked at here where the layers cannot, on a queue of work.
         Called by: every rank of the mesh. Nothing waits for the device, but for one look in a hundred steps.
         Returns:   float32 (): 0, or 1 where the step must not be applied; the same on every rank.
@@ -93,7 +97,7 @@ class Results:
         if len(self._steps) >= _MOST:
             self._seen = self.look()
         pipeline = self._parallel.pipeline
-        own = torch.zeros_like(norm, dtype=dtype) if loss is None else loss
+        own = torch.zeros_like(norm, dtype=count.dtype) if loss is None else loss
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
         values = torch.stack([own, spoilt.to(own.dtype)])
         if loss is not None:
@@ -103,7 +107,7 @@ class Results:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
         ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
-        self._steps.append(_Step(number, lr, values, self._norm.each, loss, ends))
+        self._steps.append(_Step(number, lr, values, self._norm.each, count, loss, ends))
         now = (~values.isfinite().all()).float()
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
         return self._spoilt
@@ -126,11 +130,13 @@ class Results:
             if not math.isfinite(mean + done.gradient_norm):
                 done = done._replace(fault=self._fault(step))
                 if self._stop:
-                    raise _stopped(done, step.lr, self._lr)
+                    raise _stopped(done, step.lr, self._lr, not step.counted.item())
             found.append(done)
         return found
 
     def _fault(self, step: _Step) -> str:
+        if not step.counted.item():
+            return "no target of the global batch counts: all of them are -100, so there is nothing to take a mean of"
         norms = dict(zip(self._norm.names, step.norms.tolist(), strict=True))
         outside = ""
         if step.ids is not None:
@@ -144,14 +150,16 @@ class Results:
         return nonfinite(self._mesh, self._parallel, self._stage, self._parameters, norms, lost, outside)
 
 
-def _stopped(done: Done, lr: float, most: float) -> TrainingError:
+def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError:
     finite = math.isfinite(done.loss)
     what, size = ("gradient norm", done.gradient_norm) if finite else ("loss", done.loss)
     return TrainingError(
         f"the {what} of step {done.number} is {size}",
         given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
         expected="finite numbers on every rank; this step is not applied, and nothing is saved after it",
-        hint=f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
+        hint='data with targets that are not -100 in each step, or train.nonfinite = "skip"'
+        if nothing
+        else f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
         f'{most:g}, or with train.nonfinite = "skip"',
     )
 

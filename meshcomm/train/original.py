@@ -49,6 +49,13 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
     try:
         expected = _first(theirs(inputs))
     except Exception as error:
+        if spec.original is not None:
+            raise TrainingError(
+                "transformers itself cannot run the model",
+                given=f"{type(error).__name__}: {error}",
+                expected="a config.json and weights that AutoModelForCausalLM runs",
+                hint="mend config.json",
+            ) from error
         return f"not compared with {name}, which fails on the inputs alone: {type(error).__name__}: {error}"
     ours = _first(_outputs(engine, inputs))
     given = f"shape {tuple(ours.shape)}, and {tuple(expected.shape)} of {name}"

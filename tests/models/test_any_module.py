@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config, TrainConfig, load
-from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.models import ModelSpec
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
+from meshcomm.mesh.rank_failure import failure_of
+from meshcomm.models import Here, ModelSpec
 from meshcomm.models.declared import Declared
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 
-from .families import config_of, differences
+from .families import SMALL, config_of, differences
 
 IMAGES = 8
 
@@ -124,7 +125,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
         "first: 'embedding'",
         "split: 'blocks.*.up'",
     ]
-    assert caught.value.hint == "blocks, blocks.*, embed"
+    assert caught.value.hint == "blocks, embed, blocks.*"
 
 
 ALONE = {"build": "tests.models.own:alone"}
@@ -149,6 +150,62 @@ def test_a_module_of_thirty_lines_is_the_same_on_a_mesh(
     pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
 ) -> None:
     assert max(each.relative for each in differences(pool, config_of(model, dims, **more))) < 1e-9
+
+
+# -- a split that does not fit --------------------------------------------------------------------
+
+
+def phi3() -> ModelSpec:
+    """As somebody writes it who does not know that its attention counts heads by its config."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Phi3Config(**SMALL)
+
+    def forward(module: Any, x: Tensor, here: Here) -> Tensor:
+        x = module.model.embed_tokens(x)
+        rotary = module.model.rotary_emb(x, here.positions.unsqueeze(0))
+        for block in here.layers:
+            x = here.through(block, x, position_embeddings=rotary)
+        y: Tensor = module.lm_head(module.model.norm(x))
+        return y
+
+    return ModelSpec(
+        module=lambda: transformers.Phi3ForCausalLM(config),
+        vocabulary=256,
+        layers="model.layers",
+        forward=forward,
+        split={
+            "model.layers.*.self_attn.qkv_proj": {"style": "column", "parts": [32, 16, 16]},
+            "model.layers.*.self_attn.o_proj": "row",
+            "model.layers.*.mlp.gate_up_proj": "column:2",
+            "model.layers.*.mlp.down_proj": "row",
+        },
+    )
+
+
+def _stepped(config: Config) -> str:
+    with pytest.raises(TrainingError) as caught, meshcomm.init(config) as mesh:
+        Trainer(mesh, config).step(torch.arange(256).reshape(8, 32), torch.arange(256).reshape(8, 32))
+    failure = failure_of(caught.value, 0, "rank 0")
+    return f"{failure.summary}\n{failure.text}"
+
+
+def test_a_first_step_that_does_not_fit_its_split_names_the_part_the_line_and_a_cure(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    for text in pool.run(
+        _stepped, config_of({"build": "tests.models.test_any_module:phi3"}, "tp=2"), ranks=2
+    ):
+        assert 'fails in "model.layers.0.self_attn.o_proj", a Linear' in text.splitlines()[0], text
+        assert "modeling_phi3.py:" in text and " in forward: " in text
+        assert "Traceback" not in text and len(text.splitlines()) < 14, text
+        cure = '"model.layers.0.self_attn": {"set": {"config": ...}}, a copy of its config with num_attention_heads = 4'
+        assert cure in text, text
+
+
+def test_an_error_that_begins_with_an_empty_line_is_told_in_one_line() -> None:
+    assert (
+        failure_of(RuntimeError("\n  shapes do not fit\nmore"), 0, "rank 0").what
+        == "RuntimeError: shapes do not fit"
+    )
 
 
 def _started(config: Config) -> str:

@@ -13,16 +13,18 @@ pytest.importorskip("transformers")
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 
 from meshcomm.config import Config, DataConfig, load
 from meshcomm.config.pretrained import TYPES
-from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.families import FAMILIES as KNOWN
+from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
 from meshcomm.train import data as data_of
 from tests.train.test_data import tokenizer, tokens_of
 
-from .families import FAMILIES, SMALL, config_of, folder_of, recorded
+from .families import FAMILIES, SMALL, config_of, folder_of, logits_of, recorded
 
 # A class of transformers that meshcomm does not know -> keys that change what it computes.
 UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -122,6 +124,12 @@ def test_keys_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "auto_map"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "of the type chunked_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6},
+            "use_sliding_window = false",
+        ),
     ],
     ids=str,
 )
@@ -269,8 +277,6 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
 
 
 def _told(config: Config) -> str:
-    from meshcomm.errors import MeshcommError
-
     with pytest.raises(MeshcommError) as caught:
         recorded(config, 1)
     return str(caught.value)
@@ -287,3 +293,70 @@ def test_the_vocabulary_of_any_model_reaches_the_data(pool: Pool, tmp_path: Path
     config = load(config_of(model, "dp=1", tokenizer=None), tokens)
     (found,) = pool.run(_told, config, ranks=1)
     assert "the model's vocabulary is 0 to 255" in found and "262 at position 32" in found
+
+
+# -- config.json and weights that contradict each other -------------------------------------------
+
+
+def _changed_weights(folder: Path, changes: dict[str, Any]) -> Path:
+    held = {**load_file(folder / SINGLE), **changes}
+    save_file({name: x for name, x in held.items() if x is not None}, folder / SINGLE, {"format": "pt"})
+    return folder
+
+
+def _logits(folder: Path) -> torch.Tensor:
+    found: torch.Tensor = transformers.AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+    return found.detach()
+
+
+TOKENS = torch.arange(64).reshape(2, 32)
+
+
+def _ours(folder: Path) -> torch.Tensor | str:
+    try:
+        return logits_of(config_of({"pretrained": str(folder)}, "dp=1", train={"dtype": "float32"}), TOKENS)
+    except MeshcommError as error:
+        return str(error)
+
+
+def test_a_tied_weight_that_is_saved_twice_is_one_weight_or_refused(pool: Pool, tmp_path: Path) -> None:
+    folder = folder_of("llama tied", tmp_path, weights=True)
+    embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    _changed_weights(folder, {"lm_head.weight": embedding.clone()})
+    (same,) = pool.run(_ours, folder, ranks=1)
+    torch.testing.assert_close(same, _logits(folder), rtol=1e-4, atol=1e-5)
+    _changed_weights(folder, {"lm_head.weight": embedding + 1})
+    (found,) = pool.run(_ours, folder, ranks=1)
+    assert isinstance(found, str), "transformers does not tie these"
+    assert (
+        "model.embed_tokens.weight and lm_head.weight are one weight by config.json, and two by the weights"
+        in found
+    )
+
+
+def test_of_one_file_and_an_index_the_file_is_read_as_transformers_does(pool: Pool, tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path, weights=True)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(folder / SINGLE), "gone")}))
+    (ours,) = pool.run(_ours, folder, ranks=1)
+    torch.testing.assert_close(ours, _logits(folder), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"pad_token_id": 999_999}, "Padding_idx must be within num_embeddings"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"] * 3},
+            "must be equal to the number of `layer_types`",
+        ),
+    ],
+    ids=str,
+)
+def test_a_config_that_transformers_refuses_is_an_error_with_its_words(
+    pool: Pool, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = _changed(folder_of("llama", tmp_path, weights=True), changes, ("mlp_bias",))
+    (found,) = pool.run(_ours, folder, ranks=1)
+    assert isinstance(found, str) and "transformers cannot make the model" in found and said in found
+    assert str(folder) in found

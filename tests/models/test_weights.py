@@ -109,13 +109,15 @@ def no_file(path: Path, given: dict[str, Tensor]) -> None:
 
 
 def no_index(path: Path, given: dict[str, Tensor]) -> None:
+    (path / SINGLE).unlink()
     (path / INDEX).write_text('{"weight_map": [')
 
 
 def index_lies(path: Path, given: dict[str, Tensor]) -> None:
     del given["a.bias"]
-    save_file(given, path / SINGLE)
-    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, SINGLE)}))
+    (path / SINGLE).unlink()
+    save_file(given, path / "part.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, "part.safetensors")}))
 
 
 def nothing(path: Path, given: dict[str, Tensor]) -> None:
@@ -135,7 +137,7 @@ BROKEN: dict[str, tuple[Any, str, str, str]] = {
     "flipped": (flipped, "cannot be read", "", "copy or download it again"),
     "no file": (no_file, "gone.safetensors cannot be read", "No such file", "copy or download it again"),
     "no index": (no_index, f"{INDEX} cannot be read", "", "copy or download it again"),
-    "index lies": (index_lies, f"{SINGLE} cannot be read", "a.bias", "copy or download it again"),
+    "index lies": (index_lies, "part.safetensors cannot be read", "a.bias", "copy or download it again"),
     "nothing": (nothing, "there are no weights in", "without model.safetensors", "save_pretrained"),
 }
 
@@ -253,7 +255,7 @@ def config_of(folder: Path, dims: dict[str, int], **train: Any) -> Config:
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"pipeline": "pp", "data": "dp", "tensor": "tp"},
             "model": {"pretrained": str(folder)},
-            "data": {"sequence": 16, "max_bytes": 100_000},
+            "data": {"sequence": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
             "train": {"steps": 2, "global_batch": 4, "microbatch": 1, **train},
         }
     )

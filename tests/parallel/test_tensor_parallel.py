@@ -426,6 +426,37 @@ def test_a_part_that_fails_behind_the_split_its_size_and_the_cure_are_named() ->
     meshcomm.simulate(failing, dims={"tp": 2})
 
 
+class Reshaped(nn.Module):
+    """Attention of a kind that asks for all of its width behind the split columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, 8) -> the same shape."""
+        y: Tensor = self.down(self.up(x).transpose(1, 2).transpose(1, 2).reshape(x.shape[0], x.shape[1], 16))
+        return y
+
+
+def reshaped(mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Reshaped())
+    with pytest.raises(TrainingError) as caught:
+        tensor_parallel(
+            module, mesh, "tp", {"0.up": "column", "0.down": "row"}, example=(torch.randn(2, 3, 8),)
+        )
+    text = str(caught.value)
+    assert 'fails on its example in "0", a Reshaped' in text
+    line = Reshaped.forward.__code__.co_firstlineno + 2
+    assert f"at {__file__}:{line} in forward: y: Tensor = self.down(self.up(x)" in text, text
+    assert "reshape to [2, 3, -1] in place of [2, 3, 16]" in text
+
+
+def test_the_line_of_the_users_forward_and_a_reshape_that_fits_are_named() -> None:
+    meshcomm.simulate(reshaped, dims={"tp": 2})
+
+
 def states(mesh: Mesh) -> None:
     module = module_of("gqa")
     before = {name: value.clone() for name, value in module.state_dict().items()}

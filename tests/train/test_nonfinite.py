@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshcomm
 from meshcomm.config import Config, load
-from meshcomm.errors import TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
@@ -174,3 +175,27 @@ def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> No
         "steps 2 to 12 give nothing finite, so leaving them out does not help\n  given:    rank 0"
     )
     assert len(faults) == 10
+
+
+def stepped(config: Config, samples: int, target: int) -> str:
+    """The error of a step on so many samples of each rank."""
+    with meshcomm.init(config) as mesh:
+        trainer = trainers.Trainer(mesh, config)
+        x = torch.arange(samples * 8).reshape(samples, 8) % 256
+        try:
+            trainer.step(x, torch.full_like(x, target))
+            trainer.look()
+        except MeshcommError as error:
+            return str(error)
+    return ""
+
+
+def test_a_step_without_a_target_and_a_short_batch_say_so(pool: Pool, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "{ pp = 1, dp = 2, tp = 1 }", "data.sequence=8")
+    for found in pool.run(stepped, config, 4, -100, ranks=2):
+        assert "no target of the global batch counts: all of them are -100" in found
+        assert "too large" not in found and "train.lr" not in found
+    for found in pool.run(stepped, config, 2, 1, ranks=2):
+        assert "drop_last=True in the DataLoader if this is the short batch at its end" in found
+    for found in pool.run(stepped, config, 8, 1, ranks=2):
+        assert "train.global_batch = 16" in found and "drop_last" not in found

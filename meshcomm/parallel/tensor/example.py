@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from traceback import extract_tb
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
+from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
@@ -19,6 +24,44 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 # Of the largest value of a tensor: what another order of additions makes of it, and some room.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+@final
+class Calls:
+    """What the parts of a module are called with.
+
+    given: of every part, call by call. open: the parts that have not returned.
+    """
+
+    def __init__(self) -> None:
+        self.given: dict[str, list[Shapes]] = {}
+        self.open: list[str] = []
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """While it is entered, calls are noted."""
+        hooks: list[Any] = []
+
+        def called(name: str) -> Any:
+            def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+                self.open.append(name)
+                every: dict[str, Any] = {**{str(place): value for place, value in enumerate(args)}, **named}
+                shapes = {key: tuple(x.shape) for key, x in every.items() if isinstance(x, Tensor)}
+                self.given.setdefault(name, []).append(shapes)
+
+            return before
+
+        def returned(*_: Any) -> None:
+            self.open.pop()
+
+        for name, part in module.named_modules():
+            hooks.append(part.register_forward_pre_hook(called(name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(returned))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @final
@@ -37,10 +80,7 @@ class Seen:
         like: Seen | None = None,
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
-        self.given: dict[str, list[Shapes]] = {}
-        """What every part was called with, call by call."""
-        self.open: list[str] = []
-        """The parts that have not returned."""
+        self.calls = Calls()
         self.values: dict[str, Tensor] = {}
         try:
             outputs = _tensors(self._run(module, example))
@@ -49,7 +89,10 @@ class Seen:
         except Exception as error:
             if like is None:
                 raise
-            raise _explained(error, split, module, rules or {}, example, like, self) from error
+            values = list(example.values() if isinstance(example, Mapping) else example)
+            raise explained(
+                error, split, module, rules or {}, values, like.calls, self.calls, " on its example"
+            ) from error
         total = torch.zeros((), device=split.device)
         for number, y in enumerate(each for each in outputs if each.is_floating_point()):
             name = f"output {number}"
@@ -83,30 +126,11 @@ class Seen:
     def _run(self, module: nn.Module, example: Example) -> Any:
         """Forward in eval mode, while every part says what it is called with."""
         training = {part: part.training for part in module.modules()}
-        hooks: list[Any] = []
-
-        def called(name: str) -> Any:
-            def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-                self.open.append(name)
-                every: dict[str, Any] = {**{str(place): value for place, value in enumerate(args)}, **named}
-                shapes = {key: tuple(x.shape) for key, x in every.items() if isinstance(x, Tensor)}
-                self.given.setdefault(name, []).append(shapes)
-
-            return before
-
-        def returned(*_: Any) -> None:
-            self.open.pop()
-
-        for name, part in module.named_modules():
-            hooks.append(part.register_forward_pre_hook(called(name), with_kwargs=True))
-            hooks.append(part.register_forward_hook(returned))
         module.eval()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.calls.watching(module):
                 return module(**example) if isinstance(example, Mapping) else module(*example)
         finally:
-            for hook in hooks:
-                hook.remove()
             for part, mode in training.items():
                 part.training = mode
 
@@ -161,16 +185,20 @@ def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
 # -- where the split module fails on what it computed before ----------------------------------------
 
 
-def _explained(
+def explained(
     error: Exception,
     split: TensorSplit,
     module: nn.Module,
     rules: Mapping[str, Rule],
-    example: Example,
-    before: Seen,
-    after: Seen,
+    values: Sequence[Any],
+    before: Calls,
+    after: Calls,
+    where: str = "",
 ) -> TrainingError:
-    """The error for what `error` was in torch's words: the part that raised it, its sizes before and now, cures."""
+    """The error for what `error` was in torch's words: the part and line that raised it, its sizes before and now, cures.
+
+    values: what the module was called with. where: follows "fails".
+    """
     name = after.open[-1] if after.open else ""
     part = module.get_submodule(name)
     calls, past = after.given.get(name, []), before.given.get(name, [])
@@ -182,18 +210,20 @@ def _explained(
         for key in now
         if key in was and now[key] != was[key]
     ]
-    # The split columns of this part: what it gets from them is a slice.
+    # The split columns of this part, or of the part that a Linear is in: what it gets from them is a slice.
+    around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
     columns = [
         other
         for other, rule in rules.items()
-        if rule.style == "column" and rule.output == "split" and other.rpartition(".")[0] == name
+        if rule.style == "column" and rule.output == "split" and other.rpartition(".")[0] == around
     ]
+    heads = _of_heads(split, around, module.get_submodule(around), rules.get(around, Rule()))
     cures = [
         *_of_linear(split, name, part, rules.get(name, Rule()), now, was),
         *_of_sequence(split, name, now, was),
-        *(_of_heads(split, name, part, rules.get(name, Rule())) if columns else ()),
+        *(heads if columns else ()),
+        *_of_shape(split, str(error)),
     ]
-    values = example.values() if isinstance(example, Mapping) else example
     ids = [x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64]
     if len(ids) > 1 and columns:
         cures.append(
@@ -207,9 +237,11 @@ def _explained(
         )
     (said, *_) = str(error).strip().splitlines() or [type(error).__name__]
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
+    lines = [each for each in extract_tb(error.__traceback__) if not is_ours(each.filename)]
+    line = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
     return TrainingError(
-        f'the module split along "{split.dim}" fails on its example in {label}, a {kind.__name__}',
-        given="\n".join([f"{type(error).__name__}: {said}", *sizes]),
+        f'the module split along "{split.dim}" fails{where} in {label}, a {kind.__name__}',
+        given="\n".join([f"{type(error).__name__}: {said}", *line, *sizes]),
         expected="what it computed before the split",
         hint="\n".join(dict.fromkeys(cures))
         or 'a style for each part that gets or makes a slice, and "set" for its numbers of heads',
@@ -241,6 +273,20 @@ def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Ite
             return
 
 
+def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
+    """A view or reshape to a size of the whole module."""
+    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said)
+    if found is None:
+        return
+    shape, size = [int(each) for each in found[1].split(",")], int(found[2])
+    if prod(shape) == size * split.size:
+        one = [*shape[:-1], -1] if len(shape) < 4 else [*shape[:-2], -1, shape[-1]]
+        yield (
+            f"reshape to {one} in place of {shape}: behind a split column a rank has one of {split.size} parts of the "
+            "last axis, or of the heads"
+        )
+
+
 def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Iterator[str]:
     """Numbers of heads, of the part itself or of its config, that were not divided, or cannot be."""
     config = getattr(part, "config", None)
@@ -255,3 +301,8 @@ def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Ite
                 yield f"a size of {split.dim} that divides {key} = {value}, which cannot be split by {split.dim} = {split.size}"
             elif holder is part:
                 yield f'"{name}": {{"set": {{"{key}": "split"}}}}, {value} now'
+            elif not hasattr(part, key):
+                yield (
+                    f'"{name}": {{"set": {{"config": ...}}}}, a copy of its config with {key} = {value // split.size}, '
+                    f"{value} now, if its forward reads that"
+                )
