@@ -350,6 +350,10 @@ def judged(*rows: tuple[str, str, str, str]) -> list[str]:
 def test_ranks_that_cannot_talk_with_each_other() -> None:
     a, b = ("a", "10.0.0.1", "cpu", "2"), ("b", "10.0.0.2", "cpu", "2")
     lost = ("b", "127.0.0.1", "cpu", "2")
+    cyclic = judged(a, b, a, b)[1]
+    assert cyclic.startswith(
+        "warn | ranks of one host are not neighbours: the last dims cross the network | a: ranks 0 2; b: "
+    )
     assert judged(a, b) == ["ok | every rank has an address for the others | 2 on 2 hosts"]
     assert judged(a, a, lost, lost) == [
         "error | ranks 2 3 would be reached at the loopback, from other hosts"

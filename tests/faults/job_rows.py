@@ -23,7 +23,7 @@ def _mpi(job: int, rank: int) -> Mapping[str, str]:
 
 def _slurm(job: int, rank: int) -> Mapping[str, str]:
     ranks = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"}
-    return {**ranks, "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "2711", "SLURM_STEP_ID": str(job)}
+    return {**ranks, "SLURM_NNODES": "1", "SLURM_JOB_ID": "2711", "SLURM_STEP_ID": str(job)}
 
 
 def _own_job(me: Rank) -> None:

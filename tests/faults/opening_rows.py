@@ -337,7 +337,7 @@ ROWS = [
     ),
     row(
         "port-taken-by-a-store | port taken by another job's store | before agreement | all",
-        *(_comes, everyone("MeshMismatchError", r0="LaunchError"), (0,)),
+        *(_comes, everyone("LaunchError")),
         server="taken by a store",
     ),
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.config import Config, MeshConfig, ProcessConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
+from meshcomm.mesh import agree
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.job_store import find_tcp_store, is_running, process_name, what_is_at
@@ -107,6 +110,18 @@ def in_initialised(path: str, port: int) -> list[int]:
     return seen
 
 
+def in_initialised_by_another_launcher(path: str, port: int) -> list[int]:
+    """As Lightning's own: half of torchrun's variables, and a rank that torch alone knows."""
+    dist.init_process_group("gloo")
+    rank = os.environ.pop("RANK")
+    os.environ |= {"LOCAL_RANK": rank, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    with meshcomm.init(MESH) as mesh:
+        assert (mesh.rank, mesh.local_rank) == (int(rank), int(rank))
+        seen: list[int] = mesh.all_gather("dp", torch.tensor([mesh.rank])).tolist()
+    dist.destroy_process_group()
+    return seen
+
+
 WAYS = [
     by_file,
     by_another_file,
@@ -116,6 +131,7 @@ WAYS = [
     by_slurm,
     by_mpi,
     in_initialised,
+    in_initialised_by_another_launcher,
 ]
 
 
@@ -144,6 +160,47 @@ def test_nobody_to_meet(pool: Pool) -> None:
     (text,) = pool.run(told_nothing, ranks=1)
     assert text.startswith("rank 0 of 2 has no address at which to meet the others\n")
     assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
+
+
+def started_by_nobody() -> str:
+    alone()
+    with pytest.raises(LaunchError) as caught:
+        meshcomm.init(dims={"dp": -1, "tp": 4}, device="cpu")
+    return str(caught.value)
+
+
+def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = pool.run(started_by_nobody, ranks=1)
+    assert text.startswith("the mesh needs 4 processes, and no launcher has started this one\n")
+    assert "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init" in text
+    assert "or init(rank=..., world_size=4, ...)" in text
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
+    for arguments, command in {
+        ("hello.py", "--fast", "a b"): "torchrun --nproc-per-node 4 hello.py --fast 'a b'",
+        ("-m", "hello.world"): "torchrun --nproc-per-node 4 -m hello.world",
+        ("-c", "import meshcomm"): "torchrun --nproc-per-node 4 script.py",
+    }.items():
+        monkeypatch.setattr("sys.orig_argv", ["/bin/python", *arguments])
+        assert f"try:      {command}; srun and mpirun do as well" in started_by_nobody()
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert (
+        "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
+        in started_by_nobody()
+    )
+
+
+def scattered(hosts: str) -> tuple[int | None, bool]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    rank = int(os.environ["RANK"])
+    # What `srun -m cyclic` does on two hosts.
+    agree.socket = SimpleNamespace(gethostname=lambda: hosts[rank])
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        return mesh.topology.ranks_per_node, "node" in str(mesh)
+
+
+def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
+    assert pool.run(scattered, "aabb", ranks=4) == [(2, True)] * 4
+    assert pool.run(scattered, "abab", ranks=4) == [(None, False)] * 4
 
 
 def stale_file(path: str) -> str:

@@ -135,6 +135,19 @@ def test_what_the_launcher_s_environment_says(
     assert (written.ranks_per_node, written.devices_per_node) == (16, 1)
 
 
+@pytest.mark.parametrize(
+    ("per_host", "ranks"),
+    [(None, 2), (2, 2), (4, 4), (0, None)],
+    ids=["not asked", "equal", "other", "cyclic"],
+)
+def test_the_hosts_of_the_ranks_count_more_than_the_launcher(per_host: int | None, ranks: int | None) -> None:
+    # srun -m cyclic: two tasks on each node, which are not neighbours.
+    cyclic = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    assert discovered(TopologyConfig(), cyclic, per_host).ranks_per_node == ranks
+    assert discovered(TopologyConfig(ranks_per_node=16), cyclic, per_host).ranks_per_node == 16
+    assert discovered(TopologyConfig(), {}, per_host).ranks_per_node is None
+
+
 # -- lint -------------------------------------------------------------------------------------------
 
 

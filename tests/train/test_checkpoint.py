@@ -400,6 +400,12 @@ def test_the_launcher_says_which_attempt_this_is() -> None:
     assert find_attempt({}) == Attempt("", 0)
     assert find_attempt({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}) == Attempt("", 2)
     assert find_attempt({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}) == Attempt("x1", 1)
+    # A requeued job keeps its number, and a torchrun in its script has a new name.
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    assert find_attempt(step) == Attempt("Slurm job 7, step 0", 0)
+    assert find_attempt({**step, "SLURM_RESTART_COUNT": "2"}) == Attempt("Slurm job 7, step 0", 2)
+    agent = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert find_attempt({**agent, "SLURM_RESTART_COUNT": "2"}) == Attempt("Slurm job 7", 3)
 
 
 # -- a rank that is killed while it saves ---------------------------------------------------------
