@@ -50,12 +50,13 @@ def algorithms(mesh: Mesh, dim: str, sizes: Mapping[str, int] = SIZES, rounds: i
 
 
 def _main() -> None:
-    from meshcomm.bench.table import console, rows_table
+    from meshcomm.bench.table import rows_table
+    from meshcomm.show.page import terminal
 
     with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
         rows = algorithms(mesh, "dp")
         if mesh.rank == 0:
-            console().print(rows_table(f"all_reduce over {mesh.size('dp')} ranks", rows))
+            terminal(110).print(rows_table(f"all_reduce over {mesh.size('dp')} ranks", rows))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from meshcomm.bench.measure import Row
 from meshcomm.show.units import seconds_text
-
-
-def console() -> Console:
-    """As wide as the terminal, or 110 columns where there is none."""
-    found = Console()
-    return found if found.is_terminal else Console(width=110)
 
 
 def rows_table(title: str, rows: Sequence[Row]) -> Table:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from meshcomm.config import Config, TopologyConfig
 
-# Columns of a table that does not go to a terminal.
-_WIDTH = 100
 # How torchrun, Slurm, Open MPI, MPICH and MVAPICH number the processes of a host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
@@ -143,12 +141,9 @@ def discovered_topology(settings: Config) -> TopologyConfig:
 
 def show(what: RenderableType) -> None:
     """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
-    from rich.console import Console
+    from meshcomm.show.page import terminal
 
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_WIDTH)
-    console.print(what)
+    terminal().print(what)
 
 
 def show_json(facts: object) -> None:

@@ -167,6 +167,7 @@ def lint(
     from meshcomm.config import load
     from meshcomm.predict.lint import lint as find
     from meshcomm.show.lint import lint_facts, lint_text
+    from meshcomm.show.page import Folded
 
     settings = load(config, overrides or ())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -176,7 +177,7 @@ def lint(
     if json:
         show_json(facts)
     else:
-        typer.echo(lint_text(settings.source, facts, findings))
+        show(Folded(lint_text(settings.source, facts, findings)))
     raise typer.Exit(int(strict and bool(findings)))
 
 

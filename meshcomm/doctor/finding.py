@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import coords_text
+from meshcomm.show.page import Cells, Folded
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.table import Table
 
 Level: TypeAlias = Literal["ok", "warn", "error"]
 Facts: TypeAlias = dict[str, Any]
 
 _KEYS: Final = ("level", "what", "given", "expected", "try")
-_STYLES: Final = {"ok": "green", "warn": "yellow", "error": "bold red"}
+# The worst first.
+_STYLES: Final = {"error": "bold red", "warn": "yellow", "ok": "green"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +57,36 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def view(facts: Facts) -> Group:
-    """Facts first, then findings, the worst last, where the eye is."""
+    """Findings first, the worst first; then the facts."""
     from rich.console import Group
-    from rich.text import Text
 
-    tables = [_pairs("versions", facts["versions"]), _backends(facts), _support(facts)]
-    tables += [_host(facts), _limits(facts)]
-    if facts["environment"]:
-        tables.append(_pairs("environment", facts["environment"]))
-    if facts["ranks"] is not None:
-        tables.append(_ranks(facts))
     findings = [Finding.read(found) for found in facts["findings"]]
-    lines: list[RenderableType] = []
+    lines: list[RenderableType] = [Folded(headline(findings))]
     for level, style in _STYLES.items():
         for found in findings:
             if found.level == level:
                 text = f"ok: {found.what}" + (f" ({found.given})" if found.given else "")
-                lines.append(Text(text if level == "ok" else str(found), style=style))
-    return Group(*(each for table in tables for each in (table, Text())), *lines, Text(headline(findings)))
+                lines.append(Folded(text if level == "ok" else str(found), style))
+    tables = {
+        "versions": _pairs(facts["versions"]),
+        "backends": _backends(facts),
+        "reductions": _support(facts),
+        f"host {facts['host']['name']}": _host(facts),
+        "limits": _limits(facts),
+        "environment": _pairs(facts["environment"]),
+        "ranks": _ranks(facts),
+    }
+    for title, table in tables.items():
+        if table.rows:
+            lines += [Folded(""), Folded(title), table]
+            if title == "limits" and (cost := facts["gloo_group"]) is not None:
+                lines.append(
+                    Folded(
+                        f"one Gloo group, measured here: {cost['descriptors']} descriptors and {cost['threads']} threads, "
+                        "and a descriptor for each peer it talks to"
+                    )
+                )
+    return Group(*lines)
 
 
 def headline(findings: list[Finding]) -> str:
@@ -85,7 +99,7 @@ def headline(findings: list[Finding]) -> str:
     return f"{errors} error{'' if errors == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
 
 
-def _backends(facts: Facts) -> Table:
+def _backends(facts: Facts) -> Cells:
     found = facts["backends"]
     auto: dict[str, list[str]] = {}
     for device, backend in found["auto"].items():
@@ -93,66 +107,54 @@ def _backends(facts: Facts) -> Table:
     names = dict.fromkeys((*found["available"], *found["registered"]))
     here = {name: "yes" if found["available"].get(name, True) else "no" for name in names}
     rows = [(name, here[name], " ".join(auto.get(name, ())) or "-") for name in names]
-    return _table("backends", ("backend", "here", "auto on"), rows)
+    return Cells(("backend", "here", "auto on"), tuple(rows))
 
 
-def _support(facts: Facts) -> Table:
+def _support(facts: Facts) -> Cells:
     dtypes: dict[tuple[str, str], list[str]] = {}
     for row in facts["support"]:
         dtypes.setdefault((row["backend"], row["ops"]), []).append(row["dtype"])
     rows = [(*key, " ".join(names)) for key, names in dtypes.items()]
-    return _table("reductions", ("backend", "ops", "dtypes"), rows)
+    return Cells(("backend", "ops", "dtypes"), tuple(rows), once=1)
 
 
-def _host(facts: Facts) -> Table:
+def _host(facts: Facts) -> Cells:
     host, here = facts["host"], facts["devices"]
     rows = [("name", "", " ".join(host["addresses"]) or "none")]
     for each in host["interfaces"]:
         rows.append((each["name"], "up" if each["up"] else "down", " ".join(each["addresses"]) or "none"))
     rows.append(("cores", str(here["cpus"]), ""))
     rows += [(f"cuda:{index}", name, "") for index, name in enumerate(here["cuda"])]
-    return _table(f"host {host['name']}", ("what", "state", "addresses"), rows)
+    return Cells(("what", "state", "addresses"), tuple(rows))
 
 
-def _limits(facts: Facts) -> Table:
-    def figure(value: int | None, none: str) -> str:
-        return none if value is None else f"{value:,}"
-
-    rows = [
-        (each["name"], each["scope"], figure(each["limit"], "none"), f"{each['used']:,}", figure(each["needed"], "-"))
-        for each in facts["limits"]
-    ]  # fmt: skip
-    table = _table("limits", ("what", "of the", "limit", "in use", "plan adds at most"), rows)
-    if (cost := facts["gloo_group"]) is not None:
-        table.caption = (
-            f"one Gloo group, measured here: {cost['descriptors']} descriptors and {cost['threads']} threads, "
-            "and a descriptor for each peer it talks to"
-        )
-        table.caption_justify = "left"
-    return table
+def _limits(facts: Facts) -> Cells:
+    return Cells.of(
+        facts["limits"],
+        {
+            "what": lambda each: each["name"],
+            "of the": lambda each: each["scope"],
+            ">limit": lambda each: "none" if each["limit"] is None else each["limit"],
+            ">in use": lambda each: each["used"],
+            ">plan adds at most": lambda each: each["needed"],
+        },
+    )
 
 
-def _ranks(facts: Facts) -> Table:
-    rows = []
-    for row in facts["ranks"]:
-        where = (row["host"], row["interface"] or "-", row["address"], row["device"])
-        rows.append((str(row["rank"]), coords_text(row["coords"] or {}) or "-", *where))
-    return _table("ranks", ("rank", "coords", "host", "interface", "address", "device"), rows)
+def _ranks(facts: Facts) -> Cells:
+    return Cells.of(
+        facts["ranks"] or (),
+        {
+            "rank": lambda row: str(row["rank"]),
+            "coords": lambda row: coords_text(row["coords"] or {}) or "-",
+            **{key: partial(_of_rank, key) for key in ("host", "interface", "address", "device")},
+        },
+    )
 
 
-def _pairs(title: str, values: dict[str, str | None]) -> Table:
-    rows = [(name, "none" if value is None else value) for name, value in values.items()]
-    return _table(title, ("name", "value"), rows)
+def _of_rank(key: str, row: Facts) -> str:
+    return row[key] or "-"
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.collapse_padding = True
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _pairs(values: dict[str, str | None]) -> Cells:
+    return Cells(("name", "value"), tuple((name, value or "none") for name, value in values.items()))

@@ -15,7 +15,7 @@ from meshcomm.show.timeline import Bar, Row, timeline
 _US = 1e6
 
 
-def picture(found: World, width: int = 96) -> list[str]:
+def picture(found: World, width: int = 79) -> list[str]:
     """One row of characters for the first rank that was run of each stage; nothing without times.
 
     F, B, W: forward, backward and weights' passes; other letters: what the rank stands still for, by dim.

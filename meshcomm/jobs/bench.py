@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
 from meshcomm.bench.measure import Row
 from meshcomm.bench.overhead import many, overhead
-from meshcomm.bench.table import console, rows_table
+from meshcomm.bench.table import rows_table
 from meshcomm.config import Config, load
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
@@ -25,6 +25,7 @@ from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
 from meshcomm.predict.machine import discovered, known_machine
 from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
+from meshcomm.show.page import terminal
 from meshcomm.show.plot import MARK as SVG_MARK
 from meshcomm.show.plot import bandwidth_svg
 from meshcomm.show.units import read_bytes
@@ -182,7 +183,7 @@ def _print(facts: dict[str, Any], output: Output) -> None:
     if output.json:
         print(json.dumps(facts, indent=2))
         return
-    to = console()
+    to = terminal(110)
     to.print(bench_view(facts))
     for key, title in (("calls", "calls, fake backend, one process"), ("lists", "lists of tensors")):
         if key in facts:

@@ -12,7 +12,6 @@ import torch
 
 from meshcomm.bench.breakdown import expected_exposure, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
-from meshcomm.bench.table import console
 from meshcomm.bench.training import MICROBATCH, MICROBATCHES, YARDSTICK, measured, ways
 from meshcomm.config import Config, load
 from meshcomm.config.write import write_whole
@@ -22,6 +21,7 @@ from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.show.bench_training import training_svg, training_view
+from meshcomm.show.page import terminal
 from meshcomm.show.plot import MARK
 
 # Without a config.
@@ -127,9 +127,9 @@ def _body(settings: Config, rounds: int, steps: int, as_json: bool, svg: Path | 
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    console().print(training_view(facts))
+    terminal(110).print(training_view(facts))
     if svg is not None:
-        console().print(f"written: {svg}")
+        terminal(110).print(f"written: {svg}")
 
 
 def _described(settings: Config) -> str:

@@ -62,7 +62,7 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
 
         print(dumps(facts, indent=2))
         return
-    from meshcomm.bench.table import console
     from meshcomm.doctor.finding import view
+    from meshcomm.show.page import terminal
 
-    console().print(view(facts))
+    terminal().print(view(facts))

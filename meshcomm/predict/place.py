@@ -67,6 +67,7 @@ class Placement(NamedTuple):
 class Ranking(NamedTuple):
     """placements: the best, fastest first. meshes: all that were ranked. sizes: legal factorisations;
     too_large: those of them that a rank's memory does not hold. world to memory_gb: what they were ranked for.
+    assumed: those of "tflops" and "memory_gbytes" that nobody has said.
     """
 
     placements: tuple[Placement, ...]
@@ -77,6 +78,7 @@ class Ranking(NamedTuple):
     machine: Machine
     tflops: float
     memory_gb: float
+    assumed: tuple[str, ...]
 
 
 class _Found(NamedTuple):
@@ -94,16 +96,18 @@ def rank_placements(
     world: int,
     machine: Machine,
     *,
-    tflops: float = ASSUMED_TFLOPS,
-    memory_gb: float = ASSUMED_MEMORY_GB,
+    tflops: float | None = None,
+    memory_gb: float | None = None,
     keep: Mapping[Part, int] | None = None,
     top: int = 10,
 ) -> Ranking:
     """The `top` meshes with the shortest predicted step among all legal ones.
 
-    keep: sizes that are not changed. Raises ConfigError where no mesh of `world` ranks can train this,
+    tflops, memory_gb: of a rank; None: those of an H100. keep: sizes that are not changed. Raises ConfigError where no mesh of `world` ranks can train this,
     or none that can fits into memory.
     """
+    assumed = tuple(key for key, value in (("tflops", tflops), ("memory_gbytes", memory_gb)) if value is None)
+    tflops, memory_gb = tflops or ASSUMED_TFLOPS, memory_gb or ASSUMED_MEMORY_GB
     kept = (keep or {}).items()
     legal = [each for each in trainable(work, world) if all(getattr(each, part) == n for part, n in kept)]
     if not legal:
@@ -142,7 +146,7 @@ def rank_placements(
         found += of_row
     best = tuple(model.explained(fitting[each.row], each) for each in sorted(found)[:top])
     too_large = len(legal) - len(fitting)
-    return Ranking(best, meshes, len(legal), too_large, world, machine, tflops, memory_gb)
+    return Ranking(best, meshes, len(legal), too_large, world, machine, tflops, memory_gb, assumed)
 
 
 class _Model:

@@ -16,8 +16,6 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.predict.machine import known_machine
 from meshcomm.predict.place import (
-    ASSUMED_MEMORY_GB,
-    ASSUMED_TFLOPS,
     Placement,
     Ranking,
     rank_placements,
@@ -37,10 +35,9 @@ def place_config(
     """
     work = workload(settings)
     machine = known_machine(topology, settings.source)
-    tflops = topology.tflops or ASSUMED_TFLOPS
-    memory_gb = topology.memory_gbytes or ASSUMED_MEMORY_GB
     kept = _kept(settings, keep)
-    return rank_placements(work, world, machine, tflops=tflops, memory_gb=memory_gb, keep=kept, top=top)
+    speed, memory_gb = topology.tflops, topology.memory_gbytes
+    return rank_placements(work, world, machine, tflops=speed, memory_gb=memory_gb, keep=kept, top=top)
 
 
 def write_placement(settings: Config, ranking: Ranking, number: int, path: Path) -> Config:

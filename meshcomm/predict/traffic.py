@@ -26,7 +26,8 @@ EXPERT_SHARD: Final = "expert shard"
 
 class Flow(NamedTuple):
     """One kind of call. along: parts whose dims form its group. calls: of one rank, in each micro-batch
-    or in each step. size_bytes: of one call. what: in words.
+    or in each step. size_bytes: of one call. what: in words. sent: the share of the calls that send; the
+    others receive.
     """
 
     part: Part
@@ -36,6 +37,7 @@ class Flow(NamedTuple):
     size_bytes: float
     each_microbatch: bool
     what: str
+    sent: float = 1.0
 
     def in_a_step(self, microbatches: int) -> int:
         """Calls of a step."""
@@ -44,7 +46,7 @@ class Flow(NamedTuple):
 
 class Expected(NamedTuple):
     """One kind of call. dims: whose ranks make it together. calls, size_bytes: of the largest rank in a
-    step, and of one call; microbatches is in them. what: in words.
+    step, and of one call; microbatches is in them. what: in words. sent: as of a Flow.
     """
 
     dims: tuple[str, ...]
@@ -52,6 +54,7 @@ class Expected(NamedTuple):
     calls: int
     size_bytes: float
     what: str
+    sent: float = 1.0
 
     @property
     def step_bytes(self) -> float:
@@ -83,7 +86,8 @@ def expected(settings: Config, world: int) -> list[Expected]:
             # As their merged dim has them.
             along = tuple(dim for dim in mesh.dims if dim in along)
         if along:
-            listed.append(Expected(along, flow.operation, flow.in_a_step(number), flow.size_bytes, flow.what))
+            calls = flow.in_a_step(number)
+            listed.append(Expected(along, flow.operation, calls, flow.size_bytes, flow.what, flow.sent))
     return listed
 
 
@@ -184,7 +188,9 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     each = 4 * work.stages_per_rank - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
     split = sizes.tensor if work.sequence_parallel else 1
     size = work.tokens(sizes) * work.width * work.activation_bytes / split
-    yield Flow("pipeline", ("pipeline",), "sendrecv", each, size, True, "activations and their gradients")
+    yield Flow(
+        "pipeline", ("pipeline",), "sendrecv", each, size, True, "activations and their gradients", sent=0.5
+    )
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:

@@ -10,7 +10,7 @@ from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine
 from meshcomm.predict.times import Operation, best, bus_factor, fastest_by_size, lines
 from meshcomm.show.page import Cells, Line, page_view
-from meshcomm.show.units import bytes_text, seconds_text
+from meshcomm.show.units import bytes_text, seconds_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -77,7 +77,7 @@ def cost_view(facts: Facts) -> Group:
         {
             "dim": lambda row: f"{row['dim']} {row['size']:,} {row['link']}",
             "operation": lambda row: row["operation"],
-            ">bytes": lambda row: bytes_text(row["bytes"]),
+            ">bytes": lambda row: size_text(row["bytes"]),
             ">time": lambda row: seconds_text(row["seconds"]),
             ">algbw": lambda row: f"{row['algbw_gbytes_s']:.3g}",
             ">busbw": lambda row: f"{row['busbw_gbytes_s']:.3g}",
@@ -87,7 +87,10 @@ def cost_view(facts: Facts) -> Group:
     )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
     least = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
-    notes = "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured"
+    notes = (
+        "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured; "
+        "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
+    )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
     return page_view([head, table, Line("\n".join([notes, *least]))])
 

@@ -19,6 +19,7 @@ Facts = dict[str, Any]
 _SHOWN: Final = 12
 # A scale, one row and the letters: without a pipeline there is nothing to see.
 _ALONE: Final = 3
+_UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 # More stages than that are shown as the first, the last and the largest.
 _STAGES: Final = 20
 
@@ -71,6 +72,7 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
 def _memory(memory: Facts) -> Iterator[Part]:
     stages = memory["stages"]
     largest = memory["largest_stage"]
+    top = next(each for each in stages if each["stage"] == largest)
     shown = stages
     if len(stages) > _STAGES:
         shown = [
@@ -80,10 +82,12 @@ def _memory(memory: Facts) -> Iterator[Part]:
     # Stages one after the other that hold as much have one row.
     rows: list[tuple[Facts, int]] = []
     for each in shown:
-        if rows and (rows[-1][0]["parts"], rows[-1][0]["during"]) == (each["parts"], each["during"]):
+        if rows and rows[-1][0]["parts"] == each["parts"]:
             rows[-1] = rows[-1][0], each["stage"]
         else:
             rows.append((each, each["stage"]))
+    # In one unit: a column is no wider than its name.
+    unit, size = next((each for each in _UNITS if top["peak_bytes"] >= 0.9995 * each[1]), _UNITS[-1])
     columns: dict[str, Any] = {}
     if len(stages) > 1:
         columns[">stage"] = lambda row: (
@@ -91,18 +95,15 @@ def _memory(memory: Facts) -> Iterator[Part]:
         )
     columns |= {
         ">rank": lambda row: f"{row[0]['rank']:,}",
-        ">peak": lambda row: bytes_text(row[0]["peak_bytes"]),
-        **{f">{name}": partial(_part, name) for name in names},
-        "when": lambda row: row[0]["during"],
+        ">peak": lambda row: f"{row[0]['peak_bytes'] / size:.3g}",
+        **{f">{name}": partial(_part, name, size) for name in names},
     }
-    yield Line(
-        "memory at its peak, of the rank that holds most" + ("" if len(stages) == 1 else " in each stage"),
-        heading=True,
-    )
+    most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
+    yield Line(f"memory at its peak in {unit}, of {most}", heading=True)
     yield Cells.of(rows, columns)
-    top = next(each for each in stages if each["stage"] == largest)
     told = (
-        f"{bytes_text(top['peak_bytes'])} at most, in {top['operator']} at {top['at']}; {memory['most']} above all: "
+        f"{bytes_text(top['peak_bytes'])} at most, during {top['during']} in {top['operator']} at {top['at']}; "
+        f"{memory['most']} above all: "
         f"less by {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
@@ -113,8 +114,8 @@ def _memory(memory: Facts) -> Iterator[Part]:
     yield Line(told)
 
 
-def _part(name: str, row: tuple[Facts, int]) -> str:
-    return bytes_text(row[0]["parts"][name])
+def _part(name: str, size: float, row: tuple[Facts, int]) -> str:
+    return f"{row[0]['parts'][name] / size:.3g}"
 
 
 def _calls(calls: list[Facts]) -> Cells:

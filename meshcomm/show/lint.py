@@ -28,7 +28,7 @@ def lint_facts(
 def lint_text(source: str, facts: dict[str, Any], findings: Sequence[Finding]) -> str:
     """The facts for a person."""
     rank = facts["rank"]
-    lines = [f"{source}: {count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}"]
+    lines = [f"{count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}: {source}"]
     if facts["links"]:
         lines.append("links: " + "; ".join(facts["links"]))
     nccl = f"{count(rank['nccl'], 'NCCL communicator')} (about {rank['nccl_mb'] / 1000:.1f} GB)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from meshcomm.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
+# Columns of what does not go to a terminal.
+_WIDTH: Final = 100
 KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
@@ -38,6 +42,32 @@ class Line:
     text: str
     heading: bool = False
     drawing: bool = False
+
+
+# What stands before the text of a line of an error.
+_LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Lines of text that are folded between words where the console is narrower, indented as they begin."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, none wider than the console unless a word is."""
+        from textwrap import wrap
+
+        from rich.text import Text
+
+        for line in self.text.split("\n"):
+            label = _LABEL.match(line)
+            indent = " " * (0 if label is None else label.end())
+            room = max(options.max_width, 2 * len(indent))
+            lines = wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            yield Text("\n".join(lines), style=self.style)
 
 
 @final
@@ -131,7 +161,20 @@ def page_view(parts: Sequence[Part]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(Text(part.text) if isinstance(part, Line) else part for part in parts))
+    def shown(part: Part) -> RenderableType:
+        if isinstance(part, Cells):
+            return part
+        return Text(part.text) if part.drawing else Folded(part.text)
+
+    return Group(*map(shown, parts))
+
+
+def terminal(width: int = _WIDTH) -> Console:
+    """stdout: as wide as the terminal or COLUMNS, or `width` columns where there is neither."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width)
 
 
 def as_text(what: RenderableType, width: int = 100) -> str:

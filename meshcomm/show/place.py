@@ -9,7 +9,7 @@ from meshcomm.config.parallel import Part
 from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.place import Placement, Ranking
 from meshcomm.show.page import Cells, Line, page_view
-from meshcomm.show.units import bytes_text, seconds_text
+from meshcomm.show.units import bytes_text, count, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -27,6 +27,7 @@ def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
         "links": [str(level) for level in ranking.machine.levels],
         "tflops": ranking.tflops,
         "memory_gbytes": ranking.memory_gb,
+        "assumed": list(ranking.assumed),
         "placements": [_facts(placement, names) for placement in ranking.placements],
     }
 
@@ -62,11 +63,15 @@ def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
 
 def place_view(facts: Facts) -> Group:
     """`place_facts` for a rich console: the ranking, then why the first one takes what it takes."""
-    left = f", {facts['too_large']:,} of them too large for memory" if facts["too_large"] else ""
+    left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
+    assumed = {key: f" (of an H100, as topology.{key} is not set)" for key in facts["assumed"]}
     head = (
-        f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: {facts['sizes']:,} legal sizes{left}\n"
+        f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
+        f"{count(facts['sizes'], 'legal factorisation')}{left} in all orders of their dims\n"
         f"links: {'; '.join(facts['links'])}\n"
-        f"{facts['tflops']:g} TFLOP/s and {facts['memory_gbytes']:g} GB a rank; nothing overlaps; times are predicted"
+        f"a rank: {facts['tflops']:g} TFLOP/s{assumed.get('tflops', '')}, "
+        f"{facts['memory_gbytes']:g} GB{assumed.get('memory_gbytes', '')}\n"
+        "times are predicted; nothing overlaps; by: the algorithm that the model finds fastest"
     )
     exact: dict[str, Any] = {}
     if "exact" in facts["placements"][0]:

@@ -73,7 +73,8 @@ def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig
     links: the text of each level, or None where nobody says which ranks share a node; and rows, each
     with along (names of dims), digits (see Layout.digits), size (ranks of a group), operation, what (in
     words), calls, size_bytes (of one call, as nccl-tests counts), sent_bytes (what the rank sends in a
-    step: calls * size_bytes * the operation's share that crosses a link), and, where links are known,
+    step: calls * size_bytes * the operation's share that crosses a link), received_bytes (of calls that receive
+    alone, else None), and, where links are known,
     seconds (of all the calls, one after the other) and link (the slowest one that a group crosses).
     """
     model = settings.model
@@ -100,6 +101,7 @@ def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig
 def _row(each: Expected, layout: Layout, where: Machine | None) -> Facts:
     name = each.dims[0] if len(each.dims) == 1 else each.dims
     size = layout.size(name)
+    moved = each.step_bytes * float(bus_factor(each.operation, size))
     row: Facts = {
         "along": list(each.dims),
         "digits": [list(digit) for digit in layout.digits(name)],
@@ -108,7 +110,8 @@ def _row(each: Expected, layout: Layout, where: Machine | None) -> Facts:
         "what": each.what,
         "calls": each.calls,
         "size_bytes": each.size_bytes,
-        "sent_bytes": each.step_bytes * float(bus_factor(each.operation, size)),
+        "sent_bytes": moved * each.sent,
+        "received_bytes": None if each.sent == 1 else moved * (1 - each.sent),
         "seconds": None,
         "link": None,
     }

@@ -22,7 +22,8 @@ function trafficGroups(rows, measure) {
 function predictedLine(row) {
   const times = `${row.calls.toLocaleString("en")} × ${bytesText(row.size_bytes)}`;
   const took = row.seconds === null ? "" : `, ${secondsText(row.seconds)} on ${row.link}`;
-  return `${row.operation}: ${row.what}; ${times} → ${bytesText(row.sent_bytes)} sent${took}`;
+  const received = row.received_bytes === null ? "" : `, ${bytesText(row.received_bytes)} received`;
+  return `${row.operation}: ${row.what}; ${times} → ${bytesText(row.sent_bytes)} sent${received}${took}`;
 }
 
 function measuredLine(row) {

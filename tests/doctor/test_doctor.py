@@ -59,8 +59,8 @@ def found(facts: dict[str, Any], what: str) -> str:
     return texts[0]
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "110"})
+def run(*arguments: str, columns: int = 110) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": str(columns)})
     return done.exit_code, done.output
 
 
@@ -90,11 +90,16 @@ def test_json_has_all_keys_and_is_right_about_this_host() -> None:
 
 def test_a_person_is_shown_tables_and_findings_and_the_exit_code_says_the_worst() -> None:
     code, text = run()
-    assert code == 0 and "\n0 errors, " in text
+    assert code == 0 and text.startswith("0 errors, ")
     for title in ("versions", "backends", "reductions", "host ", "limits"):
         assert f"\n{title}" in "\n" + text
     code, text = run("configs/mesh.toml", "--set", 'network.interfaces=["loo"]')
-    assert code == 1 and "\n1 error, " in text
+    # Findings come first, the worst first; then the facts.
+    assert code == 1 and text.startswith("1 error, ") and text.splitlines()[1].startswith("error: ")
+    assert text.index("error: ") < text.index("\nok: ") < text.index("\nversions")
+    for columns in (80, 40):
+        narrow = run("configs/mesh.toml", columns=columns)[1]
+        assert max(map(len, narrow.splitlines())) <= columns and "…" not in narrow
     names = ", ".join(name for _, name in socket.if_nameindex())
     assert (
         "error: this host has no interface loo\n"

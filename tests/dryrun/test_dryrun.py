@@ -181,9 +181,13 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
         1e6 * step["seconds"]
     )
     # A scale, a row for each stage, and what the letters mean.
-    assert len(facts["timeline"]) == 6 and "F" in facts["timeline"][1] and "B" in facts["timeline"][4]
+    assert max(map(len, facts["timeline"])) <= 80 and len(facts["timeline"]) == 6
+    assert "F" in facts["timeline"][1] and "B" in facts["timeline"][4]
     shown = as_text(dry_view(facts), 120)
     assert "does NOT fit in" in shown and facts["timeline"][1] in shown
+    # The table of memory has one unit, and fits into a terminal of 80 columns.
+    narrow = as_text(dry_view(facts), 80)
+    assert re.search(r"^memory at its peak in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), narrow
 
 
 def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> None:

@@ -262,6 +262,13 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         assert words <= set(re.findall(r"[a-z_]{3,}", text)), command
 
 
+def test_costs_have_sizes_as_they_were_asked_for_and_say_that_a_backend_chooses() -> None:
+    words = ("costs", GPT, "--world", "1024", "--op", "all_reduce", "--bytes", "64KiB", "--bytes", "64MB")
+    shown = run(*words).out
+    assert shown.count("  64 KiB  ") == shown.count("  64 MB  ") == 3
+    assert "A backend chooses its own: NCCL" in shown
+
+
 def test_a_table_as_text_displays_nothing_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, displayed = plan_at(MESH, 8), list[object]()
     text = as_text(plan_view(plan, 5))

@@ -142,6 +142,9 @@ def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
     assert rows["tp"]["calls"] >= 2 * 4 * 4 and rows["tp"]["size_bytes"] == 4 * 128 * 128 * 4
     assert rows["tp"]["sent_bytes"] == rows["tp"]["calls"] * rows["tp"]["size_bytes"]
     assert (rows["pp"]["calls"], rows["pp"]["seconds"], rows["pp"]["link"]) == (2 * 4, None, None)
+    # Each micro-batch an activation one way and its gradient the other way.
+    assert rows["pp"]["sent_bytes"] == rows["pp"]["received_bytes"] == 4 * 4 * 128 * 128 * 4
+    assert rows["tp"]["received_bytes"] is rows["dp"]["received_bytes"] is None
     # What place refuses changes no byte: another order of ranks, a view, a dim of size 1.
     for change in (
         "mesh.rank_order = [7, 6, 5, 4, 3, 2, 1, 0]",
