@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,8 +115,8 @@ class DataConfig(Section):
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "dataset"):
             return None
-        folder = Path(pretrained)
-        return folder if (folder / "tokenizer.json").is_file() else None
+        # os.path, as nothing is a file whose name is too long or has a null character.
+        return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None
 
     @property
     def validates(self) -> bool:

@@ -42,7 +42,7 @@ def on(dims: dict[str, int], *overrides: str, out: Path | str = "unused", **para
 def counted(config: Config) -> tuple[float, float, int]:
     """FLOPs of the model and of the hardware in the first step of two, of all ranks; and the ranks."""
     with meshcomm.init(config) as mesh:
-        corpus = agreed_corpus(mesh, agree(mesh, config))
+        corpus = agreed_corpus(mesh, agree(mesh, config), 0)
         engine = Trainer(mesh, config).engine
         cost = Cost(mesh, engine.sections.train.model_copy(update={"peak_flops": 1.0}))
         batches = batches_of(engine, corpus)

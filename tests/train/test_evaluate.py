@@ -47,7 +47,7 @@ def trained(config: Config) -> Summary:
 def by_hand(config: Config) -> tuple[float, float]:
     """The loss of the first three batches of the validation part after two steps, with torch alone; and with dropout on."""
     with meshcomm.init(config) as mesh:
-        corpus = agreed_corpus(mesh, agree(mesh, config))
+        corpus = agreed_corpus(mesh, agree(mesh, config), 0)
         trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, corpus)
         from meshcomm.train import learning_rate
