@@ -165,7 +165,8 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
         )
         return
     windows = [said.get("use_sliding_window", False), said.get("sliding_window", 4096)]
-    for layer_type in set(said.get("layer_types") or ()) if "layer_types" in kind.keys else ():
+    switched = "layer_types" in kind.keys and "use_sliding_window" in kind.keys
+    for layer_type in dict.fromkeys(said.get("layer_types") or ()) if switched else ():
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or not all(windows)):
             yield Problem(
                 f"transformers has no attention for layers of the type {layer_type}",

@@ -93,5 +93,7 @@ def llama(folder: Path) -> None:
     sizes |= {"num_key_value_heads": "kv_heads", "intermediate_size": "ff"}
     model = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())["model"]
     (folder / "Llama-3.2-1B").mkdir(exist_ok=True)
-    said = {theirs: model[ours] for theirs, ours in sizes.items()}
+    said = {"model_type": "llama", "vocab_size": 256}
+    said |= {theirs: model[ours] for theirs, ours in sizes.items()}
+    (folder / "Llama-3.2-1B" / "tokenizer.json").write_text("{}")
     (folder / "Llama-3.2-1B" / "config.json").write_text(json.dumps(said))

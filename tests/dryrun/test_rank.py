@@ -63,7 +63,7 @@ def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model:
             "mesh": mesh | (EXPERTS if "expert" in parallel else {}),
             "parallel": parallel,
             "model": model,
-            "data": {"sequence": 64},
+            "data": {"sequence": 64, **({"tokenizer": "bytes"} if "pretrained" in model else {})},
             "train": {"steps": 1, "global_batch": 8 * copies, "microbatch": 2, **train},
         }
     )

@@ -107,7 +107,7 @@ def added(config: Config, kind: str) -> str:
 def replace_keys(kind: str) -> Any:
     class Every(frozenset):  # type: ignore[type-arg]
         def __contains__(self, key: object) -> bool:
-            return True
+            return key != "use_sliding_window"
 
     return TYPES["llama"]._replace(keys=Every())
 
