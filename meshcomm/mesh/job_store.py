@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.environment import MPI_RANKS, Launch
-from meshcomm.mesh.exposure import is_loopback, serve_on_loopback
+from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.store import within
 
 # What a client that is about to succeed gets beyond its timeout.
@@ -48,9 +48,10 @@ class _Owner:
     def may_be(self, job: str) -> bool:
         """Whether nothing says that `job` is another one."""
         theirs, ours = _NAME.search(self.job), _NAME.search(job)
-        # A host knows the process that started its own ranks alone.
+        # A host knows the process that started its own ranks alone, and that may be rank 0 itself.
         elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
-        return self.job == job or elsewhere or not (self.job and job)
+        by_rank_0 = ours is not None and ours[0] == self.process
+        return self.job == job or elsewhere or by_rank_0 or not (self.job and job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,25 @@ def find_job(
             mine = here.owner and (
                 here.owner.may_be(job) if rank else here.owner == _Owner(job, process_name())
             )
+            if mine and rank == 0:
+                # Its server ends with the last store of this process that holds it.
+                return find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
             if mine and here.client is not None:
                 here.client.set_timeout(timeout)
                 return here.client
             if here.owner is None and not here.free:
                 again[port] = now + _SILENT_S
-        for port in ports if rank == 0 else ():
-            if found[port].free and (store := _serve(host, port, world_size, timeout)) is not None:
-                store.set(_JOB, f"{job}\n{process_name()}")
-                return store
+        for port in (port for port in ports if rank == 0 and found[port].free):
+            try:
+                # What is made here is found by the next line, by its port.
+                server = serve_on_loopback(host, port, timeout)
+                store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
+                del server
+            except (OSError, RuntimeError, ValueError) as error:
+                found[port] = _Found(first_line(error))
+                continue
+            store.set(_JOB, f"{job}\n{process_name()}")
+            return store
         # With one port a job that has it will not go.
         taken = [here for here in found.values() if here.owner is not None]
         if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
@@ -134,20 +145,6 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
         return _Found(first_line(error))
     owner = _Owner(job, process)
     return _Found(f"the store of {owner}", owner, client)
-
-
-def _serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store that this process serves at a port; None where another one was faster."""
-    # What is made here is found by the next line, by its port.
-    server = serve_on_loopback(host, port, timeout)
-    if server is None and is_loopback(host):
-        return None
-    try:
-        store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
-    except (OSError, RuntimeError, ValueError):
-        return None
-    del server
-    return store
 
 
 def _not_found(
@@ -267,3 +264,8 @@ def started_by(launch: Launch) -> str:
             if variable not in environment:
                 return f"the job of {process_name(each.pid)}"
     return "" if parent is None or parent.pid is None else f"the job of {process_name(parent.pid)}"
+
+
+def known_everywhere(job: str) -> bool:
+    """Whether all hosts of a job call it so: not where it is named by the process that started the ranks of one host."""
+    return _NAME.search(job) is None

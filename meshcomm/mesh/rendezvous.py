@@ -15,7 +15,14 @@ from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, ports_of
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback
-from meshcomm.mesh.job_store import find_agent, find_job, is_running, process_name, started_by
+from meshcomm.mesh.job_store import (
+    find_agent,
+    find_job,
+    is_running,
+    known_everywhere,
+    process_name,
+    started_by,
+)
 
 _TWICE: Final = "meshcomm/twice"
 
@@ -111,7 +118,7 @@ def _find_store(
     elif launch.address and (launch.port is not None or launch.kind in ("slurm", "mpi")):
         host = launch.address
         if launch.port is None:
-            ports = ports_of(job)
+            ports = ports_of(job if launch.one_host or known_everywhere(job) else "")
     else:
         raise LaunchError(
             f"rank {rank} of {world_size} has no address at which to meet the others",

@@ -163,7 +163,8 @@ def test_nobody_to_meet(pool: Pool) -> None:
 
 
 def started_by_nobody() -> str:
-    alone()
+    if "RANK" in os.environ:
+        alone()
     with pytest.raises(LaunchError) as caught:
         meshcomm.init(dims={"dp": -1, "tp": 4}, device="cpu")
     return str(caught.value)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.job_store import find_job
+from meshcomm.mesh.job_store import _Owner, find_job, known_everywhere
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -152,6 +152,32 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
                 find_job("127.0.0.1", ports[:2], "mine", rank, 2, _SHORT)
             assert f"{ports[0]}: the store of another job, whose rank 0 is process " in caught.value.given
             assert f"{ports[1]}: at 127.0.0.1:{ports[1]} there is a program" in caught.value.given
+
+
+def test_which_names_are_of_other_jobs() -> None:
+    here, there = (f"process 7 of {host}, started at 1" for host in ("a", "b"))
+    for job, other, may_be in (
+        ("Slurm step 7.0", "Slurm step 7.0", True),
+        ("Slurm step 7.0", "Slurm step 7.1", False),
+        ("Slurm step 7.0", "", True),
+        ("", "Slurm step 7.0", True),
+        (f"the job of {here}", "the job of process 8 of a, started at 1", False),
+        # Each host has a process of its own that starts ranks; and rank 0 may be the one that started the others.
+        (f"the job of {here}", f"the job of {there}", True),
+        ("the job of process 1 of a, started at 1", f"the job of {here}", True),
+    ):
+        assert _Owner(job, here).may_be(other) is may_be, (job, other)
+    assert not known_everywhere(f"the job of {here}")
+    assert known_everywhere("the job of mpiexec at a:44915")
+
+
+def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
+    port = free_port()
+    first = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
+    second = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
+    del first
+    second.set("key", "value")
+    assert find_job("127.0.0.1", [port], "mine", 1, 2, _SHORT).get("key") == b"value"
 
 
 def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:
