@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from threading import Lock, Thread
 from time import perf_counter as clock
@@ -70,6 +71,7 @@ class Handle(Generic[T]):
         self._confirm = confirm
         self._held = held
         self._error: Exception | None = None
+        self._futures: list[_OfHandle] | None = None
         self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
         place = None if pending is None else pending.place
@@ -138,6 +140,7 @@ class Handle(Generic[T]):
             except Exception as error:
                 self._error = error
         self._held = None
+        self._complete()
         # Last: another thread that sees it goes on, and after an interrupt it can be waited for again.
         self._works = self._finish = self._confirm = None
 
@@ -184,21 +187,30 @@ class Handle(Generic[T]):
         return self.wait()
 
     def get_future(self) -> Future[T]:
-        """A torch future that completes by itself, with the result or the error of `wait`; `then` works on it."""
-        future: Future[Any] = Future()
+        """A torch future that completes by itself, with the result or the error of `wait`; `then` works on it.
 
-        def complete() -> None:
-            try:
-                future.set_result(self.wait())
-            except Exception as error:
-                future.set_exception(error)
-
+        In the simulator it completes when the call, or the future, is waited for.
+        """
+        future = _OfHandle(self)
+        if self._futures is None:
+            self._futures = []
+        self._futures.append(future)
         if self._works is None:
-            complete()
-        else:
+            self._complete()
+        elif not self._by.transport.one_thread:
             # Not every backend has futures of its own, and no backend has one for messages.
-            Thread(target=complete, name=f"meshcomm-{self._call}", daemon=True).start()
+            Thread(target=future.ask, name=f"meshcomm-{self._call}", daemon=True).start()
         return future
+
+    def _complete(self) -> None:
+        """Give the futures what `wait` gives: before a wait returns."""
+        while self._futures:
+            with suppress(IndexError):
+                future = self._futures.pop()
+                if self._error is None:
+                    future.set_result(self._result)
+                else:
+                    future.set_exception(self._error)
 
     @property
     def source(self) -> int:
@@ -222,6 +234,27 @@ class Handle(Generic[T]):
                 stacklevel=2,
                 source=self,
             )
+
+
+@final
+class _OfHandle(Future[Any]):
+    """The future of a handle, whose call it waits for where nobody else does."""
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def ask(self) -> None:
+        """Have the handle's call end, and with it this future."""
+        with suppress(Exception):
+            self._handle.wait()
+        self._handle._complete()
+
+    def wait(self) -> Any:
+        """See torch.futures.Future."""
+        if not self.done():
+            self.ask()
+        return super().wait()
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:

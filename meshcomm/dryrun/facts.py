@@ -37,6 +37,7 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
         "dims": dict(layout.dims),
         "pipeline": found.pipeline,
         "ran": [step.rank for step in steps],
+        "part": _part(steps),
         "unlike": found.unlike,
         "findings": [finding._asdict() for finding in found.findings],
         "memory": {
@@ -52,6 +53,12 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
         "step": _step(found, settings, topology),
         "took_s": seconds,
     }
+
+
+def _part(steps: Sequence[Step]) -> str:
+    """What calls and times are of."""
+    parts = list(dict.fromkeys(step.part for step in steps))
+    return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
 
 
 def _less(part: str, settings: Config | None) -> str:
@@ -111,8 +118,8 @@ def _calls(steps: Sequence[Step], met: Replay | None, links: Machine | None) -> 
     for dim, calls in dims.items():
         members = sorted(groups.get(dim, ()))
         crossed = None if links is None or not members else links_of(np.array(members), links).slowest
-        times = [] if met is None else [rank[dim] for rank in met.dims.values() if dim in rank]
-        longest = max(times, key=lambda each: each.waits, default=None)
+        times = [] if met is None else [(met.dims[r][dim], r) for r in met.sound if dim in met.dims[r]]
+        longest, rank = max(times, key=lambda each: each[0].waits, default=(None, -1))
         found.append(
             {
                 "dim": dim,
@@ -124,7 +131,7 @@ def _calls(steps: Sequence[Step], met: Replay | None, links: Machine | None) -> 
                 "bytes": sum(nbytes for nbytes, _ in calls.values()),
                 "busy_s": None if longest is None else longest.busy,
                 "exposed_s": None if longest is None else longest.waits - longest.late,
-                "late_s": None if longest is None else longest.late,
+                "late_s": None if longest is None or met is None or rank in met.early else longest.late,
             }
         )
     return found
@@ -136,10 +143,10 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
     if met is None or met.stuck or links is None:
         return None
     seconds = met.seconds
-    last = max(met.ends, key=lambda rank: met.ends[rank])
+    last = max(met.sound, key=lambda rank: met.ends[rank])
     compute = sum(bar.over - bar.began for bar in met.bars if bar.rank == last and bar.lane == COMPUTE)
     stages = found.stages()
-    flops = sum(max(step.flops for step in ran) for ran in stages.values()) / len(stages)
+    flops = sum(max(step.part_flops for step in ran) for ran in stages.values()) / len(stages)
     sums = met.dims[last]
     train, data = (None, None) if settings is None else (settings.train, settings.data)
     tokens = None if train is None or data is None else train.global_batch * data.sequence
@@ -151,7 +158,8 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "rank": last,
         "compute_s": compute,
         "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
-        "late_s": {dim: each.late for dim, each in sums.items()},
+        # Of a rank that comes early it would be a wait that nobody has.
+        "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
         "tokens_s": None if tokens is None or not seconds else tokens / seconds,
         "tflops": flops / seconds / 1e12 if seconds else None,
         "share_of_peak": flops / seconds / peak if peak and seconds else None,

@@ -45,13 +45,14 @@ class Row(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One moment of the program: a call begins, or is waited for; a blocking one right after its start.
+    """One moment of the program: a call begins, or is waited for; a blocking one right after its start. Or the part that
+    is reported begins, what came before it being over.
 
-    call: its place in `Step.calls`. flops: that this rank has computed since the step began, by the formulas of
+    call: its place in `Step.calls`; of a beginning part the first of its calls. flops: that this rank has computed since the step began, by the formulas of
     torch.utils.flop_counter. during: the pass under way, or "between passes".
     """
 
-    kind: Literal["start", "wait"]
+    kind: Literal["start", "wait", "part"]
     call: int
     flops: int
     during: str
@@ -64,7 +65,10 @@ class Step(NamedTuple):
     during the step. rows: what it called. calls: each call by itself, in order, of the mesh or past it, of collectives
     with `root`, the coord, and `op`, what it reduces with; `group` is equal on the ranks of a group, and on no others.
     groups: global ranks by that, in coord order. events: starts and waits in order; waits of a pretended rank only.
-    A call that nobody waits for is there without one. flops: of the whole step.
+    A call that nobody waits for is there without one. flops: of all of it.
+
+    part: what `rows` and times are of, in words; `begins` is where it begins, None: with the first event. Calls of earlier
+    steps are there as well, as they have to meet too.
     """
 
     rank: int
@@ -77,6 +81,13 @@ class Step(NamedTuple):
     groups: dict[str, list[int]]
     events: list[Event]
     flops: int
+    part: str = "one step"
+    begins: Event | None = None
+
+    @property
+    def part_flops(self) -> int:
+        """Those of the part."""
+        return self.flops - (self.begins.flops if self.begins else 0)
 
 
 class Passes(Spans):
@@ -110,7 +121,7 @@ class Passes(Spans):
         if calls is self.calls and call >= 0:
             self._happens("wait", call)
 
-    def _happens(self, kind: Literal["start", "wait"], call: int) -> None:
+    def _happens(self, kind: Literal["start", "wait", "part"], call: int) -> None:
         self.events.append(Event(kind, call, self.flops(), self.stretch()[0]))
 
     def stretch(self) -> tuple[str, bool]:

@@ -37,8 +37,8 @@ class Bar(NamedTuple):
 
 
 class Dim(NamedTuple):
-    """Seconds of one rank along one dim. busy: of its calls, from when all have come. waits: that it stood still for
-    them, of which `late` were until the others came, and the rest for the transfer.
+    """Seconds of one rank along one dim. busy: of its transfers. waits: that it stood still for them, of which `late`
+    were until the others came, and the rest for the transfer and for those before it on the group.
     """
 
     busy: float
@@ -48,7 +48,11 @@ class Dim(NamedTuple):
 
 @dataclass
 class Replay:
-    """The step of the ranks that were run. ends: when each was done. bars: what stood in the way, in order, and passes.
+    """The reported part of the ranks that were run. ends: how long each took. bars: what stood in the way, in order, and
+    passes.
+
+    early: ranks that exchange messages with ranks that were not run, and so come earlier than they would: nobody waits
+    in truth as they do.
 
     dims: rank -> dim -> sums. stuck: who waits for ever, where nobody can go on; then `ends` has only those that ended.
     """
@@ -57,11 +61,17 @@ class Replay:
     bars: list[Bar] = field(default_factory=list)
     dims: dict[int, dict[str, Dim]] = field(default_factory=dict)
     stuck: list[Finding] = field(default_factory=list)
+    early: set[int] = field(default_factory=set)
+
+    @property
+    def sound(self) -> list[int]:
+        """The ranks whose times count: those that are not early, if there are any."""
+        return [rank for rank in self.ends if rank not in self.early] or list(self.ends)
 
     @property
     def seconds(self) -> float:
-        """Of the step: until the last rank is done."""
-        return max(self.ends.values(), default=0.0)
+        """Until the last rank is done."""
+        return max((self.ends[rank] for rank in self.sound), default=0.0)
 
 
 @final
@@ -99,6 +109,7 @@ class _Rank:
         # Where `events` has no waits, each call is over before the next begins.
         self.calls: dict[int, list[_Call]] = {}
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.began = 0.0
 
 
 def replay(
@@ -128,7 +139,7 @@ def replay(
     free: dict[Members, float] = defaultdict(float)
     names: dict[Members, int] = {}
     ends: dict[tuple[int, int], _Ends] = {}
-    starts = StartOrder() if queued else None
+    start_order = StartOrder() if queued else None
     found = Replay()
 
     def start(rank: _Rank, number: int, span: Span) -> None:
@@ -138,9 +149,15 @@ def replay(
             place = made[members, me]
             made[members, me] += 1
             call = groups[members].setdefault(place, _Call())
-            if starts is not None and not found.stuck:
+            if start_order is not None and not found.stuck:
                 found.stuck += _crossed(
-                    starts, span, (names.setdefault(members, len(names)), place), members, ranks, me, where
+                    start_order,
+                    span,
+                    (names.setdefault(members, len(names)), place),
+                    members,
+                    ranks,
+                    me,
+                    where,
                 )
             call.came[me] = rank.now
             call.needs = tuple(each for each in members if each in ranks)
@@ -158,6 +175,7 @@ def replay(
             pair = (me, members[peer]) if sends else (members[peer], me)
             mine.pairs.append(pair)
             if members[peer] not in ranks:
+                found.early.add(me)
                 continue
             key = (members, *pair, tag)
             place = order[*key, sends]
@@ -165,14 +183,14 @@ def replay(
             messages[key][not sends].append(rank.now)
             mine.parts.append((key, place, sends))
 
-    def over(rank: _Rank, number: int, span: Span) -> tuple[float, float] | None:
-        """When the last of the others came, and when it is over; None: not known yet."""
+    def over(rank: _Rank, number: int, span: Span) -> tuple[float, float, float] | None:
+        """When the last of the others came, when the transfer begins, and when it is over; None: not known yet."""
         calls = rank.calls.get(number)
         if calls is None:
-            return rank.now, rank.now
+            return rank.now, rank.now, rank.now
         if calls:
             call = calls[0]
-            return None if call.over is None else (call.starts, call.over)
+            return None if call.over is None else (max(call.came.values()), call.starts, call.over)
         mine = ends[rank.step.rank, number]
         last = mine.began
         for key, place, sends in mine.parts:
@@ -180,28 +198,34 @@ def replay(
             if place >= len(others):
                 return None
             last = max(last, others[place])
-        return last, last + max((seconds(span, pair) for pair in mine.pairs), default=0.0)
+        return last, last, last + max((seconds(span, pair) for pair in mine.pairs), default=0.0)
 
     def go(rank: _Rank) -> bool:
         """As far as it can go; whether that was anywhere."""
         events, moved = rank.step.events, False
         while rank.at < len(events):
             event = events[rank.at]
-            span = rank.step.calls[event.call]
             if event.flops > rank.flops:
                 until = rank.now + (event.flops - rank.flops) * flop_s
                 if flop_s:
                     found.bars.append(Bar(rank.step.rank, COMPUTE, event.during, rank.now, until))
                 rank.now, rank.flops = until, event.flops
+            if event.kind == "part":
+                rank.began = rank.now
+                rank.sums.clear()
+                rank.at += 1
+                moved = True
+                continue
+            span = rank.step.calls[event.call]
             if event.kind == "start":
                 start(rank, event.call, span)
             else:
                 known = over(rank, event.call, span)
                 if known is None:
                     return moved
-                last, end = known
+                last, starts, end = known
                 sums = rank.sums[span.lane]
-                sums[0] += max(0.0, end - last)
+                sums[0] += max(0.0, end - starts)
                 if end > rank.now:
                     late = max(0.0, last - rank.now)
                     sums[1] += end - rank.now
@@ -227,8 +251,14 @@ def replay(
                     Bar(rank.step.rank, COMPUTE, "between passes", rank.now, rank.now + rest * flop_s)
                 )
                 rank.now += rest * flop_s
-            found.ends[rank.step.rank] = rank.now
+            found.ends[rank.step.rank] = rank.now - rank.began
         found.dims[rank.step.rank] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
+    origin = min((rank.began for rank in ranks.values()), default=0.0)
+    found.bars = [
+        bar._replace(began=bar.began - origin, over=bar.over - origin)
+        for bar in found.bars
+        if bar.over > ranks[bar.rank].began or not ranks[bar.rank].began
+    ]
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from meshcomm.comm.spans import Span
 from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger
-from meshcomm.dryrun.rank import BETWEEN, Passes, Row, Step, alone, pretended_world
+from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world
 from meshcomm.errors import LaunchError, UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
@@ -51,13 +51,18 @@ class Script(NamedTuple):
     steps: int = 2
 
 
+_WHOLE: Final = "the whole program"
+
+
 class _Enough(BaseException):
     """What was asked for has been seen. No Exception: no script should catch it."""
 
 
 @final
 class _Recorder(Passes):
-    """The calls of a program, which is left after its last step. steps: 0: at its end."""
+    """The calls of a program, which is left after its last step, the part that is reported. steps: 0: it runs to its end,
+    and all of it is reported.
+    """
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -65,6 +70,8 @@ class _Recorder(Passes):
         # Of the program's mesh, which may be closed at the end.
         self.mesh: Mesh | None = None
         self.groups: dict[str, list[int]] = {}
+        self.part = _WHOLE
+        self.begins: Event | None = None
 
     def keep(self, span: Span) -> Span:
         """See Spans."""
@@ -82,7 +89,18 @@ class _Recorder(Passes):
         super().step(number)
         self._left -= 1
         if not self._left:
+            self.part = "one step" if self.begins else "the start and one step"
             raise _Enough
+        self.begins = Event("part", len(self.calls), self.flops(), BETWEEN)
+        self.events.append(self.begins)
+
+    def ended(self) -> None:
+        """The program has ended before its last step."""
+        if self.part == _WHOLE:
+            self.events = [each for each in self.events if each.kind != "part"]
+            self.begins = None
+        # Only the last one divides.
+        self.events = [each for each in self.events if each.kind != "part" or each is self.begins]
 
 
 @final
@@ -165,6 +183,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     elements: dict[int, int] = {}
     with _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
         run()
+    recorder.ended()
     mesh = _mesh(inside, "the program")
     peak = ledger.peak()
     return Step(
@@ -173,11 +192,13 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
         sum(elements.values()),
         ledger.now(),
         peak,
-        _rows(recorder.calls),
+        _rows(recorder.calls[recorder.begins.call if recorder.begins else 0 :]),
         recorder.calls,
         recorder.groups,
         recorder.events,
         ledger.flops,
+        recorder.part,
+        recorder.begins,
     )
 
 

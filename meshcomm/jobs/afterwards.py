@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
 
 from meshcomm.comm.diagnosis import doing_of, name_of_rank, root_cause
 from meshcomm.comm.spans import PASSES
@@ -15,19 +18,128 @@ from meshcomm.layout.names import did_you_mean
 from meshcomm.show.timeline import Bar, Row, timeline
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# Direction, the other rank, tag, number.
+_Message = tuple[Literal["send", "recv"], int | None, int, int]
+
+
+class _Waiting(BaseModel):
+    dim: str
+    call: str
+    callsite: str
+    parts: list[_Message]
+
+
+class _Last(BaseModel):
+    dim: str
+    call: str
+    callsite: str
+    number: int
+    bytes: int
+    inside: bool
+    shape: list[int] | None
+
+
+class _Messages(BaseModel):
+    begun: list[_Message]
+    waiting: _Waiting | None
+
+
+class _Group(BaseModel):
+    label: str
+    ranks: list[int]
+    started: int
+    last: _Last | None
+    recent: list[tuple[int, str, str, int | None]]
+    messages: _Messages
+
+
+class _Failed(BaseModel):
+    label: str
+    call: str
+    callsite: str
+    error: list[str]
+    waiting: _Waiting | None = None
+    waited_for: list[int] | None = None
+
+
+class _TorchCall(BaseModel):
+    call: str
+    number: int
+    group: str | int
+
+
+class _Clock(BaseModel):
+    host: str
+    now_s: float
+    ahead_s: float
+
+
+class _Timed(BaseModel):
+    dim: str
+    began: float
+    over: float | None
+
+
+class _Report(BaseModel):
+    """What is read of the file that a rank leaves, see `Watch.status`. Other keys are not looked at."""
+
+    rank: int
+    coords: dict[str, int]
+    main: str
+    failed: _Failed | None
+    groups: list[_Group]
+    torch: list[_TorchCall] = []
+    clock: _Clock | None = None
+    history: list[_Timed] = []
+
+
+class _Event(BaseModel):
+    ph: str
+    name: str
+    pid: int
+    tid: int | str = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    cat: str = ""
+    args: dict[str, Any] = {}
+
+
+class _Trace(BaseModel):
+    traceEvents: list[_Event]
+
+
+def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The files that ranks left in a folder, and the rank of each. Copies under other names are none."""
+    for path in folder.glob("rank*.json"):
+        if found := re.fullmatch(r"rank(\d+)\.json", path.name):
+            yield int(found[1]), path
 
 
 def newest_run(folder: Path) -> Path:
     """The folder of the last run that left reports in `folder`, which may be that run's itself."""
-    if any(folder.glob("rank*.json")):
+    if any(_reports_in(folder)):
         return folder
     # Their names begin with the time.
-    return max((path.parent for path in folder.glob("*/rank*.json")), default=folder)
+    return max((path for path in folder.glob("*/") if any(_reports_in(path))), default=folder)
+
+
+def _read(file: Path, kind: type[BaseModel], what: str, expected: str, hint: str) -> Any:
+    """The content of a file as JSON. Raises LaunchError, `what`, where it has not all that is read of `kind`."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        kind.model_validate_json(text, strict=True)
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        said = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            said = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise LaunchError(f"{file} {what}", given=said, expected=expected, hint=hint) from None
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
     """The reports in a folder, by rank. Raises LaunchError where there are none, or something else is."""
-    files = sorted(folder.glob("rank*.json"), key=lambda path: int("0" + path.stem[4:]))
+    files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
             f"there are no reports in {folder}",
@@ -36,23 +148,23 @@ def read_reports(folder: Path) -> dict[int, Any]:
             hint="mesh.reports in the config says where they go; default meshcomm-reports",
         )
     statuses = {}
-    for file in files:
-        try:
-            status = json.loads(file.read_text())
-            statuses[int(status["rank"])] = status
-        except (ValueError, KeyError, TypeError) as error:
+    for rank, file in files:
+        expected = "a file that this version of meshcomm wrote on that rank"
+        status = _read(file, _Report, "is not a report", expected, f"remove {file}")
+        if status["rank"] != rank:
             raise LaunchError(
-                f"{file} is not a report",
-                given=str(error),
-                expected="a file that a rank wrote",
+                f"{file} is not a report of rank {rank}",
+                given=f"rank: {status['rank']}",
+                expected=expected,
                 hint=f"remove {file}",
-            ) from None
+            )
+        statuses[rank] = status
     return statuses
 
 
 def report(folder: Path) -> str:
     """What the reports in a folder say together, as text."""
-    runs = {path.parent for path in folder.glob("*/rank*.json")}
+    runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
     folder = newest_run(folder)
     statuses = read_reports(folder)
     older = f", the newest of {len(runs)} runs" if folder in runs and len(runs) > 1 else ""
@@ -81,10 +193,14 @@ def timeline_of(source: Path, width: int | None = None) -> str:
 
 
 def _of_trace(file: Path) -> list[Row]:
+    expected, hint = (
+        "a file that mesh.trace wrote, or a folder of reports",
+        'with mesh.trace("trace.json"): ...',
+    )
+    events = _read(file, _Trace, "is no trace of a mesh", expected, hint)["traceEvents"]
     try:
-        events = json.loads(file.read_text())["traceEvents"]
-        names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+        names = {e["pid"]: _name(e) for e in events if e.get("name") == "process_name"}
+        lanes = {(e["pid"], e["tid"]): _name(e) for e in events if e.get("name") == "thread_name"}
         calls: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
         passes: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
         for event in events:
@@ -96,12 +212,12 @@ def _of_trace(file: Path) -> list[Row]:
                 passes[pid].append(bar._replace(kind=event["name"].split()[0]))
             elif event["cat"] != "program":
                 calls[pid].append(bar)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError) as error:
         raise LaunchError(
             f"{file} is no trace of a mesh",
-            given=f"{type(error).__name__}: {error}",
-            expected="a file that mesh.trace wrote, or a folder of reports",
-            hint='with mesh.trace("trace.json"): ...',
+            given=f"{type(error).__name__}: {error}, in an event, or the name of its process or thread",
+            expected=expected,
+            hint=hint,
         ) from None
     rows = []
     for pid in calls:
@@ -111,9 +227,17 @@ def _of_trace(file: Path) -> list[Row]:
     return rows
 
 
+def _name(event: Mapping[str, Any]) -> str:
+    """That an event gives to its process or thread."""
+    name = event["args"]["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} as a name")
+    return name
+
+
 def _of_reports(folder: Path) -> list[Row]:
     reports = read_reports(folder)
-    known = {rank: status for rank, status in reports.items() if "history" in status}
+    known = {rank: status for rank, status in reports.items() if "history" in status and status.get("clock")}
     if not known:
         raise LaunchError(
             f"the reports in {folder} hold no calls with their times",

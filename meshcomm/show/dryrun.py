@@ -34,16 +34,16 @@ def dry_page(facts: Facts) -> Iterator[Part]:
     ran = facts["ran"]
     world = facts["world_size"]
     whole = len(ran) == world
-    head = f"{world:,} ranks, {times(facts['dims'])}: one step of " + (
+    head = f"{world:,} ranks, {times(facts['dims'])}: {facts['part']} of " + (
         "each" if whole else f"{len(ran)} of them, {fold(ran)}"
     )
     yield Line(f"{head}; {seconds_text(facts['took_s'])}")
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
     if facts["calls"]:
-        yield Line("calls of a step, of the rank that moves most along each dim", heading=True)
+        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim", heading=True)
         yield _calls(facts["calls"])
-    yield from _step(facts["step"])
+    yield from _step(facts["step"], facts["part"])
     if len(facts["timeline"]) > _ALONE:
         yield Line("the step, stage by stage", heading=True)
         yield Line("\n".join(facts["timeline"]), drawing=True)
@@ -137,15 +137,16 @@ def _calls(calls: list[Facts]) -> Cells:
     )
 
 
-def _step(step: Facts | None) -> Iterator[Part]:
+def _step(step: Facts | None, part: str) -> Iterator[Part]:
     if step is None:
         yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
         return
-    yield Line("time of a step, predicted", heading=True)
+    yield Line(f"time of {part}, predicted", heading=True)
     exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())
+    until = f", {seconds_text(late)} until others come" if step["late_s"] else ""
     parts = [
         f"{seconds_text(step['seconds'])}, on rank {step['rank']:,}: {seconds_text(step['compute_s'])} of products, "
-        f"{seconds_text(exposed)} of transfers that it stands still for, {seconds_text(late)} until others come",
+        f"{seconds_text(exposed)} of transfers that it stands still for{until}",
     ]
     rate = [] if step["tokens_s"] is None else [f"{step['tokens_s']:,.0f} tokens/s"]
     if step["tflops"] is not None:

@@ -48,6 +48,19 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
     )
 
 
+def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
+    """The error where `actor` has run for the mesh's timeout, in which other ranks would have waited for it."""
+    others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
+    if not others:
+        return None
+    return DeadlockError(
+        f"{actor.name} has run for {shared.timeout_s:g} s without letting other ranks run",
+        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot go on meanwhile",
+        expected="a call on the mesh, or time.sleep, within the mesh's timeout: a simulated rank runs until it waits",
+        hint="mesh.store.wait or mesh.barrier in place of a loop that looks for a file; or mesh.timeout_s",
+    )
+
+
 def at_the_end(shared: SharedState) -> MeshcommError | None:
     """The error for what ranks that have all ended did wrong, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)

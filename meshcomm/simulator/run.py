@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -24,8 +26,9 @@ from meshcomm.mesh.source import (
     given_keys,
     world_of_mesh,
 )
-from meshcomm.simulator.diagnosis import at_the_end, diagnose
+from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
+from meshcomm.simulator.split_optimizers import elementwise_steps
 from meshcomm.simulator.traffic import traffic_facts
 from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.simulator.world import SharedState, SimulatedWorld
@@ -168,19 +171,28 @@ def run_ranks(
     timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`.
     """
     actors = [Actor(rank, RankLocals(rank, argv)) for rank in range(size)]
-    shared = SharedState(Scheduler(actors, seed), timeout_s)
+    shared = SharedState(Scheduler(actors, seed, timeout_s), timeout_s)
 
     def live(actor: Actor) -> Any:
         WORLD.set(SimulatedWorld(shared, actor))
         return body()
 
-    threads = torch.get_num_threads()
+    def sleep(seconds: float) -> None:
+        if seconds > 0:
+            shared.scheduler.sleeps()
+        really_sleep(seconds)
+
+    threads, really_sleep = torch.get_num_threads(), time.sleep
     # One rank runs at a time, and each new thread would start a pool of torch's own.
     torch.set_num_threads(1)
     try:
         # RANK and LOCAL_RANK are each rank's own.
-        with with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}):
-            shared.scheduler.run(live, partial(diagnose, shared))
+        with (
+            with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
+            patch.object(time, "sleep", sleep),
+            elementwise_steps(),
+        ):
+            shared.scheduler.run(live, partial(diagnose, shared), partial(unyielding, shared))
             error = shared.scheduler.error or at_the_end(shared)
     finally:
         torch.set_num_threads(threads)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import math
 import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,6 +29,9 @@ _PER_RANK = ("RANK", "LOCAL_RANK")
 
 # After so many polls in a row with nothing between them, nothing will happen.
 _POLLS: Final = 1_000
+
+# How often it is looked whether a rank still lets others run.
+_LOOK_S: Final = 0.5
 
 # How long an interrupted rank may compute or sleep until it comes to a call that ends it in order.
 _PATIENCE_S: Final = 3.0
@@ -155,9 +160,16 @@ class Actor:
 
 @final
 class Scheduler:
-    """Passes one baton. A rank runs until it has to wait; then a seeded choice says who is next."""
+    """Passes one baton. A rank runs until it has to wait, or sleeps; then a seeded choice says who is next.
 
-    def __init__(self, actors: list[Actor], seed: int) -> None:
+    limit_s: how long a rank may run while others could: after that their calls would have timed out.
+    """
+
+    def __init__(self, actors: list[Actor], seed: int, limit_s: float = math.inf) -> None:
+        self._limit_s = limit_s
+        # Who has the baton, and when it last made a call.
+        self._running: Actor | None = None
+        self._since = time.monotonic()
         self.actors = actors
         self.over = False
         self.error: BaseException | None = None
@@ -169,11 +181,17 @@ class Scheduler:
         self._interrupt: BaseException | None = None
         self._context = contextvars.copy_context()
 
-    def run(self, body: Callable[[Actor], Any], diagnose: Callable[[], BaseException | None]) -> None:
+    def run(
+        self,
+        body: Callable[[Actor], Any],
+        diagnose: Callable[[], BaseException | None],
+        unyielding: Callable[[Actor], BaseException | None],
+    ) -> None:
         """Call `body` for every actor, each in a thread of its own; return when all have ended.
 
         diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
                   returns the error that ends the simulation.
+        unyielding: the error, if it is one, where a rank has run for longer than the limit.
         """
         self._body, self._diagnose = body, diagnose
         present = RankLocals.present()
@@ -184,7 +202,7 @@ class Scheduler:
             self._hand_to(first)
             while True:
                 try:
-                    if self._main.acquire(timeout=-1 if self._interrupt is None else _PATIENCE_S):
+                    if self._main.acquire(timeout=_LOOK_S if self._interrupt is None else _PATIENCE_S):
                         break
                 except BaseException as error:
                     if self._interrupt is not None:
@@ -192,8 +210,11 @@ class Scheduler:
                     # Whoever runs now finds it when it next gives the baton away.
                     self._interrupt = error
                 else:
-                    assert self._interrupt is not None
-                    raise self._interrupt
+                    if self._interrupt is not None:
+                        raise self._interrupt
+                    running = self._running
+                    if running is not None and time.monotonic() - self._since > self._limit_s:
+                        self._interrupt = unyielding(running)
             for actor in self.actors:
                 if actor.thread is not None and actor.ended:
                     actor.thread.join()
@@ -223,6 +244,17 @@ class Scheduler:
         else:
             self._let_others_run(actor)
 
+    def sleeps(self) -> None:
+        """A rank is about to sleep: it may wait for what another one does outside of the mesh. Nothing in other threads."""
+        running = self._running
+        if running is None or threading.get_ident() != running.ident or _importing() is not None:
+            return
+        if self._interrupt is not None:
+            self.stop(self._interrupt)
+        if self.over:
+            raise Unwound
+        self._let_others_run(running)
+
     def maybe_pause(self, actor: Actor) -> None:
         """Let others run now and then: where ranks meet in no fixed order, other schedules show other orders."""
         if self._ready and self._random.random() < 0.25 and _importing() is None:
@@ -249,8 +281,8 @@ class Scheduler:
             )
 
     def check(self) -> None:
-        """Something happens. Raises Unwound where the simulation is over."""
-        self._polls = 0
+        """A rank makes a call. Raises Unwound where the simulation is over."""
+        self._polls, self._since = 0, time.monotonic()
         if self._interrupt is not None:
             self.stop(self._interrupt)
         if self.over:
@@ -315,6 +347,7 @@ class Scheduler:
         return ready.pop()
 
     def _hand_to(self, actor: Actor) -> None:
+        self._running, self._since = actor, time.monotonic()
         if actor.thread is not None:
             actor.lock.release()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Callsite(NamedTuple):
     line: str
 
 
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _UNKNOWN = Callsite("?", "an unknown line")
 
 
@@ -60,8 +62,12 @@ def raised_at(error: BaseException) -> str:
 
 def _walk(frame: Any) -> Callsite:
     call = "?"
-    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
-        call = frame.f_code.co_name
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if is_ours(file):
+            call = frame.f_code.co_name
+        elif not file.startswith(_STDLIB) or "site-packages" in file:
+            break
         frame = frame.f_back
     return Callsite(call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
@@ -348,6 +354,7 @@ class SimulatorTransport(Transport):
     device = torch.device("cpu")
     group_name = ""
     tells_unwaited = True
+    one_thread = True
 
     def __init__(
         self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshcomm.dryrun.compare import compare
-from meshcomm.dryrun.replay import COMPUTE, replay
+from meshcomm.dryrun.replay import COMPUTE, Replay, replay
 from meshcomm.layout import Layout
 from tests.dryrun.programs import Rank, steps, where
 
@@ -75,6 +75,42 @@ def test_ranks_that_were_not_run_come_in_time() -> None:
         steps(layout, program, [0, 3, 6]), where(layout), seconds=lambda span, ranks: float(len(ranks))
     )
     assert not met.stuck and met.seconds == 8 + 2 + 2
+
+
+def test_a_rank_whose_neighbours_were_not_run_waits_for_nobody() -> None:
+    layout = Layout({"pp": 4, "tp": 2})
+
+    def program(rank: Rank) -> None:
+        stage = rank.coords["pp"]
+        if stage:
+            rank.message("recv", "pp", stage - 1)
+        rank.compute(7)
+        if stage < 3:
+            rank.message("send", "pp", stage + 1)
+        rank.collective("all_reduce", "tp")
+
+    def timed(ranks: list[int]) -> Replay:
+        return replay(steps(layout, program, ranks), where(layout), flop_s=1.0)
+
+    # Rank 7 is at the end of a line of which nobody else was run: it comes 21 s before rank 6.
+    met = timed([0, 2, 4, 6, 7])
+    assert met.early == {7} and met.seconds == 28
+    assert met.sound == [0, 2, 4, 6] and all(met.dims[rank]["tp"].late == 0 for rank in met.sound)
+    whole = timed(list(range(8)))
+    assert not whole.early and whole.dims[7]["tp"].late == 0 and whole.seconds == 28
+
+
+def test_a_call_that_waits_for_the_one_before_it_waits_for_nobody_else() -> None:
+    layout = Layout({"dp": 4})
+
+    def program(rank: Rank) -> None:
+        one = rank.collective("all_reduce", "dp", wait=False)
+        two = rank.collective("all_reduce", "dp", wait=False)
+        rank.wait(two)
+        rank.wait(one)
+
+    met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0)
+    assert met.seconds == 6 and met.dims[0]["dp"] == (6.0, 6.0, 0.0)
 
 
 def circle(rank: Rank) -> None:

@@ -1,0 +1,154 @@
+"""Does an optimizer look at more than one element of a parameter that ranks split?
+
+On processes such a parameter is a DTensor, whose norm or mean is that of the whole tensor, or is refused. In the
+simulator it is a plain tensor, this rank's part, and a norm of it would be another number without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from meshcomm.errors import UnsupportedOp
+from meshcomm.transport.torch_private import DispatchMode, leaves_of
+
+# What mixes elements and gives no fewer of them.
+_MIXES: Final = frozenset(
+    (
+        "mm",
+        "bmm",
+        "addmm",
+        "addmm_",
+        "baddbmm",
+        "mv",
+        "addmv",
+        "cumsum",
+        "cumprod",
+        "sort",
+        "topk",
+        "_softmax",
+    )
+)
+
+
+@contextmanager
+def elementwise_steps() -> Iterator[None]:
+    """While it is entered, a step of an optimizer in which elements of a part meet is refused, on whatever thread."""
+    entered: dict[Optimizer, _Elementwise] = {}
+
+    def before(made: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        leave(made)
+        dims = {dim for group in made.param_groups for each in group["params"] for dim in _split(each)}
+        if not dims:
+            return None
+        mode = entered[made] = _Elementwise(made, sorted(dims))
+        mode.__enter__()
+        return tuple(map(mode.outside, args)), {name: mode.outside(each) for name, each in kwargs.items()}
+
+    def leave(made: Optimizer, *_: Any) -> None:
+        mode = entered.pop(made, None)
+        if mode is not None:
+            mode.leave()
+
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@final
+class _Elementwise(DispatchMode):  # type: ignore[misc]
+    """Follows what is computed of the parts of one optimizer's parameters during a step."""
+
+    def __init__(self, made: Optimizer, dims: list[str]) -> None:
+        super().__init__()
+        self._name, self._dims = type(made).__name__, dims
+        self._made, self._inside, self._refused = made, False, False
+        # Storages of parts and of what follows from them, which must live as long as their numbers are known.
+        self._parts: dict[int, Tensor] = {}
+
+    def __enter__(self) -> _Elementwise:
+        for parameter in (each for group in self._made.param_groups for each in group["params"]):
+            if _split(parameter):
+                held = self._made.state.get(parameter, {}).values()
+                self._follow([parameter, parameter.grad])
+                self._follow([x for x in held if isinstance(x, Tensor) and x.shape == parameter.shape])
+        self._inside = True
+        super().__enter__()
+        return self
+
+    def leave(self) -> None:
+        """Be over, once. Not after a refusal, which torch's stack of modes does not let go of; nothing is looked at then."""
+        if self._inside and not self._refused:
+            self._inside = False
+            self.__exit__(None, None, None)
+
+    def outside(self, given: Any) -> Any:
+        """An argument of `step`; a closure, which computes the loss, is no part of it."""
+        if isinstance(given, Optimizer) or not callable(given):
+            return given
+        closure: Callable[..., Any] = given
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.leave()
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self.__enter__()
+
+        return called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        found = func(*args, **(kwargs or {}))
+        given = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
+        parts = [each for each in given if each.untyped_storage()._cdata in self._parts]
+        if parts and not self._refused:
+            memories = {each.untyped_storage()._cdata for each in given}
+            made = [each for each in leaves_of(found) if isinstance(each, Tensor)]
+            new = [each for each in made if each.untyped_storage()._cdata not in memories]
+            if self._mixes(str(func).split(".")[1], parts, new):
+                self._refuse(str(func), parts[0])
+            self._follow(new)
+        return found
+
+    def _mixes(self, name: str, parts: list[Tensor], new: list[Tensor]) -> bool:
+        """Whether an operator that made `new` of `parts` brings several of their elements together."""
+        if name.startswith("_foreach_"):
+            # Of lists, each element with its own.
+            return name.startswith(("_foreach_norm", "_foreach_max.default"))
+        size, ndim = max(x.numel() for x in parts), max(x.ndim for x in parts)
+        smaller = any(each.numel() < size or each.ndim < ndim for each in new)
+        return smaller or name in _MIXES or name.startswith("linalg_")
+
+    def _follow(self, tensors: list[Any]) -> None:
+        for each in tensors:
+            if isinstance(each, Tensor):
+                self._parts[each.untyped_storage()._cdata] = each
+
+    def _refuse(self, operator: str, part: Tensor) -> None:
+        self._refused = True
+        self._parts.clear()
+        raise UnsupportedOp(
+            f"{self._name}.step looks at a part of a parameter as if it were the whole: {operator}",
+            given=f"a part of shape {tuple(part.shape)}, split along {', '.join(self._dims)}; "
+            "in the simulator parts are plain tensors",
+            expected="an optimizer that treats each element by itself, as SGD and AdamW do",
+            hint="meshcomm run: on processes the parameter is a DTensor, whose norm is that of the whole tensor",
+        )
+
+
+def _split(parameter: Tensor) -> list[str]:
+    """The dims that a plain parameter is split along, as whoever split it has noted, see parallel/tensor/parameters.py."""
+    parts = getattr(parameter, "meshcomm_parts", ())
+    return [part.dim for part in parts if part.mesh.size(part.dim) > 1]

@@ -1,0 +1,118 @@
+"""`meshcomm report` on files that no rank wrote: read, left alone, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshcomm.errors import LaunchError
+from meshcomm.jobs.afterwards import report, timeline_of
+
+GROUP: dict[str, Any] = {
+    "label": "dp",
+    "ranks": [0, 1],
+    "started": 3,
+    "last": {
+        "number": 3,
+        "dim": "dp",
+        "call": "all_reduce",
+        "bytes": 4,
+        "callsite": "train.py:9",
+        "shape": [1],
+        "inside": True,
+    },
+    "recent": [[3, "all_reduce", "train.py:9", 4]],
+    "messages": {"begun": [["send", 1, 0, 2]], "waiting": None},
+    "steps": {},
+}
+REPORT: dict[str, Any] = {
+    "rank": 0,
+    "coords": {"dp": 0},
+    "main": "train.py:9",
+    "torch": [],
+    "failed": {"label": "dp", "error": ["timed out"], "call": "all_reduce", "callsite": "train.py:9", "waiting": None},
+    "differs": None,
+    "groups": [GROUP],
+    "clock": {"host": "one", "now_s": 5.0, "ahead_s": 0},
+    "history": [{"dim": "dp", "began": 1.0, "over": None}],
+}  # fmt: skip
+TRACE: dict[str, Any] = {
+    "traceEvents": [
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "rank 0"}},
+        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "dp"}},
+        {"ph": "X", "pid": 0, "tid": 1, "name": "all_reduce", "cat": "call", "ts": 1.0, "dur": 2.0, "args": {}},
+    ]
+}  # fmt: skip
+WRONG = ("missing", None, 7, "text", [], {}, [7], -1.5, True)
+
+
+def damaged(whole: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """`whole` with each of its values, at any depth, taken away or replaced."""
+
+    def places(node: Any) -> Iterator[tuple[Any, ...]]:
+        keys = node.keys() if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        for key in keys:
+            yield (key,)
+            yield from ((key, *rest) for rest in places(node[key]))
+
+    for path in places(whole):
+        for value in WRONG:
+            made = copy.deepcopy(whole)
+            node = made
+            for key in path[:-1]:
+                node = node[key]
+            if value == "missing":
+                del node[path[-1]]
+            else:
+                node[path[-1]] = value
+            yield f"{path} {value!r}", made
+
+
+def refused_or_read(read: Callable[[Path], object], whole: Any, file: Path, given: Path) -> tuple[int, int]:
+    file.write_text(json.dumps(whole))
+    read(given)
+    outcomes = [0, 0]
+    for name, made in [*damaged(whole), *((repr(value), value) for value in WRONG)]:
+        file.write_text(json.dumps(made))
+        try:
+            read(given)
+            outcomes[0] += 1
+        except LaunchError as error:
+            outcomes[1] += 1
+            text = str(error)
+            if str(file) not in text and "hold no calls" not in text:
+                pytest.fail(f"{name}: {text}")
+        except Exception as error:
+            raise AssertionError(name) from error
+    return outcomes[0], outcomes[1]
+
+
+def test_damaged_reports_are_refused_by_name(tmp_path: Path) -> None:
+    read, refused = refused_or_read(report, REPORT, tmp_path / "rank0.json", tmp_path)
+    assert read > 50 and refused > 150
+    read, refused = refused_or_read(timeline_of, REPORT, tmp_path / "rank0.json", tmp_path)
+    assert read > 50 and refused > 150
+
+
+def test_damaged_traces_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    read, refused = refused_or_read(timeline_of, TRACE, file, file)
+    assert read > 10 and refused > 60
+
+
+def test_copies_and_other_ranks_reports(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text(json.dumps(REPORT))
+    for name in ("rank0-old.json", "rank.json", "ranks.json", "rank 1.json"):
+        (tmp_path / name).write_text("[]")
+    assert report(tmp_path).startswith("1 report(s)")
+    (tmp_path / "rank1.json").write_text(json.dumps(REPORT))
+    with pytest.raises(LaunchError, match=r"rank1.json is not a report of rank 1\n.*rank: 0"):
+        report(tmp_path)
+    (tmp_path / "rank1.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(LaunchError, match=r"rank1.json is not a report"):
+        report(tmp_path)
