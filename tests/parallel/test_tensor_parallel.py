@@ -53,6 +53,7 @@ from meshcomm.parallel.tensor import (
 from meshcomm.parallel.tensor.parameters import kept
 from meshcomm.testing import Pool
 from meshcomm.train.checkpoint import read, write
+from meshcomm.train.lock import lock_of
 from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
@@ -678,7 +679,8 @@ def on_processes(folder: str) -> None:
             state = unsplit_state(module)
             for name, weight in step(module_of("gqa"), None)[2].items():
                 close(state[name], weight, name)
-        write(mesh, module.state_dict(), Path(folder) / "saved")
+        lock = lock_of(mesh, meshcomm.load({"mesh": {"dims": {"dp": 2, "tp": 2}}}), b"")
+        write(mesh, module.state_dict(), Path(folder) / "saved", lock)
     with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:
         other = module_of("gqa")
         tensor_parallel(other, mesh, "tp", plan_of("gqa"))

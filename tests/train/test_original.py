@@ -93,7 +93,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "does not compute what transformers computes",
     ),
     "olmo2": ("Olmo2Config", {}, "equal to transformers on one process ("),
-    "gemma2": ("Gemma2Config", {"head_dim": 8, "layer_types": ["full_attention"] * 2}, "Gemma2TextScaledWordEmbedding: style"),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 8, "layer_types": ["full_attention"] * 4},
+        "Gemma2TextScaledWordEmbedding: style",
+    ),
 }
 
 
