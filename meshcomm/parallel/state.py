@@ -443,7 +443,7 @@ def _plain(what: str, value: Any) -> Tensor:
             f"{what} cannot be saved",
             given=error.what,
             expected=error.expected,
-            hint="keep the numbers that it is made of instead; an object without state belongs in the code",
+            hint="a split tensor under a key of its own in the optimizer's state; numbers in place of an object",
         ) from error
 
 

@@ -100,13 +100,14 @@ def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> d
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock) -> None:
+def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock | None = None) -> None:
     """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
 
+    lock:      what `resume` needs; None: `read` fills tensors from it all the same.
     Called by: every rank of the mesh. Returns when everything is on the disk, metadata and lock last.
     Raises:    TrainingError on every rank where one of them could not write.
     """
-    complete = partial(lock.write, folder)
+    complete = (lambda: None) if lock is None else partial(lock.write, folder)
     Save(mesh, state, Shares(mesh).of(state), folder, complete=complete).now()
 
 
