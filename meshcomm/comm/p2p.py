@@ -269,6 +269,7 @@ class Messages(Caller):
                 hint="guard the call by mesh.size(dims) > 1",
             )
         if not self.transport.any_source:
+            check_answered(self.transport.name, "who sends first", self.where(call), "src=, a coord")
             raise UnsupportedOp(
                 f"{self.where(call)}: {self.transport.name} cannot receive from any source",
                 given=f"backend {self.transport.name}",

@@ -39,6 +39,7 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
         "ran": [step.rank for step in steps],
         "part": _part(steps),
         "unlike": found.unlike,
+        "unseen": max(step.unseen for step in steps),
         "findings": [finding._asdict() for finding in found.findings],
         "memory": {
             "stages": stages,

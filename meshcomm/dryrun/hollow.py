@@ -47,6 +47,10 @@ class Calls(Protocol):
         """What is to be called when the last one is waited for."""
         ...
 
+    def beyond(self) -> None:
+        """One was made on a group that is none of the mesh's, and is not among them."""
+        ...
+
 
 class _Result(NamedTuple):
     """One tensor of a result. given: which argument it is, or whose memory it shares; -1: none. memory: which new one.
@@ -298,6 +302,8 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         """Tell of a call, as the backend would, and of its wait. A call of the mesh is known already."""
         work = ToldWork(args, self._waited)
         known = tell_hooks(func, args, (), work)
+        if not known:
+            self._calls.beyond()
         self._works[work] = self._calls.waiting() if known else int
         returned = len(func._schema.returns)
         return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
@@ -309,7 +315,8 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         found = self._compute(func, args, kwargs)
         outputs = [each for each in leaves_of(found) if isinstance(each, Tensor)]
         before = len(self._calls.calls)
-        tell_hooks(func, args, outputs, None)
+        if not tell_hooks(func, args, outputs, None):
+            self._calls.beyond()
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
             self._flying.update({_memory_of(each): told for each in outputs})

@@ -67,6 +67,7 @@ class Step(NamedTuple):
     groups: global ranks by that, in coord order. events: starts and waits in order; waits of a pretended rank only.
     A call that nobody waits for is there without one. flops: of all of it.
 
+    unseen: calls on groups that are none of the mesh's, which are nowhere else.
     part: what `rows` and times are of, in words; `begins` is where it begins, None: with the first event. Calls of earlier
     steps are there as well, as they have to meet too.
     """
@@ -83,6 +84,7 @@ class Step(NamedTuple):
     flops: int
     part: str = "one step"
     begins: Event | None = None
+    unseen: int = 0
 
     @property
     def part_flops(self) -> int:
@@ -103,6 +105,11 @@ class Passes(Spans):
         """Forget the calls so far."""
         self.calls: list[Span] = []
         self.events: list[Event] = []
+        self.unseen = 0
+
+    def beyond(self) -> None:
+        """A call was made on a group that is none of the mesh's."""
+        self.unseen += 1
 
     def keep(self, span: Span) -> Span:
         if span.lane == PASSES:
@@ -191,6 +198,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             mesh.groups_by_label,
             passes.events,
             ledger.flops,
+            unseen=passes.unseen,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
+import numpy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -181,7 +183,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     recorder.flops = lambda: ledger.flops
     hollow = Hollow(ledger, recorder)
     elements: dict[int, int] = {}
-    with _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
+    with _seeded(rank), _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
         run()
     recorder.ended()
     mesh = _mesh(inside, "the program")
@@ -199,6 +201,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
         ledger.flops,
         recorder.part,
         recorder.begins,
+        recorder.unseen,
     )
 
 
@@ -209,6 +212,19 @@ def _rows(calls: Sequence[Span]) -> list[Row]:
         sums = rows.get((span.lane, span.call), Row(span.lane, span.call, 0, 0))
         rows[span.lane, span.call] = sums._replace(calls=sums.calls + 1, nbytes=sums.nbytes + span.nbytes)
     return list(rows.values())
+
+
+@contextmanager
+def _seeded(rank: int) -> Iterator[None]:
+    """Python's and NumPy's generators begin differently on each rank, as in processes, and equally in each dry run."""
+    python, plain = random.getstate(), numpy.random.get_state()
+    random.seed(rank)
+    numpy.random.seed(rank)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(plain)
 
 
 @contextmanager

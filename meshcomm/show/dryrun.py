@@ -65,6 +65,8 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
             )
         if len(findings) > _SHOWN:
             yield Line(f"and {len(findings) - _SHOWN} more: --json has all")
+    if facts["unseen"]:
+        yield Line(f"not compared: {count(facts['unseen'], 'call')} on groups that are none of the mesh's")
     for text in facts["unlike"][:_SHOWN]:
         yield Line(f"not alike: {text}")
 

@@ -49,6 +49,7 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
     "objects.broadcast": (lambda m, c: m.objects.broadcast("dp", {} if c == 1 else None, 1), "the object,"),
     "objects.scatter": (lambda m, c: m.objects.scatter("dp", [X] * 4 if c == 1 else None, 1), "the object,"),
     "objects.recv": (lambda m, c: m.objects.recv("dp", c ^ 1), "the object,"),
+    "recv_any": (lambda m, c: m.recv_any("dp", X), "who sends first"),
     "store.get": (lambda m, c: m.store.get("k"), 'only another rank could set "k"'),
     "store.wait": (lambda m, c: m.store.wait(["k"]), 'only another rank could set "k"'),
     "store.multi_get": (lambda m, c: m.store.multi_get(["k"]), 'only another rank could set "k"'),
@@ -144,3 +145,59 @@ def test_what_is_called_a_step_is_one(
     assert facts["step"]["seconds"] == pytest.approx(parts + sum(facts["step"]["late_s"].values()))
     shown = as_text(dry_view({**facts, "timeline": []}), 120)
     assert f"{part} of each" in shown and f"time of {part}" in shown and f"calls of {part}" in shown
+
+
+def test_calls_on_other_groups_are_said_not_to_be_compared(tmp_path: Path) -> None:
+    found = looked_at(
+        "import meshcomm, torch, torch.distributed as dist\n"
+        "with meshcomm.init(dims={'dp': 4}) as mesh:\n"
+        "    pair, x = dist.new_group([0, 1]), torch.ones(4)\n"
+        "    assert dist.get_world_size(pair) == (2 if mesh.rank < 2 else -1)\n"
+        "    if mesh.rank < 2:\n"
+        "        dist.all_reduce(x, group=pair)\n"
+        "    mesh.all_reduce('dp', x)\n"
+        "    dist.all_reduce(x, group=mesh.group('dp'))\n",
+        tmp_path,
+    )
+    assert [(step.unseen, len(step.calls)) for step in found.steps.values()] == [
+        (1, 2),
+        (1, 2),
+        (0, 2),
+        (0, 2),
+    ]
+    facts = dry_facts(found, None, TopologyConfig(), 0.0)
+    shown = as_text(dry_view({**facts, "timeline": []}), 120)
+    assert "not compared: 1 call on groups that are none of the mesh's" in shown
+
+
+def test_random_branches_differ_between_ranks_and_not_between_runs(tmp_path: Path) -> None:
+    body = (
+        "import meshcomm, random, torch\n"
+        "import numpy as np\n"
+        "with meshcomm.init(dims={'dp': 4}) as mesh:\n"
+        "    for _ in range(8):\n"
+        "        if random.random() < 0.5 or np.random.rand() < 0.2:\n"
+        "            mesh.all_reduce('dp', torch.ones(4))\n"
+    )
+    one, two = (looked_at(body, tmp_path) for _ in range(2))
+    counts = [len(step.calls) for step in one.steps.values()]
+    assert len(set(counts)) > 1 and one.findings == two.findings != []
+    assert counts == [len(step.calls) for step in two.steps.values()]
+
+
+def test_a_loader_with_a_sampler_and_a_rank_that_returns_early(tmp_path: Path) -> None:
+    found = looked_at(
+        "import sys, meshcomm, torch\n"
+        "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
+        "with meshcomm.init(dims={'dp': 4}) as mesh:\n"
+        "    data = TensorDataset(torch.randn(64, 8))\n"
+        "    sampler = DistributedSampler(data, 4, mesh.rank)\n"
+        "    for number, (batch,) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):\n"
+        "        assert batch.shape == (4, 8)\n"
+        "        if mesh.rank == 3 and number == 2:\n"
+        "            sys.exit(0)\n"
+        "        mesh.all_reduce('dp', batch)\n",
+        tmp_path,
+    )
+    (finding,) = found.findings
+    assert finding.ranks == (3,) and "2 calls fewer than others make" in finding.what
