@@ -187,7 +187,9 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
     assert "does NOT fit in" in shown and facts["timeline"][1] in shown
     # The table of memory has one unit, and fits into a terminal of 80 columns.
     narrow = as_text(dry_view(facts), 80)
-    assert re.search(r"^memory at its peak in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), narrow
+    assert re.search(r"^memory at its peak in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), (
+        narrow
+    )
 
 
 def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> None:
