@@ -116,7 +116,7 @@ def parity(
     """
     from meshcomm.jobs.running import parity as job
 
-    given = None if script is None else Path(script)
+    given = None if script is None else _found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]")
     facts = job(config, overrides or (), world, steps, tolerance, given, context.args)
     if json:
         show_json(facts)
@@ -153,6 +153,11 @@ def named(
         )
     else:
         config, script, arguments = first, Path(second), rest
+    return config, _found(script, usage), arguments
+
+
+def _found(script: Path, usage: str) -> Path:
+    """The script. Raises LaunchError where there is none."""
     if not script.is_file():
         from meshcomm.config.read import near_file
 
@@ -161,4 +166,4 @@ def named(
         raise LaunchError(
             f"there is no script {script}", given=str(script), expected="a Python file", hint=way
         )
-    return config, script, arguments
+    return script

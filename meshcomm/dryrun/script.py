@@ -28,7 +28,8 @@ from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger
 from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world
-from meshcomm.errors import LaunchError, UnsupportedOp
+from meshcomm.dryrun.world import failure_of
+from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
@@ -170,8 +171,13 @@ def function_step(function: Callable[[Mesh], object], config: Config, rank: int,
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
     inside = _Inside(_Recorder(0), looked=True)
-    with _inside(inside, 0, world, []):
-        _execute(script, 0, world)
+    try:
+        with _inside(inside, 0, world, []):
+            _execute(script, 0, world)
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise failure_of(error).error(0, f"rank 0 of {world}") from error
     mesh = _mesh(inside, str(script.path))
     assert inside.asked is not None
     return mesh.layout, inside.asked

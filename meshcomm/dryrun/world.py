@@ -145,7 +145,7 @@ class _Processes:
         self, program: Program, ranks: Sequence[int], world: int, where: Callable[[int], str]
     ) -> dict[int, Step]:
         """The steps of these ranks. Raises what is wrong with all of them, or RankFailed for the first."""
-        results: dict[int, Callable[[], Step | _Failure]]
+        results: dict[int, Callable[[], Step | Failure]]
         if self._pool is None:
             results = {rank: partial(_ran, program, rank, world) for rank in ranks}
         else:
@@ -153,13 +153,13 @@ class _Processes:
         steps: dict[int, Step] = {}
         for rank, result in results.items():
             made = result()
-            if isinstance(made, _Failure):
+            if isinstance(made, Failure):
                 raise made.error(rank, where(rank))
             steps[rank] = made
         return steps
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """What a rank raised: the error itself where it is one of meshcomm's, else its text and line."""
 
     own: MeshcommError | None
@@ -175,15 +175,23 @@ class _Failure(NamedTuple):
         return failed
 
 
-def _ran(program: Program, rank: int, world: int) -> Step | _Failure:
+def _ran(program: Program, rank: int, world: int) -> Step | Failure:
     try:
         return program(rank, world)
-    except MeshcommError as error:
-        return _Failure(error, "", "")
     except Exception as error:
-        from meshcomm.comm.callsite import is_ours
+        return failure_of(error)
 
-        frames = traceback.extract_tb(error.__traceback__)
-        # The program's own line, if there is one.
-        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
-        return _Failure(None, f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno}")
+
+def failure_of(error: Exception) -> Failure:
+    """What a program raised, and at which of its lines."""
+    from meshcomm.comm.callsite import is_ours
+
+    if isinstance(error, MeshcommError):
+        return Failure(error, "", "")
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return Failure(None, text, f"{error.filename}:{error.lineno}")
+    frames = traceback.extract_tb(error.__traceback__)
+    # The program's own line, if there is one.
+    frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
+    return Failure(None, text, f"{frame.filename}:{frame.lineno}")

@@ -352,9 +352,8 @@ def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
 
     Called while the variables of `[network]` are set. Backends without sockets, as torch's fake one, need none.
     """
-    source, reads = "[network] interfaces", ["gloo", "nccl"]
-    if not network.interfaces:
-        source, reads = "GLOO_SOCKET_IFNAME", ["gloo"]
+    source = "[network] interfaces" if network.interfaces else "GLOO_SOCKET_IFNAME"
+    reads = ["gloo", *["nccl"] * bool(network.interfaces)]
     backends = {plan.defaults.backend, *(family.options.backend for family in plan.families)}
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if not names or not any(word in backend for backend in backends for word in reads):

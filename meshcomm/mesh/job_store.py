@@ -56,12 +56,13 @@ class _Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is at a port. owner, client: of a store that says its job. free: nobody listens there."""
+    """What is at a port. owner, client: of a store that says its job. free: nobody listens there. error: why there is none."""
 
     what: str
     owner: _Owner | None = None
     client: dist.TCPStore | None = field(default=None, compare=False)
     free: bool = False
+    error: Exception | None = field(default=None, compare=False)
 
 
 def find_job(
@@ -103,14 +104,15 @@ def find_job(
                 store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
                 del server
             except (OSError, RuntimeError, ValueError) as error:
-                found[port] = _Found(first_line(error))
+                found[port] = _Found(first_line(error), error=error)
                 continue
             store.set(_JOB, f"{job}\n{process_name()}")
             return store
         # With one port a job that has it will not go.
         taken = [here for here in found.values() if here.owner is not None]
         if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
-            raise _not_found(host, found, job, rank, world_size, timeout)
+            errors = (here.error for here in found.values() if here.error is not None)
+            raise _not_found(host, found, job, rank, world_size, timeout) from next(errors, None)
         time.sleep(_PAUSE_S)
 
 
@@ -132,7 +134,7 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
             with socket.create_connection((host, port), timeout=min(within_s, _LOOK_S)):
                 pass
     except OSError as error:
-        return _Found(f"nobody to be reached: {error.strerror or error}", free=True)
+        return _Found(f"nobody to be reached: {error.strerror or error}", free=True, error=error)
     try:
         client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
         # Rank 0 says so as soon as it serves.
@@ -142,7 +144,7 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
             time.sleep(_PAUSE_S)
         job, _, process = client.get(_JOB).decode().partition("\n")
     except (OSError, RuntimeError, ValueError) as error:
-        return _Found(first_line(error))
+        return _Found(first_line(error), error=error)
     owner = _Owner(job, process)
     return _Found(f"the store of {owner}", owner, client)
 

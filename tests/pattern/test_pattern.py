@@ -261,7 +261,7 @@ def test_size_one_dtypes_empty_and_no_grad(mesh: Mesh) -> None:
     grown = rearrange(x.requires_grad_(), "a b -> (dp a) b", grad="slice")
     grown.sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 4))  # type: ignore[arg-type]
-    with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on solo"):
+    with pytest.raises(meshcomm.MeshcommError, match="avg of int64 is not possible on gloo"):
         rearrange(torch.arange(3), "(dp a) -> a", partial="avg")
     with pytest.raises(meshcomm.MeshcommError, match="sum of bool is not possible on"):
         rearrange(torch.ones(2, dtype=torch.bool), "(tp a) -> a", partial="sum")

@@ -1,0 +1,114 @@
+"""Every command on what is no file for it: an error with the file's name, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshcomm.cli.app import GROUPS, app
+
+ROOT = Path(__file__).parents[2]
+QUICK = str(ROOT / "configs/quickstart.toml")
+NOISE = bytes(range(255, -1, -1))
+
+# What each command is given beside the wrong file, where it wants more; "FILE" stands for the file.
+WORDS: dict[str, list[list[str]]] = {
+    "run": [["FILE", "good.py"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "train": [["FILE"]],
+    "simulate": [["FILE", "good.py"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
+    "where": [["FILE", "3"]],
+    "lint": [["FILE"]],
+    "view": [["FILE", "--export", "out.html"]],
+    "schema": [["--out", "FILE"]],
+    "report": [["FILE"], ["FILE", "--timeline"]],
+    "doctor": [["FILE"]],
+    "parity": [["FILE"], [QUICK, "FILE"]],
+    "bench": [["FILE"], ["FILE", "--train"]],
+    "costs": [["FILE"]],
+    "place": [["FILE", "--world", "8"], [QUICK, "--world", "8", "--write", "FILE"]],
+    "dryrun": [["FILE"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "export": [["FILE", "out.safetensors"], ["FILE", "out", "--pretrained"]],
+    "import": [["FILE", "out"]],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.py").write_text("raise SystemExit('started')\n")
+    monkeypatch.setattr("meshcomm.launch.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
+    return tmp_path
+
+
+def made(folder: Path, kind: str, ending: str) -> str:
+    path = folder / f"{kind}{ending}"
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes({"empty": b"", "noise": NOISE, "list": b"[1, 2]"}[kind])
+    return path.name
+
+
+def test_every_command_is_tried() -> None:
+    assert sorted(WORDS) == sorted(name for names in GROUPS.values() for name in names)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "noise", "list"])
+@pytest.mark.parametrize("command", WORDS)
+def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind: str) -> None:
+    for ending in (".toml", ".json", ".py", ".safetensors", ""):
+        for words in WORDS[command]:
+            # Writing over a file is what was asked for, and any text may be a script.
+            writes = command == "schema" or "--write" in words
+            script = "good.py" not in words and (
+                ending == ".py" or (words[0] == QUICK and not words[1].startswith("--"))
+            )
+            if kind not in ("missing", "folder") and (writes or (script and command in ("run", "parity"))):
+                continue
+            if kind == "missing" and writes:
+                continue
+            name = made(folder, kind, ending)
+            done = CliRunner().invoke(app, [command, *(name if word == "FILE" else word for word in words)])
+            assert isinstance(done.exception, SystemExit | None), (words, name, done.exception)
+            assert done.exit_code == 2 or (script and kind not in ("missing", "folder")), (
+                words,
+                name,
+                done.output,
+            )
+            assert "Traceback" not in done.output and "started" not in done.output, (words, name)
+            if kind == "folder":
+                (folder / name).rmdir()
+            else:
+                (folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("world", ["0", "-1", "7", "99999999999", "many"])
+def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None:
+    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "import", "view")]
+    for command in (*with_world, "view"):
+        script = ["good.py"] * (command in ("run", "simulate"))
+        place = ["3"] * (command == "where")
+        export = ["--export", "out.html"] * (command == "view")
+        done = CliRunner().invoke(app, [command, QUICK, *script, *place, *export, "--world", world])
+        assert isinstance(done.exception, SystemExit | None), (command, done.exception)
+        # To doctor it is one more finding.
+        wrong = 1 if command == "doctor" and world != "many" else 2
+        assert done.exit_code == wrong and "Traceback" not in done.output, (command, done.output)
+        assert "started" not in done.output, command
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    for words in (["schema"], ["plan", QUICK, "--json"], ["plan", QUICK]):
+        command = [sys.executable, "-u", "-m", "meshcomm", *words]
+        env = {**os.environ, "COLUMNS": "40", "NO_COLOR": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            process.wait(200)
