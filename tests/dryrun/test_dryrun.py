@@ -88,10 +88,11 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
     assert facts["findings"] == [] and facts["unlike"] == []
     assert facts["dims"] == {"pp": 16, "dp": 64, "cp": 2, "tp": 8} and facts["pipeline"] == "pp"
     assert {each["dim"]: sum(call["calls"] for call in each["calls"]) for each in facts["calls"]} == {
-        "tp": 2,
-        "pp": 4,
-        "dp": 2,
+        "tp": 1,
+        "pp": 2,
+        "dp": 1,
     }
+    assert facts["part"] == "one step"
     assert "all calls meet" in as_text(dry_view(facts), 120)
 
 
@@ -309,7 +310,7 @@ def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pyt
     facts = dryrun(config, script, (), (), 128, (), 1, 0, 2, None)
     assert facts["findings"] == [] and facts["unlike"] == []
     moved = {each["dim"]: {call["call"]: call["calls"] for call in each["calls"]} for each in facts["calls"]}
-    assert moved["tp"]["all_reduce"] >= 4 and moved["dp"]["all_reduce"] >= 2
+    assert moved["tp"]["all_reduce"] >= 2 and moved["dp"]["all_reduce"] >= 1
     # Of 8 * 64 + 64 + 64 + 1, split in halves but for the last.
     assert facts["memory"]["stages"][0]["parameters"] == (8 * 64 + 64 + 64) // 2 + 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]
