@@ -92,6 +92,7 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
         "pp": 2,
         "dp": 1,
     }
+    assert facts["part"] == "one step"
     assert "all calls meet" in as_text(dry_view(facts), 120)
 
 
