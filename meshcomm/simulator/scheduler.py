@@ -179,6 +179,8 @@ class Scheduler:
         self._polls = 0
         self._main = _held()
         self._interrupt: BaseException | None = None
+        # Whether the caller has gone, interrupted: the state of the process is its own then, and no rank's.
+        self._abandoned = False
         self._context = contextvars.copy_context()
 
     def run(
@@ -220,6 +222,7 @@ class Scheduler:
                     actor.thread.join()
         finally:
             threading.stack_size(usual)
+            self._abandoned = True
             present.enter()
 
     def wait(self, actor: Actor, on: object) -> None:
@@ -323,7 +326,8 @@ class Scheduler:
             actor.saved.leave()
             self._hand_to(following)
             actor.lock.acquire()
-            actor.saved.enter()
+            if not self._abandoned:
+                actor.saved.enter()
         if self.over:
             raise Unwound
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -50,6 +51,8 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert threading.active_count() == before
+    # Its ranks ended after the simulation, and took nothing of this process's environment.
+    assert "RANK" not in os.environ
 
 
 @pytest.mark.mesh(dp=4, via=("simulator", "gloo"))
