@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -243,11 +244,28 @@ def is_running(name: str) -> bool | None:
     return True
 
 
+def state_of_rank(store: Any, rank: int) -> str:
+    """What this host knows of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" for nothing."""
+    key = f"meshcomm/owner/{rank}"
+    name = store.get(key).decode() if store.check([key]) else ""
+    runs = is_running(name)
+    if not runs:
+        return "" if runs is None else "ended"
+    with contextlib.suppress(OSError, AttributeError):
+        number = _NAME.fullmatch(name)[1]  # type: ignore[index]
+        return "stopped" if _stat(number)[0] in "Tt" else "runs"
+    return "runs"
+
+
+def _stat(process: str) -> list[str]:
+    # The name in parentheses may hold anything; what follows it are a state and numbers.
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
 def _started(process: str) -> str | None:
     """When a process of this host was started, in the kernel's ticks; None where it has ended or nobody says."""
     try:
-        # The name in parentheses may hold anything; what follows it are a state and numbers.
-        numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        numbers = _stat(process)
         return None if numbers[0] in "ZX" else numbers[19]
     except (OSError, IndexError):
         return None
