@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -148,6 +148,10 @@ class Watchdog(Watching):
         # A group that is lent has a timeout of its own.
         self._recorders.append((recorder, max(self._timeouts(label), transport.timeout_s)))
         return recorder
+
+    def forget(self, recorder: FlightRecorder) -> None:
+        recorder.close()
+        self._recorders[:] = [each for each in self._recorders if each[0] is not recorder]
 
     def noted(self, step: int) -> None:
         self._desync.noted(step)
@@ -382,9 +386,10 @@ class CallTimer:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[FlightRecorder, tuple[Any, float]] = {}
-        self._queued: dict[FlightRecorder, Queued] = {}
-        self._next: dict[FlightRecorder, float] = {}
+        # Weak, as groups come and go.
+        self._seen: WeakKeyDictionary[FlightRecorder, tuple[Any, float]] = WeakKeyDictionary()
+        self._queued: WeakKeyDictionary[FlightRecorder, Queued] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[FlightRecorder, float] = WeakKeyDictionary()
 
     def overdue(
         self, recorders: Sequence[tuple[FlightRecorder, float]], now: float

@@ -13,6 +13,7 @@ from tests.faults import (
     opening_rows,
     past_rows,
     step_rows,
+    unequal_rows,
 )
 from tests.faults.row import Row
 
@@ -25,6 +26,7 @@ _ALL: Final = [
     *ending_rows.ROWS,
     *step_rows.ROWS,
     *past_rows.ROWS,
+    *unequal_rows.ROWS,
 ]
 
 ROWS: Final[dict[str, Row]] = {row.name: row for row in _ALL}
