@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -103,7 +102,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         except SystemExit as left:
             code = left.code
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             code = 1
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

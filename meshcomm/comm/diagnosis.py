@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
 
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
@@ -24,7 +25,13 @@ Waiting: TypeAlias = Mapping[str, Any] | None
 # Ranks that one error has a line for, of groups with more.
 _LINES: Final = 16
 
-_SILENT: Final = "does not answer: it has ended, or is stopped"
+# Why a rank does not answer, by what its host knows of its process; "": nobody knows.
+_SILENT: Final = {
+    "": "does not answer: it has ended, is stopped, or a call into C holds Python's GIL",
+    "ended": "does not answer: its process has ended",
+    "stopped": "does not answer: its process is stopped",
+    "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
+}
 
 # What to try where a rank cannot be reached at the address that it offered.
 INTERFACES: Final = (
@@ -90,16 +97,29 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    label: str, ranks: Sequence[int], number: int, statuses: Statuses, waiting: Waiting = None, rank: int = 0
+    label: str,
+    ranks: Sequence[int],
+    number: int | None,
+    statuses: Statuses,
+    waiting: Waiting = None,
+    rank: int = 0,
+    processes: Mapping[int, str] = MappingProxyType({}),
 ) -> Diagnosis:
     """Why a call on the group `label` of `ranks` does not end.
 
-    The collective `number`, or the messages that `rank` waits for, where `waiting` says which.
+    The collective `number`, or the messages that `rank` waits for, where `waiting` says which. number None: nobody
+    counts the calls on the group.
+    processes: of ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
     """
     if waiting is None and (mismatch := find_mismatch(label, ranks, statuses)) is not None:
         return mismatch
     found = absent(label, ranks, number, statuses, waiting, rank)
-    lines = [f"{name_of_rank(peer, statuses.get(peer))} {doing or _SILENT}" for peer, doing in found]
+    lines = [
+        f"{name_of_rank(peer, statuses.get(peer))} {doing or _SILENT[processes.get(peer, '')]}"
+        for peer, doing in found
+    ]
+    if number is None:
+        return _uncounted(ranks, statuses, rank, found, lines, processes)
     if not found and waiting is None:
         lines = [
             f"{name_of_rank(peer, statuses[peer])} has gone on: it {doing_of(statuses[peer])}"
@@ -107,7 +127,29 @@ def diagnose(
             if (group := _group(statuses.get(peer), label)) is not None and group["started"] > number
         ]
     missing = list(dict.fromkeys(peer for peer, _ in found))
-    return Diagnosis(missing, any(doing is None for _, doing in found), lines=_first(lines))
+    return Diagnosis(missing, _lost(found, processes), lines=_first(lines))
+
+
+def _uncounted(
+    ranks: Sequence[int],
+    statuses: Statuses,
+    rank: int,
+    found: Sequence[tuple[int, str | None]],
+    lines: Sequence[str],
+    processes: Mapping[int, str],
+) -> Diagnosis:
+    """The diagnosis of a call on a group whose calls nobody counts: the ranks that have left, then all others' lines."""
+    others = [
+        f"{name_of_rank(peer, statuses[peer])} {doing_of(statuses[peer])}"
+        for peer in ranks
+        if peer in statuses and peer != rank and peer not in dict(found)
+    ]
+    return Diagnosis([peer for peer, _ in found], _lost(found, processes), lines=_first([*lines, *others]))
+
+
+def _lost(found: Iterable[tuple[int, str | None]], processes: Mapping[int, str]) -> bool:
+    """Whether a rank that is missing does not answer, and its process is not known to run."""
+    return any(doing is None and processes.get(peer) != "runs" for peer, doing in found)
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
@@ -129,19 +171,24 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
         }
         usual = Counter(what.values()).most_common(1)[0][0]
         lines = {
-            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}, at {callsite}, as call {number}"
+            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}{_at(callsite)}, as call {number}"
             for rank, (_, callsite, _) in calls.items()
             if what[rank] != usual
         }
         if lines:
             others = [rank for rank in calls if rank not in lines]
-            rest = f"{ranks_text(others)} made {usual}, at {calls[others[0]][1]}, as call {number}"
+            rest = f"{ranks_text(others)} made {usual}{_at(calls[others[0]][1])}, as call {number}"
             return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
     return None
 
 
 def absent(
-    label: str, ranks: Sequence[int], number: int, statuses: Statuses, waiting: Waiting = None, rank: int = 0
+    label: str,
+    ranks: Sequence[int],
+    number: int | None,
+    statuses: Statuses,
+    waiting: Waiting = None,
+    rank: int = 0,
 ) -> list[tuple[int, str | None]]:
     """The ranks that have not come to a call, see `diagnose`, and what each does instead; None: it is silent."""
     if waiting is not None:
@@ -152,7 +199,7 @@ def absent(
         group = _group(status, label)
         if status is None:
             found.append((peer, None))
-        elif group is None or group["started"] < number:
+        elif status.get("closed") if number is None else group is None or group["started"] < number:
             found.append((peer, f"has not come: it {doing_of(status, label)}"))
     return found
 
@@ -209,23 +256,20 @@ def doing_of(status: Status, label: str | None = None) -> str:
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
-    calls = [call for group in status["groups"] if (call := _blocked_in(group)) is not None]
+    calls = [(call, group) for group in _groups(status) if (call := _blocked_in(group)) is not None]
     if calls:
         # A collective says more than a message.
-        call = next((call for call in reversed(calls) if "parts" not in call), calls[-1])
-        return f"is in {_told(call)}, at {call['callsite']}"
+        call, group = next((each for each in reversed(calls) if "parts" not in each[0]), calls[-1])
+        return f"is in {_told(call, group)}{_at(call['callsite'])}"
     own = _group(status, label)
     after = ""
+    thread = f"; {status['thread']}" if status.get("thread") else ""
     if own is not None and own["last"] is not None:
         after = f", after {own['last']['call']}, call {own['last']['number']}"
     if status.get("closed"):
         raised = status.get("raised")
-        return f"has closed the mesh{after}" + (f", when it raised {raised}" if raised else "")
-    if status.get("torch"):
-        # On a group that is not of the mesh, or where torch has no hooks of groups.
-        call = status["torch"][-1]
-        after = f", in {call['call']}, call {call['number']} on torch's group {call['group']}{after}"
-    return f"is at {status['main']}{after}"
+        return f"has closed the mesh{after}" + (f", when it raised {raised}" if raised else thread)
+    return f"is at {status['main']}{after}{thread}"
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:
@@ -256,7 +300,7 @@ def root_cause(statuses: Statuses) -> list[str]:
             others = absent(label, group["ranks"], group["started"], statuses, waiting, rank) if call else []
             if others:
                 waits[rank] = {peer for peer, _ in others}
-                calls[rank] = f"{_told(call)}, at {call['callsite']}"
+                calls[rank] = f"{_told(call, group)}, at {call['callsite']}"
     if not waits:
         return ["no rank was found waiting for another: the reports hold no diagnosis"]
     if circle := find_circle(waits):
@@ -272,7 +316,7 @@ def root_cause(statuses: Statuses) -> list[str]:
     lines = []
     for root, waiters in sorted(roots.items(), key=lambda item: -len(item[1])):
         found = statuses.get(root)
-        does = _SILENT if found is None else doing_of(found)
+        does = _SILENT[""] if found is None else doing_of(found)
         waits_for = f"wait{'s' if len(waiters) == 1 else ''} for it in {calls[waiters[0]]}"
         lines.append(f"{name_of_rank(root, found)} {does}; rank {fold(sorted(waiters))} {waits_for}")
     return lines
@@ -284,11 +328,17 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:_LINES], f"and {len(lines) - _LINES} more ranks"]
 
 
-def _told(call: Mapping[str, Any]) -> str:
-    """A collective, or messages, as `FlightRecorder.status` has them, in words."""
+def _told(call: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """A collective, or messages, of a group, as `FlightRecorder.status` has them, in words."""
+    on = f"on {group['label']}" if call["dim"] is None else f'along "{call["dim"]}"'
     if "parts" in call:
-        return f'{described(call)} along "{call["dim"]}"'
-    return f'{call["call"]} along "{call["dim"]}", call {call["number"]}'
+        return f"{described(call)} {on}"
+    return f"{call['call']} {on}" + (f", call {call['number']}" if call["number"] else "")
+
+
+def _at(callsite: str) -> str:
+    """The line of a call, which torch does not tell of calls on groups that no mesh watches."""
+    return f", at {callsite}" if callsite else ""
 
 
 def _blocked_in(group: Mapping[str, Any]) -> Any:
@@ -342,8 +392,13 @@ def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Nod
     return way[::-1]
 
 
+def _groups(status: Status) -> list[Any]:
+    """The groups of the mesh, and others of torch on which the rank has called."""
+    return [*status["groups"], *(status.get("others") or ())]
+
+
 def _group(status: Status | None, label: str | None) -> Any:
-    groups = () if status is None else status["groups"]
+    groups = [] if status is None else _groups(status)
     return next((group for group in groups if group["label"] == label), None)
 
 
@@ -357,39 +412,50 @@ class FailedCall:
     waiting: the messages; None for a collective. number: the collective's. facts: as reports hold it.
 
     Args:
-        recorder: of the group, when the call has just failed, or is under way.
+        group: as `FlightRecorder.status` has it.
         where: opens the error, as in `all_reduce along "dp" on rank 0 (dp=0)`.
         error: the backend's.
-        number: of the collective; None: the last one.
+        made: the collective, where it is not the group's last one, as `FlightRecorder.call_data` has it.
+        counted: whether the numbers of calls on the group are known.
     """
 
     def __init__(
-        self, recorder: FlightRecorder, where: str, error: BaseException, number: int | None = None
+        self,
+        group: Mapping[str, Any],
+        where: str,
+        error: BaseException,
+        made: Mapping[str, Any] | None = None,
+        counted: bool = True,
     ) -> None:
-        found = recorder.status()
-        self.label, self.ranks = recorder.label, recorder.ranks
-        # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
-        inside = recorder.under_way is not None
-        self.waiting: Waiting = None if inside else found["messages"]["waiting"]
-        self.number: int = found["started"] if number is None else number
+        self.label: str = group["label"]
+        self.ranks: Sequence[int] = group["ranks"]
+        self.waiting: Waiting = None if made is not None else group["messages"]["waiting"]
+        last = made or group["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
+        self.number: int | None = last["number"] if counted else None
         self.reason = reason_of(error)
         self._said = first_line(error)
         self._where = where
-        made = found["last"] if number is None else recorder.call_data(number)
-        last = made or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
         call = self.waiting or last
         # As `CommunicationError.call` has it.
-        self._call = None if self.waiting else {"label": self.label, **last}
+        self._call = None if self.waiting or not counted else {"label": self.label, **last}
         who = list(self.ranks) if len(self.ranks) <= 16 else fold(self.ranks)
-        which = described(self.waiting) if self.waiting else f"call {self.number}"
-        self._first = f"{which} on {self.label}, ranks {who}, at {call['callsite']}"
+        which = f"call {self.number}" if counted else str(last["call"])
+        which = described(self.waiting) if self.waiting else which
+        self._first = f"{which} on {self.label}, ranks {who}{_at(call['callsite'])}"
         self.facts: dict[str, Any] = {
             "label": self.label,
             "error": [self._said],
-            "call": _told(call),
+            "call": _told(call, group),
             "callsite": call["callsite"],
             "waiting": self.waiting,
         }
+
+    @classmethod
+    def last_of(cls, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
+        """The call on a group that has just failed, or is under way."""
+        group = recorder.status()
+        # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
+        return cls(group, where, error, group["last"] if recorder.under_way is not None else None)
 
     def asks(self, rank: int) -> list[int]:
         """Whom `rank` has to ask for a diagnosis: all others of the group, or of messages their other ends."""
@@ -424,7 +490,8 @@ class FailedCall:
             )
         lines = list(found.lines)
         if not found.missing:
-            lines = [f"{come}; moving its data failed: {self._said}", *lines]
+            failed = f"{come}; moving its data failed: {self._said}"
+            lines = [self._said if self.number is None else failed, *lines]
             if self.reason is Reason.UNREACHABLE:
                 hint = INTERFACES
         reason = Reason.CLOSED if found.silent else self.reason

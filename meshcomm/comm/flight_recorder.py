@@ -18,7 +18,7 @@ from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.mismatch import CallCheck
-from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
+from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage, error_of
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
@@ -96,6 +96,7 @@ class FlightRecorder:
         self._profiled: Any = None
         # Whether a collective past the mesh is between its two hooks.
         self._issued = False
+        self._succeeded: object = None
         self.hooks: GroupHooks | None = None
         self.check: CallCheck | None = None
 
@@ -108,6 +109,16 @@ class FlightRecorder:
     def pending(self) -> bool:
         """Whether a call that was made past the mesh is not over, as far as its backend knows."""
         return self.work is not None and not capturing() and not self.work.is_completed()
+
+    @property
+    def failure(self) -> RuntimeError | None:
+        """What the backend gave up the last call with that was made past the mesh; None: it did not."""
+        work = self.work
+        if work is None or work is self._succeeded or capturing() or not work.is_completed():
+            return None
+        error = error_of(work)
+        self._succeeded = work if error is None else None
+        return error
 
     # -- calls of the mesh ---------------------------------------------------------------------------
 
@@ -330,7 +341,7 @@ class FlightRecorder:
         self.messages.close()
         if self.hooks is not None:
             self.hooks.remove()
-        self.work = self.check = None
+        self.work = self.check = self._succeeded = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
         """The call `number` as plain data; None where it is not in the ring.

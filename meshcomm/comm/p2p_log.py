@@ -210,12 +210,15 @@ class MessageLog:
             self._posted.popleft()
         self._posted.append((message, work))
 
-    def unfinished(self) -> PendingMessage | None:
-        """The message past the mesh that its backend gave up, else the oldest that is not over."""
-        posted = list(self._posted)
-        failed = [message for message, work in posted if work.is_completed() and has_failed(work)]
-        waiting = [message for message, work in posted if not work.is_completed()]
-        return next(iter((*failed, *waiting)), None)
+    def unfinished(self) -> list[PendingMessage]:
+        """The messages past the mesh that are not over, the oldest first."""
+        return [message for message, work in list(self._posted) if not work.is_completed()]
+
+    def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
+        """The first message past the mesh that its backend gave up, and the backend's error; [] where there is none."""
+        over = ((message, work) for message, work in list(self._posted) if work.is_completed())
+        found = ((message, error_of(work)) for message, work in over)
+        return next(([(message, error)] for message, error in found if error is not None), [])
 
     def confirm(self, message: PendingMessage) -> float | None:
         """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError.
@@ -285,13 +288,13 @@ class MessageLog:
         }
 
 
-def has_failed(work: Any) -> bool:
-    """Whether a Work that is over has failed; to ask it for its exception is deprecated."""
+def error_of(work: Any) -> RuntimeError | None:
+    """What a Work that is over has failed with; to ask it for its exception is deprecated."""
     try:
         work.wait()
-    except RuntimeError:
-        return True
-    return False
+    except RuntimeError as error:
+        return error
+    return None
 
 
 @final

@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.mesh import explained, latest_label, leave_all
 from meshcomm.mesh.rank_failure import end_rank
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
     """Run `body`; where it raises, see to it that the job prints one error, and end the process.
 
-    label: this rank with its coords; only called for an error.
+    label: this rank with its coords, where it has opened no mesh; only called for an error.
 
     meshcomm's own launcher is left the error, and prints that of the root cause. Under another
     launcher the first rank that fails prints its own. Under an agent of torch, and under meshcomm's
@@ -33,8 +34,11 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         body()
-    except SystemExit:
-        raise
     except BaseException as error:
+        found = explained(error)
+        if isinstance(found, SystemExit):
+            raise
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_rank(error, launch, label())
+        leave_all()
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+        end_rank(found, launch, latest_label() or label(), code=code)

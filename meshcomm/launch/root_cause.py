@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from meshcomm.launch.reaper import signal_text
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
 
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
 def root_cause(
-    failures: Iterable[Failure], world_size: int, label: Callable[[int], str]
+    failures: Iterable[Failure],
+    world_size: int,
+    label: Callable[[int], str],
+    ended: Collection[int] = (),
 ) -> tuple[Failure, list[str]]:
     """The root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the others.
 
-    label: the name of a rank, with its coords.
+    label: the name of a rank, with its coords. ended: ranks that ended with exit code 0 before.
 
     First come errors that do not follow from another rank's, and ranks that a signal or an unknown
     error ended: the earliest, but before all the one that an error itself calls mismatched. A rank
     ended by SIGABRT, as by its backend's watchdog, is none of these where an error names who is missing.
     Where there is none, errors that follow: that of the rank whose operation differs from the others'
     at one sequence number of a group; else the earliest, but one that waited for a rank that has not
-    failed before those that waited for each other.
+    failed before those that waited for each other. Where a rank had ended that the others waited for, it is the
+    cause, with the error of the one that waited.
     """
     failures = sorted(failures, key=lambda each: each.rank)
     failed = {each.rank for each in failures}
@@ -53,6 +59,14 @@ def root_cause(
         lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
     if root.missing:
         lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
+    left = [rank for rank in root.missing if rank in ended] or ([] if root.missing else sorted(ended))
+    if root.follows and left and not mismatched:
+        lines = [f"{root.summary}", *lines[: -1 if root.missing else None]]
+        what = f"ended with exit code 0 while {ranks_text([root.rank])} waited for it"
+        others = [*others, root]
+        root = replace(
+            root, rank=left[0], who=label(left[0]), what=what, frame="", missing=left[1:], raised=False
+        )
     accounted = {root.rank, *root.missing, *mismatched, *(each.rank for each in others)}
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
@@ -62,12 +76,13 @@ def root_cause(
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
     """The failure of a rank that left no error. code: as it ended, negative for a signal."""
     if code >= 0:
-        return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code)
-    return Failure(rank, label(rank), alive_at, f"was ended by {signal_text(-code)}", code=128 - code)
+        return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
+    what = f"was ended by {signal_text(-code)}"
+    return Failure(rank, label(rank), alive_at, what, code=128 - code, raised=False)
 
 
 def _aborted(failure: Failure) -> bool:
-    return not failure.text and failure.code == 128 + signal.SIGABRT
+    return not failure.raised and failure.code == 128 + signal.SIGABRT
 
 
 def _compare_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:

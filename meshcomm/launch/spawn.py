@@ -19,7 +19,7 @@ from meshcomm.errors import LaunchError
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.rank_failure import collect
+from meshcomm.mesh.rank_failure import collect, names_of_ranks
 
 _LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
@@ -50,7 +50,7 @@ def launch(
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    label: the name of a rank, with its coords; only called after a failure.
+    label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
     Called by: the main thread, as signals are handled until the job ends.
 
     The code is 0 when all ranks ended well, that of the rank whose failure caused the others'
@@ -78,13 +78,18 @@ def launch(
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
         for attempt in range(max_restarts + 1):
-            exits = _run_ranks(arguments, world_size, folder, attempt, max_restarts)
+            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts)
             if not exits:
                 return 0
             failures = {each.rank: each for each in collect(folder, attempt)}
+            names = names_of_ranks(folder, attempt)
+
+            def name(rank: int, names: Mapping[int, str] = names) -> str:
+                return names.get(rank) or label(rank)
+
             for rank, (code, alive_at) in exits.items():
-                failures.setdefault(rank, without_error(rank, code, alive_at, label))
-            root, others = root_cause(failures.values(), world_size, label)
+                failures.setdefault(rank, without_error(rank, code, alive_at, name))
+            root, others = root_cause(failures.values(), world_size, name, ended)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
             lines += [f"meshcomm: {line}" for line in (root.summary + restart, *others)]
@@ -107,7 +112,7 @@ def _signalled(number: int, _: object) -> NoReturn:
 
 def _run_ranks(
     arguments: Sequence[str], world_size: int, folder: Path, attempt: int, max_restarts: int
-) -> Exits:
+) -> tuple[Exits, list[int]]:
     """Start all ranks; return when none is left."""
     # A new store for each attempt, which no rank's end takes away and no other host reaches.
     store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
@@ -153,15 +158,15 @@ def _run_ranks(
         end_all(folder)
 
 
-def _await_exits(ranks: Sequence[Popen[bytes]]) -> Exits:
-    """Return when all ranks have ended well, or one has failed."""
+def _await_exits(ranks: Sequence[Popen[bytes]]) -> tuple[Exits, list[int]]:
+    """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well."""
     alive_at = [time.time()] * len(ranks)
     while True:
         now = time.time()
         codes = [process.poll() for process in ranks]
         failed = {rank: (code, alive_at[rank]) for rank, code in enumerate(codes) if code}
         if failed or None not in codes:
-            return failed
+            return failed, [rank for rank, code in enumerate(codes) if code == 0]
         alive_at = [now] * len(ranks)
         time.sleep(_POLL_S)
 

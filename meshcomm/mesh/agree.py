@@ -90,13 +90,13 @@ def agree(
 def leave_together(store: Any, stays: bool) -> None:
     """Called by every rank of an agreement that failed, when it knows why.
 
-    stays: on the rank whose process may hold the store. It waits until all that came know why too, three seconds
-    at most: with its process the store would end, and they would hear of that instead.
+    stays: on the rank whose process may hold the store. It waits until all that came and said who they are know why
+    too, three seconds at most: with its process the store would end, and they would hear of that instead.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
         left = store.add("left", 1)
-        while stays and left < store.add("come", 0) & _COUNT and time.monotonic() < deadline:
+        while stays and left < len(_announced(store)) and time.monotonic() < deadline:
             time.sleep(0.02)
             left = store.add("left", 0)
 

@@ -54,7 +54,7 @@ class DesyncMonitor:
         store: Any,
         rank: int,
         coords: Mapping[str, int],
-        recorders: Sequence[tuple[FlightRecorder, float]],
+        recorders: Sequence[tuple[FlightRecorder, object]],
         world_size: int,
     ) -> None:
         self.found: dict[str, Any] | None = None

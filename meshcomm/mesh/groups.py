@@ -16,6 +16,7 @@ from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.process_group import MARGIN_S
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import (
     backend_of,
@@ -70,9 +71,6 @@ def _lends(existing: DeviceMesh, plan: Plan, name: str) -> bool:
     return sorted(map(sorted, lent)) == sorted(plan.layout.groups(name).tolist())
 
 
-# Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
-_MARGIN_S: Final = 60.0
-
 # Gloo's word for an address that a coord of the group has not put into the store.
 _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
 
@@ -91,7 +89,7 @@ def open_group(
             coord=group.ranks.index(rank),
             backend=options.backend,
             # A backend that ends the process where a call does not end comes after our own diagnosis.
-            timeout=timedelta(seconds=options.timeout_s + (_MARGIN_S if ordered else 0.0)),
+            timeout=timedelta(seconds=options.timeout_s + (MARGIN_S if ordered else 0.0)),
             store=store,
             options=_backend_options(options, split),
             label=group.label,

@@ -236,13 +236,24 @@ def is_running(name: str) -> bool | None:
     return True
 
 
+def is_stopped(name: str) -> bool:
+    """Whether the process of this host with this `process_name` is stopped, by SIGSTOP or a debugger."""
+    parts = _NAME.fullmatch(name)
+    return parts is not None and (_status(parts[1]) or "R")[0] in "Tt"
+
+
 def _started(process: str) -> str | None:
     """When a process of this host was started, in the kernel's ticks; None where it has ended or nobody says."""
+    numbers = _status(process)
+    return None if numbers is None or numbers[0] in "ZX" else numbers[19]
+
+
+def _status(process: str) -> list[str] | None:
+    """The state of a process of this host, and the kernel's numbers of it; None where it has ended or nobody says."""
     try:
-        # The name in parentheses may hold anything; what follows it are a state and numbers.
-        numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if numbers[0] in "ZX" else numbers[19]
-    except (OSError, IndexError):
+        # The name in parentheses may hold anything.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return None
 
 

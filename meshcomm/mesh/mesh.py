@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -18,11 +19,12 @@ from meshcomm.comm.along import AlongDims
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
-from meshcomm.errors import LayoutError, MeshClosed, UnknownDim, UnsupportedOp
+from meshcomm.errors import LayoutError, MeshClosed, MeshcommError, UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import Barriers
 from meshcomm.mesh.devices import check_backends
+from meshcomm.mesh.endings import caused_by
 from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.random_numbers import RandomNumbers
 from meshcomm.mesh.runtime import WORLD, Runtime
@@ -77,7 +79,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         # The process that opened the mesh, in a process that was forked from it since.
         self._parent: int | None = None
         self._process = os.getpid()
-        _OPEN.add(self)
+        _OPENED[time.monotonic_ns()] = self
         self._runtime = runtime
         self._transports = runtime.transports
         self._watch = runtime.watch
@@ -251,12 +253,18 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        explained = None
-        if error is not None and self._watch is not None and not self.closed:
-            explained = self._watch.explain(error)
+        explained = None if error is None else self._explained(error)
         self._close(compare=kind is None)
         if explained is not None:
-            raise explained from error
+            raise explained
+
+    def _explained(self, error: BaseException) -> MeshcommError | None:
+        """What to raise in place of `error`, by which the program leaves the mesh, with `error` as its cause.
+
+        None where it is no error of a backend, or not of a call that this mesh knows. May wait for seconds.
+        """
+        found = None if self.closed or self._watch is None else self._watch.explain(error)
+        return None if found is None else caused_by(found, error)
 
     def __copy__(self) -> Mesh:
         return self  # as a copied module still communicates with the same ranks
@@ -377,11 +385,33 @@ def _abort(transports: Iterable[Transport]) -> None:
         transport.abort()
 
 
-_OPEN: WeakSet[Mesh] = WeakSet()
+# Those that were opened and are still there, by when.
+_OPENED: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+
+
+def _latest() -> list[Mesh]:
+    return [mesh for _, mesh in sorted(_OPENED.items(), reverse=True)]
+
+
+def explained(error: BaseException) -> BaseException:
+    """The error that explains `error`, by which the process ends, where a mesh is open that can; else `error`."""
+    return next((found for mesh in _latest() if (found := mesh._explained(error)) is not None), error)
+
+
+def leave_all() -> None:
+    """Tell the other ranks of every open mesh that this one ends by the exception under way."""
+    for mesh in _latest():
+        if mesh._watch is not None:
+            mesh._watch.close()
+
+
+def latest_label() -> str | None:
+    """This rank with its coords in the mesh that was opened last; None where it is in none."""
+    return next((mesh.label for mesh in _latest() if mesh.is_member), None)
 
 
 def _after_fork() -> None:
-    for mesh in list(_OPEN):
+    for mesh in _latest():
         mesh._leave_to_parent()
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -41,7 +42,8 @@ from meshcomm.mesh.environment import (
 )
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt
+from meshcomm.mesh.rank_failure import end_rank, leave_names
+from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.store import prefixed, store_failed
@@ -337,8 +339,6 @@ def _create(
         timeouts = {group.label: group.options.timeout_s for group in groups}
 
         def end(error: MeshcommError) -> None:
-            from meshcomm.mesh.rank_failure import end_rank
-
             # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
             # may be about to say whom it waits for itself.
             end_rank(error, launch, plan.layout.label(rank), patience_s=1.0)
@@ -356,7 +356,11 @@ def _create(
                 timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
                 end=end,
                 alone=joined.pretended,
+                is_member=lambda other: other in plan.layout,
+                process_of=partial(state_of_rank, joined.store),
             )
+            if not joined.pretended and rank == min(plan.layout.ranks.tolist()):
+                leave_names({other: plan.layout.label(other) for other in plan.layout.ranks.tolist()})
     roles = getattr(settings, "parallel", None)
     return Runtime(
         launch,

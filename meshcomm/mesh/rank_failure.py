@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
+from meshcomm.mesh.endings import backend_error
 from meshcomm.mesh.environment import Launch, attempt_of
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
@@ -29,6 +31,12 @@ _PATIENCE_S = 3.0
 _ASK_S = 5.0
 
 _INTERRUPTED: Final = 130
+
+# A file of the ranks' names, by attempt.
+_NAMES: Final = "{}-names.json"
+
+# As Gloo and NCCL begin their errors.
+_CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 
 # Frames that only started the user's script.
 _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "launch/"))
@@ -43,6 +51,7 @@ class Failure:
     where the rank left no error. code: the rank's exit code. follows: another rank's error is to come
     first, if there is one. mismatched: the error itself names this rank as the one that differs.
     missing: ranks that it waited for. call: the collective that failed, see `CommunicationError.call`.
+    raised: `what` is an error of this rank.
     """
 
     rank: int
@@ -56,11 +65,12 @@ class Failure:
     mismatched: bool = False
     missing: Sequence[int] = ()
     call: Mapping[str, Any] | None = None
+    raised: bool = True
 
     @property
     def summary(self) -> str:
         """One line: who, what, where."""
-        failed = " failed:" if self.text else ""
+        failed = " failed:" if self.raised else ""
         return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}"
 
 
@@ -68,7 +78,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     """The failure of the rank `rank`, called `who`, which raised `error`."""
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
     # torch's own errors about a store or a peer that is gone are no better a cause than ours.
-    lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
+    lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
     # Other libraries' errors may have attributes of these names that mean something else.
     facts = vars(error) if isinstance(error, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
@@ -96,6 +106,19 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     )
 
 
+def _of_torch(error: BaseException) -> bool:
+    """Whether it is a backend's own error about a peer or a timeout, which says no more than that a call ended."""
+    cause = backend_error(error)
+    if cause is None:
+        return False
+    innermost = cause.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    file = "" if innermost is None else innermost.tb_frame.f_code.co_filename
+    # A wait for a Work is the program's own line: then the text begins with a line of C++.
+    return is_ours(file) or _CPP.search(str(cause)) is not None
+
+
 def _traceback(error: BaseException) -> str:
     # The frames that started the script say nothing about it.
     trace = error.__traceback__
@@ -119,14 +142,43 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
     """Leave `failure` for the launcher; whether that was possible."""
-    path = folder / f"{attempt}-{'follows' if failure.follows else 'cause'}-{failure.rank}.json"
+    kind = "follows" if failure.follows else "cause"
+    return _leave(asdict(failure), folder / f"{attempt}-{kind}-{failure.rank}.json")
+
+
+def leave_names(names: Mapping[int, str]) -> None:
+    """Leave the ranks' names, with their coords in the first mesh of the program, for meshcomm's launcher."""
+    folder = _folder_of_job()
+    if folder is not None:
+        path = folder / _NAMES.format(attempt_of(os.environ))
+        if not path.exists():
+            _leave({str(rank): name for rank, name in names.items()}, path)
+
+
+def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
+    """What `leave_names` has left; {} where no rank has opened a mesh."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / _NAMES.format(attempt)).read_text())
+        return {int(rank): name for rank, name in found.items()}
+    return {}
+
+
+def _leave(facts: Mapping[str, Any], path: Path) -> bool:
     try:
         half = path.with_suffix(".half")
-        half.write_text(json.dumps(asdict(failure)))
+        half.write_text(json.dumps(facts))
         half.replace(path)
     except OSError:
         return False
     return True
+
+
+def _folder_of_job() -> Path | None:
+    """The folder of meshcomm's launcher; None where another one started this rank."""
+    folder = os.environ.get("MESHCOMM_JOB")
+    # A rank may start a job of its own, by torchrun: then the folder is its parent's.
+    ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
+    return Path(folder) if folder is not None and ours else None
 
 
 def await_cause(folder: Path, attempt: int, within_s: float) -> None:
@@ -139,28 +191,34 @@ def await_cause(folder: Path, attempt: int, within_s: float) -> None:
 def collect(folder: Path, attempt: int) -> list[Failure]:
     """What the ranks have left, in the order of ranks."""
     found = []
-    for path in folder.glob(f"{attempt}-*.json"):
+    for path in folder.glob(f"{attempt}-[cf]*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Failure(**json.loads(path.read_text())))
     return sorted(found, key=lambda failure: failure.rank)
 
 
 def end_rank(
-    error: BaseException, launch: Launch, label: str, *, patience_s: float = _PATIENCE_S
+    error: BaseException,
+    launch: Launch,
+    label: str,
+    *,
+    patience_s: float = _PATIENCE_S,
+    code: int | None = None,
 ) -> NoReturn:
     """See to it that the job prints one error, and end this process, from whichever thread.
 
     label: this rank with its coords.
     patience_s: how long a rank that is not the cause waits for the one whose error is to come first.
+    code: the exit code, where it is not that of the error.
     """
     failure = failure_of(error, launch.rank, label)
-    folder = os.environ.get("MESHCOMM_JOB")
+    if code is not None:
+        failure = replace(failure, code=code)
+    folder = _folder_of_job()
     attempt = attempt_of(os.environ)
-    # A rank may start a job of its own, by torchrun: then the folder is its parent's.
-    ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
-    if folder is not None and ours and leave(failure, Path(folder), attempt):
+    if folder is not None and leave(failure, folder, attempt):
         if failure.follows:
-            await_cause(Path(folder), attempt, patience_s)
+            await_cause(folder, attempt, patience_s)
     elif failure.code != _INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
         print(failure.text, file=sys.stderr)
     sys.stdout.flush()

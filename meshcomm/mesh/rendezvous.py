@@ -19,6 +19,7 @@ from meshcomm.mesh.job_store import (
     find_agent,
     find_job,
     is_running,
+    is_stopped,
     known_everywhere,
     process_name,
     started_by,
@@ -174,6 +175,16 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 # -- one process for each rank ----------------------------------------------------------------------------
+
+
+def state_of_rank(store: Any, rank: int) -> str:
+    """What this host knows of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" for nothing."""
+    key = f"meshcomm/owner/{rank}"
+    name = store.get(key).decode() if store.check([key]) else ""
+    runs = is_running(name)
+    if not runs:
+        return "" if runs is None else "ended"
+    return "stopped" if is_stopped(name) else "runs"
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:

@@ -22,8 +22,9 @@ from meshcomm.config.problems import report
 from meshcomm.config.process import NetworkConfig, ProcessConfig
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError
 from meshcomm.layout import Plan
-from meshcomm.layout.sizes import toml_dims
+from meshcomm.layout.sizes import fold, toml_dims
 from meshcomm.mesh.environment import command_line
+from meshcomm.transport.torch_private import root_of
 
 if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig
@@ -228,6 +229,19 @@ def _mesh_config(device_mesh: DeviceMesh) -> MeshConfig:
             given=f"a DeviceMesh of shape {tuple(device_mesh.shape)}",
             expected="mesh_dim_names",
             hint='init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    root = root_of(device_mesh)
+    if root.mesh.numel() != device_mesh.mesh.numel():
+        sizes = ", ".join(
+            f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
+        )
+        raise LayoutError(
+            "the DeviceMesh is a slice: each rank's holds other ranks, and a mesh is the same on all of them",
+            given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
+            f"{fold(device_mesh.mesh.flatten().tolist())}",
+            expected="the DeviceMesh that it was cut from",
+            hint="mesh = meshcomm.init(device_mesh), without [...]; "
+            f'its calls take the dims by name: mesh.all_reduce("{names[0]}", x)',
         )
     order = tuple(device_mesh.mesh.flatten().tolist())
     return MeshConfig(

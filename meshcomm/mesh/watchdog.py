@@ -26,20 +26,21 @@ from meshcomm.comm.diagnosis import (
     Reason,
     diagnose,
     first_line,
-    reason_of,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
-from meshcomm.comm.p2p_log import MessageCheck, PendingMessage, has_failed
+from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.comm.stragglers import host
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
+from meshcomm.mesh.other_groups import failed_on, other_groups
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import calls_under_way, capturing
+from meshcomm.transport.torch_private import capturing, unlimited_barrier
 
 # A call that its backend has not given up so long after the group's timeout: it never will.
 GRACE_S: Final = 5.0
@@ -53,6 +54,9 @@ _ASKS_S: Final = 10.0
 
 # How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
 _CLOSES_S: Final = 10.0
+
+# At so many looks in a row nobody was handling the error of a failed call: the program has caught it.
+_UNHANDLED_LOOKS: Final = 4
 
 _PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _COMM: Final = f"{_PACKAGE}comm{os.sep}"
@@ -79,6 +83,8 @@ class Watchdog(Watching):
         timeouts: seconds by the label of a group.
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
         alone: the other ranks are no processes, and nobody there says what it does.
+        is_member: whether a global rank is in the mesh, and answers.
+        process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" where nobody here knows.
     """
 
     timed = True
@@ -94,6 +100,8 @@ class Watchdog(Watching):
         timeouts: Callable[[str], float],
         end: Callable[[MeshcommError], None],
         alone: bool = False,
+        is_member: Callable[[int], bool] = lambda _: True,
+        process_of: Callable[[int], str] = lambda _: "",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -102,13 +110,22 @@ class Watchdog(Watching):
         self._reports = reports
         self._compared = compared
         self._interval = look_interval_s(world_size)
-        self._recorders: list[tuple[FlightRecorder, float]] = []
+        self._recorders: list[tuple[FlightRecorder, Callable[[], float]]] = []
         self._timeouts = timeouts
+        self._is_member, self._process_of = is_member, process_of
         self._end = end
         self._failed: dict[str, Any] | None = None
         self._timer = CallTimer()
-        # The Work past the mesh that was last reported as held.
+        # The Work past the mesh that was last reported: as held, or as failed.
         self._reported: object = None
+        # One that has failed, and at how many looks nobody was handling its error.
+        self._unhandled: tuple[object, int] = (None, 0)
+        # Recorders by the names of their groups; a `monitored_barrier` that a thread is in, and since when.
+        self._carried: dict[str, tuple[FlightRecorder, Callable[[], float]]] = {}
+        self._barrier = (0, 0.0)
+        # What a thread of the program ended by.
+        self._raised = ""
+        self._process = os.getpid()
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._query = StatusQuery(store, rank, self._interval)
@@ -127,8 +144,9 @@ class Watchdog(Watching):
         ]
         for thread in self._threads:
             thread.start()
-        self._at_exit = partial(_close, ref(self))
+        self._at_exit = partial(_end, ref(self))
         atexit.register(self._at_exit)
+        self._hooks = None if alone else ExceptHooks(partial(_explained, ref(self)))
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         check = None
@@ -145,8 +163,16 @@ class Watchdog(Watching):
 
         recorder = FlightRecorder(label, ranks, inquire_if_alive, check)
         recorder.ordered = transport.ordered
-        # A group that is lent has a timeout of its own.
-        self._recorders.append((recorder, max(self._timeouts(label), transport.timeout_s)))
+        of_plan = self._timeouts(label)
+        # Weak, as the transport has the group's sockets. A group that is lent has a timeout of its own.
+        carries = ref(transport)
+
+        def timeout() -> float:
+            alive = carries()
+            return of_plan if alive is None else alive.timeout_s or of_plan
+
+        self._recorders.append((recorder, timeout))
+        self._carried[transport.group_name] = recorder, timeout
         return recorder
 
     def noted(self, step: int) -> None:
@@ -156,24 +182,63 @@ class Watchdog(Watching):
         return None if self._alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        asks = isinstance(error, RuntimeError) and reason_of(error) is not Reason.OTHER and not capturing()
-        if not asks or self._stop.is_set():
+        cause = backend_error(error)
+        if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
-        found: dict[float, tuple[FlightRecorder, PendingMessage | None]] = {}
+        failed, under_way = self._calls_past()
+        other = None if failed else failed_on(cause.__traceback__)
+        if other is not None:
+            return self._diagnosed(self._failed_outside(*other, cause))
+        found = failed or under_way
+        return None if found is None else self._explained(found, cause)
+
+    def _calls_past(self) -> tuple[_Past | None, _Past | None]:
+        """Of the calls past the mesh, the latest that its backend gave up, and the latest that is not over."""
+        found: list[_Past] = []
         for recorder, _ in self._recorders:
             if recorder.ordered:
                 continue  # what is queued is no part of the program's own errors
-            if recorder.pending or (recorder.work is not None and has_failed(recorder.work)):
-                found[recorder.began(recorder.started)] = recorder, None
-            elif (message := recorder.messages.unfinished()) is not None:
-                found[message.began] = recorder, message
-        if not found:
-            return None
-        recorder, recorder.messages.waiting = found[max(found)]
+            # First what is under way: its failure is known to those who wait before the Work itself is over.
+            unfinished = recorder.messages.unfinished()[:1]
+            if (pending := recorder.pending) or (error := recorder.failure) is not None:
+                began = recorder.began(recorder.started)
+                found.append(_Past(began, recorder, None, None if pending else error))
+            for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
+                found.append(_Past(message.began, recorder, message, lost))
+        found.sort(key=lambda past: past.began)
+        failed = [past for past in found if past.error is not None]
+        under_way = [past for past in found if past.error is None]
+        return failed[-1] if failed else None, under_way[-1] if under_way else None
+
+    def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
+        recorder, message = past.recorder, past.message
+        self._reported = past.call
+        waiting, recorder.messages.waiting = recorder.messages.waiting, message
         try:
-            return self._diagnosed(FailedCall(recorder, self._past(recorder), error))
+            return self._diagnosed(FailedCall.last_of(recorder, self._past(recorder), error))
         finally:
-            recorder.messages.waiting = None
+            recorder.messages.waiting = waiting
+
+    def _failed_outside(self, group: dict[str, Any], counted: bool, error: BaseException) -> FailedCall:
+        """A call on a group of torch that is not of the mesh, of those of its ranks that are in the mesh."""
+        where = f"{group['last']['call']} on {group['label']} on {self._who}"
+        ranks = [rank for rank in group["ranks"] if self._is_member(rank)]
+        return FailedCall({**group, "ranks": ranks}, where, error, counted=counted)
+
+    def raised(self, error: BaseException, thread: str) -> None:
+        """A thread of the program has ended by an error, which others hear of who wait for this rank."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        at = "" if trace is None else f", at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        self._raised = f"its thread {thread} raised {_one_line(error)}{at}"
+
+    def report_failed(self) -> None:
+        """Say in one line why a call past the mesh failed, where the program has not been told."""
+        found = None if self._stop.is_set() or capturing() else self._calls_past()[0]
+        if found is None or found.error is None or self._reported is found.call:
+            return
+        _report(self._explained(found, found.error))
 
     def drain(self) -> None:
         for recorder, _ in self._recorders:
@@ -181,9 +246,11 @@ class Watchdog(Watching):
                 time.sleep(0.002)
 
     def close(self) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() or os.getpid() != self._process:
             return
         atexit.unregister(self._at_exit)
+        if self._hooks is not None:
+            self._hooks.close()
         # The store may end with this rank, and others are still to read what was found.
         time.sleep(self._desync.linger_s)
         self._stop.set()
@@ -235,8 +302,8 @@ class Watchdog(Watching):
             "process": os.getpid(),
             "time": time.time(),
             "main": _main_line(self._main),
-            # Its recorder also keeps calls that are over.
-            "torch": calls_under_way() if _in_torch(self._main) else [],
+            "thread": self._raised,
+            "others": other_groups(_main_line(self._main) if _in_torch(self._main) else ""),
             "failed": self._failed,
             "differs": self._desync.found,
             "groups": [each.status() for each, _ in self._recorders],
@@ -267,13 +334,18 @@ class Watchdog(Watching):
 
     def _look(self) -> bool:
         """Look for calls that their backend holds; whether to look again."""
-        for recorder, call in self._timer.overdue(self._recorders, time.monotonic()):
+        self._look_for_unhandled()
+        if (barrier := self._unlimited_barrier(time.monotonic())) is not None:
+            self._end(self._diagnosed(barrier))
+            return False
+        recorders = [(recorder, timeout()) for recorder, timeout in self._recorders]
+        for recorder, call in self._timer.overdue(recorders, time.monotonic()):
             past = call is recorder.work
             inside = _C10D if past else _COMM
             if _is_inside(inside):
                 where = f"a call inside the backend at {_main_line(self._main)}"
                 held = TimeoutError("the backend is past its timeout and does not return: the process ends")
-                error = self._diagnosed(FailedCall(recorder, where, held))
+                error = self._diagnosed(FailedCall.last_of(recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while, in which the backend may have given up or come to its end.
                 again = self._timer.overdue([(recorder, 0.0)], time.monotonic())
@@ -283,9 +355,9 @@ class Watchdog(Watching):
             elif past and call is not self._reported:
                 self._reported = call
                 held = TimeoutError("its backend has not given it up")
-                error = self._diagnosed(FailedCall(recorder, self._past(recorder), held))
-                print(f"meshcomm: {' '.join(str(error).split())}", file=sys.stderr)
-        for recorder, queued in self._timer.stuck(self._recorders, time.monotonic()):
+                error = self._diagnosed(FailedCall.last_of(recorder, self._past(recorder), held))
+                _report(error)
+        for recorder, queued in self._timer.stuck(recorders, time.monotonic()):
             # The program waits for a value, or for the device: nothing can be raised there.
             self._end(self._diagnosed(self._queued(recorder, queued)))
             return False
@@ -296,15 +368,52 @@ class Watchdog(Watching):
         held = TimeoutError("it was queued, and is not over; the process ends")
         message = queued.message
         if message is None:
-            call = recorder.call_data(queued.number) or {"call": "a call", "dim": "?"}
-            where = f'{call["call"]} along "{call["dim"]}" on {self._who}'
-            return FailedCall(recorder, where, held, queued.number)
+            made = {"number": queued.number, "call": "a call", "dim": "?", "callsite": "?"}
+            made = recorder.call_data(queued.number) or made
+            where = f'{made["call"]} along "{made["dim"]}" on {self._who}'
+            return FailedCall(recorder.status(), where, held, made)
         where = f'{message.call} along "{message.name}" on {self._who}'
         waiting, recorder.messages.waiting = recorder.messages.waiting, message
         try:
-            return FailedCall(recorder, where, held)
+            return FailedCall.last_of(recorder, where, held)
         finally:
             recorder.messages.waiting = waiting
+
+    def _unlimited_barrier(self, now: float) -> FailedCall | None:
+        """`dist.monitored_barrier` on a group of the mesh, which torch lets wait 30 minutes where it gets no timeout."""
+        frames = thread_frames() if self._carried else {}
+        found = next(((frame, each) for frame in frames.values() if (each := unlimited_barrier(frame))), None)
+        del frames
+        number = 0 if found is None else id(found[0])
+        if self._barrier[0] != number:
+            self._barrier = number, now
+        if found is None or found[1] not in self._carried:
+            return None
+        recorder, timeout = self._carried[found[1]]
+        if now - self._barrier[1] < timeout() + GRACE_S:
+            return None
+        line = _main_line(self._main)
+        last = {"number": 0, "call": "monitored_barrier", "dim": None, "callsite": line, "inside": True}
+        held = TimeoutError(
+            f"timed out after the {timeout():g} s of the group, as it got no timeout; the process ends"
+        )
+        where = f"monitored_barrier on {recorder.label} on {self._who}"
+        return FailedCall({**recorder.status(), "last": last}, where, held, counted=False)
+
+    def _look_for_unhandled(self) -> None:
+        """Report a call past the mesh whose error the program has caught, and did not end by.
+
+        Not while some thread still handles an exception, which may be that of the call.
+        """
+        found = None if capturing() else self._calls_past()[0]
+        failed = None if found is None else found.call
+        if failed is None or failed is self._reported or handles_exceptions():
+            self._unhandled = None, 0
+            return
+        looks = self._unhandled[1] + 1 if failed is self._unhandled[0] else 1
+        self._unhandled = failed, looks
+        if looks > _UNHANDLED_LOOKS:
+            self.report_failed()
 
     # -- asking -----------------------------------------------------------------------------------------
 
@@ -315,7 +424,7 @@ class Watchdog(Watching):
 
     def _inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
         """The error for a call that failed: who has not come, and what they do instead."""
-        failed = FailedCall(recorder, where, error)
+        failed = FailedCall.last_of(recorder, where, error)
         if isinstance(error, RuntimeError):
             # The rest is a trace through C++, and its frames are ours.
             error.args = (first_line(error),)
@@ -352,10 +461,15 @@ class Watchdog(Watching):
         def make() -> dict[str, Any]:
             statuses = {**self._query.ask(failed.asks(self._rank)), self._rank: self.status()}
             self._desync.cause(statuses)
-            found = diagnose(failed.label, failed.ranks, failed.number, statuses, failed.waiting, self._rank)
+            silent = {
+                rank: self._process_of(rank) for rank in failed.asks(self._rank) if rank not in statuses
+            }
+            found = diagnose(
+                failed.label, failed.ranks, failed.number, statuses, failed.waiting, self._rank, silent
+            )
             return {"differs": self._desync.found, "diagnosis": found._asdict()}
 
-        if failed.waiting is not None:
+        if failed.waiting is not None or failed.number is None:
             return make()
         found = self._query.shared(f"{failed.label}/{failed.number}", make)
         # From a failure of the same call before this rank came to it, as by a handle's own short timeout.
@@ -437,6 +551,19 @@ class CallTimer:
         return found
 
 
+class _Past(NamedTuple):
+    """A collective past the mesh, or a message. error: the backend's, where it gave the call up."""
+
+    began: float
+    recorder: FlightRecorder
+    message: PendingMessage | None
+    error: RuntimeError | None
+
+    @property
+    def call(self) -> object:
+        return self.message or self.recorder.work
+
+
 class Queued(NamedTuple):
     """A call that was queued on its backend. number: of the collective, or of the last one before the message."""
 
@@ -472,17 +599,37 @@ def _poll(
         del alive
 
 
-def _close(watchdog: ref[Watchdog]) -> None:
+def _end(watchdog: ref[Watchdog]) -> None:
+    """The program has ended without closing its mesh."""
     alive = watchdog()
     if alive is not None:
+        alive.report_failed()
         alive.close()
 
 
+def _explained(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
+    """See Watching.explain. thread: the one that ends by `error`, "" for the main one."""
+    alive = watchdog()
+    if alive is None:
+        return None
+    if thread:
+        alive.raised(error, thread)
+    return alive.explain(error)
+
+
+def _report(error: MeshcommError) -> None:
+    # In one piece, as the lines of several ranks meet in one stream.
+    sys.stderr.write(f"meshcomm: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+
+
 def _raised() -> str:
-    """The error that the program is leaving by, in one line, "" where it is in none."""
-    error = sys.exception()
-    if error is None or isinstance(error, SystemExit):
-        return ""
+    """The error that the program is leaving by, or has been ended by, in one line; "" where it is in none."""
+    error = sys.exception() or getattr(sys, "last_value", None)
+    return "" if error is None or isinstance(error, SystemExit) else _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 

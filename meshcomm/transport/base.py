@@ -68,14 +68,17 @@ class Transport(ABC):
     device: torch.device
     group_name: str
     any_source: bool
-    # After so long the backend ends a call by itself; 0.0: not known.
-    timeout_s: float = 0.0
     # Whether calls run in the order in which they were queued, after they have returned: as on NCCL.
     ordered: bool = False
     # Whether a run of it ends by telling of calls that nobody waited for: their handles need not.
     tells_unwaited: bool = False
     # Whether only the thread that made a call may wait for it.
     one_thread: bool = False
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which the backend ends a call by itself; 0.0: not known."""
+        return 0.0
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import options_type, source_rank, timeout_of
 
+# Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
+MARGIN_S: Final = 60.0
+
 _OPS: Final[dict[str, Any]] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -51,11 +54,22 @@ class ProcessGroupTransport(Transport):
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
-        self.timeout_s = timeout_of(group, device) if timeout_s is None else timeout_s
+        # As the plan says it, and as torch has it then: who creates a group may add to it.
+        self._planned = timeout_s, timeout_of(group, device)
         self.any_source = self.name in ("gloo", "mpi")
         self._owned = owned
         self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a call of the group ends: of the plan, or since then of `torch.distributed.set_timeout`."""
+        planned, made = self._planned
+        now = timeout_of(self.group, self.device) if hasattr(self, "group") else made
+        if now == made:
+            return made if planned is None else planned
+        # A backend that ends the process comes after the diagnosis.
+        return now - min(MARGIN_S, now / 10) if self.ordered else now
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -486,30 +486,59 @@ def live_groups() -> int:
     return len(c10d._world.pg_names)
 
 
-def calls_under_way() -> list[dict[str, Any]]:
-    """Calls on any group of this process that torch's flight recorder holds as not yet over.
+def recorded_collectives() -> list[tuple[str, int, str]] | None:
+    """The last collectives on any group of this process, the latest last: the group's name, number and operation.
 
-    It also sees calls that were made past a mesh: by hand, by DTensor, FSDP or pipelining. Empty
-    where it is off, as by TORCH_FR_BUFFER_SIZE=0.
+    They are those of torch's flight recorder, which knows of no messages. None where it is off, as by
+    TORCH_FR_BUFFER_SIZE=0.
     """
     entries: list[Any] = []
-    # NCCL's own recorder is another one than that of the hooks.
+    dumps = 0
+    # NCCL's own recorder is another one than that of the other backends.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         try:
-            entries += json.loads(getattr(bindings, name)(includeCollectives=True, onlyActive=True))[
+            entries += json.loads(getattr(bindings, name)(includeCollectives=True, onlyActive=False))[
                 "entries"
             ]
+            dumps += 1
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             continue
+    if not dumps or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return None
     return [
-        {
-            "call": entry.get("profiling_name", "a call"),
-            "group": (entry.get("process_group") or ["?"])[0],
-            "number": entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", 0),
-            "shapes": entry.get("input_sizes", []),
-        }
-        for entry in entries
+        (
+            (entry.get("process_group") or ["?"])[0],
+            entry.get("collective_seq_id", 0),
+            str(entry.get("profiling_name", "a call")).rpartition(":")[2],
+        )
+        for entry in sorted(entries, key=lambda entry: entry.get("time_created_ns", 0))
+        if not entry.get("is_p2p")
     ]
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """The global ranks of every group of this process that no mesh watches, in the groups' order, by name."""
+    return {
+        str(c10d._world.pg_names[group]): list(ranks)
+        for group, ranks in c10d._world.pg_group_ranks.items()
+        if group in c10d._world.pg_names and str(c10d._world.pg_names[group]) not in _HOOKED_GROUPS
+    }
+
+
+# The function that waits torch's own 30 minutes where it is given no timeout, and the object that says so.
+_MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
+
+
+def unlimited_barrier(frame: Any) -> str | None:
+    """The group's name, where a thread at `frame` is in `dist.monitored_barrier` that got no timeout; else None."""
+    while frame is not None and frame.f_code is not _MONITORED_BARRIER:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    given = frame.f_locals
+    if given.get("timeout") is not c10d.default_pg_timeout:
+        return None
+    return str((given.get("group") or c10d._get_default_group()).group_name)
 
 
 AttentionKernel: TypeAlias = Literal["cpu", "flash", "efficient"]
@@ -628,6 +657,12 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     ):
         found: DeviceMesh = of._flatten(name)
     return found
+
+
+def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The DeviceMesh that a slice was cut from; of what is no slice itself."""
+    root: DeviceMesh = device_mesh._get_root_mesh()
+    return root
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:

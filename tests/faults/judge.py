@@ -8,8 +8,11 @@ from tests.faults.row import Row
 from tests.faults.runner import Result, Said
 
 
-def complaints(row: Row, result: Result) -> list[str]:
-    """Everything about `result` that is not as `row` expects; empty where all is well."""
+def complaints(row: Row, result: Result, busy_s: float = 0.0) -> list[str]:
+    """Everything about `result` that is not as `row` expects; empty where all is well.
+
+    busy_s: what other work on the machine may add to the promised seconds.
+    """
     found = [f"rank {rank} hangs:\n{stacks}" for rank, stacks in result.hung.items()]
     survivors = set(row.expected)
     for rank in row.started:
@@ -30,8 +33,9 @@ def complaints(row: Row, result: Result) -> list[str]:
                 found.append(f"rank {rank} does not name {unnamed}, and blames {blamed}\n{said.text}")
     if result.seconds is None:
         found.append("nobody told when the fault was")
-    elif result.seconds > row.promise_s + row.slack_s:
-        found.append(f"{result.seconds:.1f} s after the fault, promised within {row.promise_s:g} s")
+    elif result.seconds > row.promise_s + busy_s:
+        busy = f", and {busy_s:g} s for other work" if busy_s else ""
+        found.append(f"{result.seconds:.2f} s after the fault, promised within {row.promise_s:g} s{busy}")
     if result.left:
         found.append(f"{result.left} processes of the row were left")
     return found

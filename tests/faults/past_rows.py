@@ -98,9 +98,17 @@ def _strikes(me: Rank) -> None:
     me.strike()
 
 
+# A rank that sleeps for longer than the timeout of the others.
+_SLEEPS_S: Final = TIMEOUT_S + 4
+
+
 def _sleeps(me: Rank) -> torch.Tensor:
-    time.sleep(TIMEOUT_S + 4)
+    time.sleep(_SLEEPS_S)
     return torch.ones(4, 8)
+
+
+# The last error is its own, when it is awake again.
+AWAKE_S: Final = _SLEEPS_S + DIFFERS_S
 
 
 def _dies(me: Rank) -> None:
@@ -184,7 +192,7 @@ ROWS: Final = [
     ),
     _row("fsdp-skip | skipped backward | dp", _trains(_fsdp, 1, _on(2, _no_backward)), _LINE, 2, _DIFFERS),
     _row("fsdp-skip-late | skipped step | dp", _late(_fsdp, 2, _skips), _LINE, 2),
-    _row("fsdp-asleep | asleep | dp", _late(_fsdp, 3, _sleeps), _LINE, 3),
+    _row("fsdp-asleep | asleep | dp", _late(_fsdp, 3, _sleeps), _LINE, 3, promise_s=AWAKE_S),
     _row("fsdp-dead | SIGKILL | dp", _late(_fsdp, 0, _dies), _LINE, 0),
     _row(
         "tensor-shape | other shape | tp",
@@ -196,7 +204,7 @@ ROWS: Final = [
     ),
     _row("tensor-dead | SIGKILL | tp", _late(_tensor, 2, _dies), _TENSOR, 2),
     _row("ddp-skip | skipped step | dp", _late(_ddp, 1, _skips), _LINE, 1),
-    _row("ddp-asleep | asleep | dp", _late(_ddp, 0, _sleeps), _LINE, 0),
+    _row("ddp-asleep | asleep | dp", _late(_ddp, 0, _sleeps), _LINE, 0, promise_s=AWAKE_S),
     _row("pipeline-skip | skipped step | pp", _pipelines(10, _strikes), _PAIR, 1),
     _row("pipeline-dead | SIGKILL | pp", _pipelines(10, _dies), _PAIR, 1),
 ]

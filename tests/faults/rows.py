@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.faults import (
+    bare_rows,
     call_rows,
     death_rows,
     ending_rows,
@@ -27,6 +28,7 @@ _ALL: Final = [
     *ending_rows.ROWS,
     *step_rows.ROWS,
     *past_rows.ROWS,
+    *bare_rows.ROWS,
 ]
 
 ROWS: Final[dict[str, Row]] = {row.name: row for row in _ALL}

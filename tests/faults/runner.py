@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -308,6 +310,8 @@ def _rank(
         pipe.send("ready")
         pipe.recv()
         pipe.send(("said", _outcome(me)))
+        if me.row.bare:
+            atexit._run_exitfuncs()
         pipe.close()
         faulthandler.unregister(signal.SIGUSR1)
 
@@ -318,8 +322,15 @@ def _outcome(me: Rank) -> Said:
     try:
         me.row.program(me)
     except BaseException as error:
-        at = me.raised_at or time.monotonic()
-        text = str(error) if isinstance(error, MeshcommError) else traceback.format_exc()
-        named = (*getattr(error, "mismatched_ranks", ()), *getattr(error, "missing", ()))
-        return Said(type(error).__name__, text, at, named or None)
-    return Said("", "", time.monotonic())
+        if me.row.bare:
+            # As Python does where nobody catches it.
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            me.reported.append(error)
+    if not me.reported:
+        return Said("", "", time.monotonic())
+    error = me.reported[-1]
+    at = me.raised_at or time.monotonic()
+    text = str(error) if isinstance(error, MeshcommError) else "".join(traceback.format_exception(error))
+    named = (*getattr(error, "mismatched_ranks", ()), *getattr(error, "missing", ()))
+    return Said(type(error).__name__, text, at, named or None)

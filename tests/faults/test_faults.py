@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults import past_rows, runner
 from tests.faults.judge import complaints, names
+from tests.faults.row import BUSY_S
 from tests.faults.rows import ROWS
 from tests.faults.runner import Result, Said, run
 from tests.faults.table import PAGE, page
@@ -18,20 +19,20 @@ def marked(name: str) -> object:
     row, marks = ROWS[name], []
     if row.flaw:
         marks.append(pytest.mark.xfail(strict=not row.sometimes, reason=row.flaw))
-    if row in past_rows.ROWS:
+    if row in past_rows.ROWS or row.bare:
         marks.append(needs_group_hooks)
     return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in QUICK])
 def test_short_form(name: str) -> None:
-    assert complaints(ROWS[name], run(ROWS[name])) == []
+    assert complaints(ROWS[name], run(ROWS[name]), BUSY_S) == []
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", [marked(name) for name in ROWS])
 def test_row(name: str) -> None:
-    assert complaints(ROWS[name], run(ROWS[name])) == []
+    assert complaints(ROWS[name], run(ROWS[name]), BUSY_S) == []
 
 
 def test_the_short_form_has_no_flaw() -> None:
@@ -59,7 +60,10 @@ def test_what_a_row_complains_about() -> None:
         assert len(found) == 1
         return found[0]
 
-    assert one(seconds=60.0) == "60.0 s after the fault, promised within 4 s"
+    assert one(seconds=4.01) == "4.01 s after the fault, promised within 4 s"
+    assert complaints(row, Result(said, seconds=4.01), BUSY_S) == []
+    late = "10.01 s after the fault, promised within 4 s, and 6 s for other work"
+    assert complaints(row, Result(said, seconds=10.01), BUSY_S) == [late]
     assert one(left=2) == "2 processes of the row were left"
     assert one(said={**said, 7: Said("CollectiveTimeout", "", 0.0, (5,))}).startswith(
         "rank 7 does not name [6]"
@@ -79,6 +83,19 @@ def test_a_machine_too_busy_to_open_meshes_has_not_shown_the_row(monkeypatch: py
     assert run(ROWS["exception-tp"]) == Result()
     ended = [Result({1: late})] * 3
     assert run(ROWS["exception-tp"]).said == {1: late} and ended == []
+
+
+def test_no_second_of_the_page_is_beyond_what_is_promised() -> None:
+    rows = [
+        line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    measured = {cells[0].split("`")[1]: (cells[-3], cells[-2]) for cells in rows}
+    assert {name: promise for name, (_, promise) in measured.items()} == {
+        name: f"{row.promise_s:g}" for name, row in ROWS.items()
+    }
+    assert [
+        name for name, (took, promise) in measured.items() if took != "-" and float(took) > float(promise)
+    ] == []
 
 
 def test_which_ranks_a_text_names() -> None:

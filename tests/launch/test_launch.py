@@ -146,6 +146,6 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
     code, out, err = Job(pool, tmp_path, *words).finish()
     last = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     assert (code != 0, out) == (True, "")
-    assert last[0].startswith("meshcomm: rank 2 failed: ")
+    assert last[0].startswith("meshcomm: rank 2 (dp=2) failed: ")
     assert "rank 2 (dp=2) made barrier, at script.py:8, as call 10" in err
     assert "ranks 0 1 3 made all_reduce, at script.py:7, as call 10" in err

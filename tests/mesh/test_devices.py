@@ -236,15 +236,17 @@ def test_what_nccl_says_is_understood(text: str, reason: Reason) -> None:
     assert reason_of(dist.DistBackendError(text)) == reason
 
 
-def test_calls_under_way_are_those_of_both_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_collectives_are_those_of_both_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
     def dump(**given: bool) -> str:
-        assert given == {"includeCollectives": True, "onlyActive": True}
+        assert given == {"includeCollectives": True, "onlyActive": False}
         entry = {"profiling_name": "nccl:all_reduce", "process_group": ["dp", "mesh"], "collective_seq_id": 9}
-        return json.dumps({"entries": [entry]})
+        return json.dumps({"entries": [entry, {**entry, "is_p2p": True}]})
 
     monkeypatch.setattr(torch_private.bindings, "_dump_nccl_trace_json", dump, raising=False)
-    found = [each for each in torch_private.calls_under_way() if each["call"] == "nccl:all_reduce"]
-    assert found == [{"call": "nccl:all_reduce", "group": "dp", "number": 9, "shapes": []}]
+    found = torch_private.recorded_collectives()
+    assert found is not None and [each for each in found if each[0] == "dp"] == [("dp", 9, "all_reduce")]
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert torch_private.recorded_collectives() is None
 
 
 def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,9 +194,10 @@ def scattered(hosts: str) -> tuple[int | None, bool]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank = int(os.environ["RANK"])
     # What `srun -m cyclic` does on two hosts.
-    agree.socket = SimpleNamespace(gethostname=lambda: hosts[rank])
-    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
-        return mesh.topology.ranks_per_node, "node" in str(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "socket", SimpleNamespace(gethostname=lambda: hosts[rank]))
+        with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+            return mesh.topology.ranks_per_node, "node" in str(mesh)
 
 
 def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
@@ -311,10 +312,13 @@ def test_rank_0_keeps_the_store_until_all_know_why_they_differ(pool: Pool, tmp_p
 
 def test_a_rank_that_holds_the_store_leaves_last() -> None:
     store = dist.HashStore()
-    store.add("come", 2)
+    store.add("come", 3)  # one of them has died before it said who it is
+    for rank in range(2):
+        store.append("here", f"{rank} fingerprint 4 host\n")
     threading.Timer(0.3, lambda: leave_together(store, stays=False)).start()
+    began = time.monotonic()
     leave_together(store, stays=True)
-    assert store.add("left", 0) == 2
+    assert store.add("left", 0) == 2 and time.monotonic() - began < 2.0
 
 
 # -- two processes of one rank ----------------------------------------------------------------------

@@ -1,0 +1,234 @@
+"""Programs that open their mesh without `with`: whatever they end by, and wherever it is reported, is explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from meshcomm.errors import CollectiveTimeout, MeshcommError
+from meshcomm.mesh.endings import ExceptHooks, backend_error
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
+from tests.group_hooks import needs_group_hooks
+from tests.jobs.test_jobs import written
+
+EXPLAINED = CollectiveTimeout("all_reduce did not end in time")
+Shown = list[BaseException]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """What the hooks that were there before get to see."""
+    found: Shown = []
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        assert kind is type(error)
+        found.append(error)
+
+    monkeypatch.setattr(sys, "excepthook", show)
+    monkeypatch.setattr(threading, "excepthook", lambda given: found.append(given.exc_value))
+    return found
+
+
+def uncaught(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+def explain(error: BaseException, thread: str) -> MeshcommError | None:
+    return EXPLAINED if isinstance(error, RuntimeError) else None
+
+
+def test_the_hooks_before_get_the_explanation_with_its_cause(shown: Shown) -> None:
+    before, lost, other = sys.excepthook, RuntimeError("timed out"), ValueError("mine")
+    hooks = ExceptHooks(explain)
+    uncaught(lost)
+    uncaught(other)
+    assert shown == [EXPLAINED, other] and EXPLAINED.__cause__ is lost
+
+    def fails() -> None:
+        raise RuntimeError("timed out")
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    assert shown[2:] == [EXPLAINED]
+    hooks.close()
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_was_set_later_stays_and_ours_under_it_explains_nothing(shown: Shown) -> None:
+    first = ExceptHooks(explain)
+    ours = sys.excepthook
+    seen: Shown = []
+
+    def of_the_user(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        seen.append(error)
+        ours(kind, error, trace)
+
+    sys.excepthook = of_the_user
+    second = ExceptHooks(explain)
+    uncaught(lost := RuntimeError("timed out"))
+    # Explained once: what is explained already is no error of a backend.
+    assert seen == [EXPLAINED] and shown == [EXPLAINED]
+    first.close()
+    assert sys.excepthook == second._main
+    second.close()
+    assert sys.excepthook is of_the_user
+    uncaught(lost)
+    assert shown[-1] is lost
+
+
+def test_an_explanation_that_fails_hides_nothing(shown: Shown) -> None:
+    def broken(error: BaseException, thread: str) -> None:
+        raise ZeroDivisionError
+
+    hooks = ExceptHooks(broken)
+    uncaught(lost := RuntimeError("timed out"))
+    hooks.close()
+    assert shown == [lost]
+
+
+def test_which_error_is_a_backends() -> None:
+    lost = RuntimeError("[pair.cc:5] Connection closed by peer")
+    assert backend_error(lost) is lost
+    wrapped = KeyError("mine")
+    wrapped.__cause__ = lost
+    assert backend_error(wrapped) is lost
+    explained = CollectiveTimeout("did not end in time")
+    explained.__cause__ = lost
+    assert backend_error(explained) is None
+    while_handled = ValueError("mine")
+    while_handled.__context__ = lost
+    assert backend_error(while_handled) is None
+    left = SystemExit(3)
+    left.__context__ = lost
+    assert backend_error(left) is lost
+    assert backend_error(RuntimeError("shapes do not match")) is None
+
+
+def test_importing_sets_no_hook() -> None:
+    program = (
+        "import sys, threading; a = sys.excepthook, threading.excepthook; import meshcomm, meshcomm.mesh; "
+    )
+    program += "assert a == (sys.excepthook, threading.excepthook)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+# A rank leaves its loop to sleep, or to end, while the others are in a call.
+PROGRAM = """
+import threading
+from torch import nn, distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=4)
+last = mesh.rank == 1
+def default():
+    dist.all_reduce(torch.ones(2))
+net = DDP(nn.Linear(2, 2), process_group=mesh.group("dp"))
+def ddp():
+    net(torch.ones(2, 2)).sum().backward()
+def trains(step, then):
+    for _ in range(70):
+        step()
+    then() if last else step()
+"""
+SLEEPS = "lambda: time.sleep(60)"
+
+
+def ended(pool: Pool, folder: Path, script: str, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
+    written(folder, PROGRAM + script, "")
+    command = launcher or ("-m", "meshcomm", "run", "--world", "2")
+    code, _, err = Job(pool, folder, *command, "script.py").finish()
+    return code, err
+
+
+@needs_group_hooks
+@pytest.mark.parametrize("step", ["ddp", "default"])
+def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Path, step: str) -> None:
+    code, err = ended(pool, tmp_path, f"trains({step}, {SLEEPS})")
+    lines = err.splitlines()
+    assert code == 1 and "  given:    call 7" in err
+    assert "            rank 1 (dp=1) has not come: it is at " in err
+    assert lines[-2].startswith("meshcomm: rank 0 (dp=0) failed: CollectiveTimeout: all_reduce ")
+    assert lines[-1] == "meshcomm: it waited for rank 1 (dp=1)"
+
+
+@needs_group_hooks
+@pytest.mark.parametrize("step", ["ddp", "default"])
+def test_the_launcher_names_a_rank_that_ended_well_too_early(pool: Pool, tmp_path: Path, step: str) -> None:
+    code, err = ended(pool, tmp_path, f"trains({step}, lambda: os._exit(0))")
+    assert code == 1 and "rank 1 does not answer: its process has ended" in err
+    assert err.splitlines()[-2] == "meshcomm: rank 1 (dp=1) ended with exit code 0 while rank 0 waited for it"
+    assert err.splitlines()[-1].startswith("meshcomm: rank 0 (dp=0) failed: PeerLost: ")
+
+
+@needs_group_hooks
+def test_an_error_that_the_program_turns_into_its_exit_code(pool: Pool, tmp_path: Path) -> None:
+    script = f"""
+try:
+    trains(ddp, {SLEEPS})
+except Exception:
+    sys.exit(3)
+"""
+    code, err = ended(pool, tmp_path, script)
+    assert code == 3 and err.splitlines()[-1] == "meshcomm: it waited for rank 1 (dp=1)"
+
+
+@needs_group_hooks
+def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    code, err = ended(pool, tmp_path, f"trains(ddp, {SLEEPS})", torchrun)
+    assert code == 1 and err.count("made past the mesh along") == 1
+    assert 'CollectiveTimeout: all_reduce made past the mesh along "dp" on rank 0 (dp=0) did not end' in err
+
+
+@needs_group_hooks
+def test_an_error_that_the_program_caught_is_reported_in_one_line(pool: Pool, tmp_path: Path) -> None:
+    script = """
+try:
+    trains(ddp, lambda: time.sleep(12))
+except Exception:
+    print("caught")
+    time.sleep(5)
+"""
+    _, err = ended(pool, tmp_path, script)
+    said = [line for line in err.splitlines() if "rank 1 (dp=1) has not come" in line]
+    assert len(said) == 1 and said[0].startswith("meshcomm: all_reduce made past the mesh along")
+
+
+def test_a_monitored_barrier_without_a_timeout_ends_at_that_of_its_group(pool: Pool, tmp_path: Path) -> None:
+    script = 'dist.monitored_barrier(group=mesh.group("dp")) if mesh.rank == 0 else time.sleep(60)'
+    code, err = ended(pool, tmp_path, script)
+    assert (
+        code == 1 and "CollectiveTimeout: monitored_barrier on dp on rank 0 (dp=0) did not end in time" in err
+    )
+    assert (
+        "timed out after the 4 s of the group, as it got no timeout" in err and "rank 1 (dp=1) is at " in err
+    )
+
+
+def test_a_timeout_that_torch_has_been_told_since_is_obeyed(pool: Pool, tmp_path: Path) -> None:
+    script = """
+from datetime import timedelta
+dist.set_timeout(timedelta(seconds=40), mesh.group("dp"))
+if mesh.rank:
+    time.sleep(4 + 7)
+mesh.all_reduce("dp", torch.ones(2))
+"""
+    assert ended(pool, tmp_path, script) == (0, "")
+
+
+def test_a_slice_of_a_device_mesh_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    script = """
+from torch.distributed.device_mesh import init_device_mesh
+mesh.close()
+whole = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+meshcomm.init(whole["tp"])
+"""
+    code, err = ended(pool, tmp_path, script)
+    assert code == 2 and "LayoutError: the DeviceMesh is a slice" in err
+    assert "try:      mesh = meshcomm.init(device_mesh), without [...]" in err
