@@ -65,6 +65,10 @@ _C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distribute
 _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 
 
+def _unknown(rank: int) -> str:
+    return ""
+
+
 @final
 class Watchdog(Watching):
     """Answers for one rank, asks for it, and ends its process where the backend holds a call for ever.
@@ -101,7 +105,7 @@ class Watchdog(Watching):
         end: Callable[[MeshcommError], None],
         alone: bool = False,
         is_member: Callable[[int], bool] = lambda _: True,
-        process_of: Callable[[int], str] = lambda _: "",
+        process_of: Callable[[int], str] = _unknown,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -268,8 +272,10 @@ class Watchdog(Watching):
                 thread.join(waits_s)
         for recorder, _ in self._recorders:
             recorder.close()
-        # One where nobody answers, in place of a connection.
+        # One where nobody answers, in place of a connection; and no Work, which holds the group's.
         self._store = dist.HashStore()
+        self._process_of = _unknown
+        self._reported, self._unhandled = None, (None, 0)
         self._query = StatusQuery(self._store, self._rank, self._interval)
         self._desync.let_go()
 
