@@ -247,19 +247,9 @@ class FlightRecorder:
         who: this rank with its coords, for errors.
         """
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
-        me = ref(self)
+        self.hooks = hooked(group, ref(self), name, who)
 
-        def before(given: Any) -> None:
-            if (recorder := me()) is not None:
-                recorder._before(name, who, given)
-
-        def after(given: Any) -> None:
-            if (recorder := me()) is not None:
-                recorder._after(given)
-
-        self.hooks = GroupHooks(group, before, after)
-
-    def _before(self, name: str, who: str, given: Any) -> None:
+    def before(self, name: str, who: str, given: Any) -> None:
         """A call is about to be issued on the group. One of ours is known already."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
@@ -291,7 +281,7 @@ class FlightRecorder:
             self.under_way = None
         self._issued = True
 
-    def _after(self, given: Any) -> None:
+    def after(self, given: Any) -> None:
         """A call has been issued on the group."""
         if self.under_way is not None or self.messages.waiting is not None:
             return
@@ -432,6 +422,20 @@ class Caller:
     def wait_within(self, work: Work, timeout_s: float) -> None:
         """Wait for one of the group's Works for a limited time."""
         self.transport.wait_within(work, timeout_s)
+
+
+def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
+    """Have every call that others make on `group`, the dim `name`, seen by a recorder, where there is one at that time."""
+
+    def before(given: Any) -> None:
+        if (recorder := recorder_of()) is not None:
+            recorder.before(name, who, given)
+
+    def after(given: Any) -> None:
+        if (recorder := recorder_of()) is not None:
+            recorder.after(given)
+
+    return GroupHooks(group, before, after)
 
 
 def _facts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -29,10 +29,11 @@ class CallCheck:
     operation or root, get wrong numbers or hang on most backends. Here each rank first tells the
     others what it is about to do, in one small all_gather.
 
-    limit: how many calls are compared; None for all of them. Every rank has the same.
+    transport: of the group, asked for at each call. limit: how many calls are compared; None for all of them. Every
+    rank has the same.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], limit: int | None) -> None:
+    def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
         self._transport = transport
         self._ranks = list(ranks)
         self._left = limit
@@ -41,7 +42,7 @@ class CallCheck:
     @property
     def active(self) -> bool:
         """Whether the next call will be compared."""
-        return (self._left is None or self._left > 0) and self._transport.size > 1
+        return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
     def compare(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Return when all ranks are about to make the same call on the dim `name`; whether they had to meet for it.
@@ -50,7 +51,8 @@ class CallCheck:
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
-        if not self.active or self._transport.compares(name, call, facts):
+        transport = self._transport()
+        if not self.active or transport.compares(name, call, facts):
             return False
         if self._left is not None:
             self._left -= 1
@@ -58,13 +60,13 @@ class CallCheck:
         mine = _message(call, facts, past)
         told = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
         told[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        told = told.to(self._transport.device)
-        everyone = told.new_empty(self._transport.size * _BYTES)
-        work = self._transport.start(Call(ALL_GATHER, told, everyone))
+        told = told.to(transport.device)
+        everyone = told.new_empty(transport.size * _BYTES)
+        work = transport.start(Call(ALL_GATHER, told, everyone))
         if work is not None:
             work.wait()
         rows = everyone.cpu().view(-1, _BYTES)
-        own = rows[self._transport.coord]
+        own = rows[transport.coord]
         texts = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         if all(torch.equal(row, own) for row in rows):
             return True

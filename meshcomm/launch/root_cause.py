@@ -57,6 +57,8 @@ def root_cause(
     for what in dict.fromkeys(each.what for each in others):
         ranks = [each.rank for each in others if each.what == what]
         lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
+    if _aborted(root):
+        lines += _calls_beside(failures)
     if root.missing:
         lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
     left = [rank for rank in root.missing if rank in ended] or ([] if root.missing else sorted(ended))
@@ -83,6 +85,21 @@ def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], 
 
 def _aborted(failure: Failure) -> bool:
     return not failure.raised and failure.code == 128 + signal.SIGABRT
+
+
+def _calls_beside(failures: Sequence[Failure]) -> list[str]:
+    """The calls that ranks were in when another was ended by SIGABRT, and what they have to do with it."""
+    made: dict[str, list[int]] = {}
+    for each in failures:
+        if (call := each.call) is not None and each.follows:
+            text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, at {call['callsite']}"
+            made.setdefault(text, []).append(each.rank)
+    lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
+    if lines:
+        lines.append(
+            "Gloo ends a process by SIGABRT that is sent more than its own call takes: compare the sizes"
+        )
+    return lines
 
 
 def _compare_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:

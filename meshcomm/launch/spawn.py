@@ -28,6 +28,8 @@ _POLL_S: Final = 0.05
 # What ranks get between being asked to end and SIGKILL; the variable is torch's, in seconds.
 _GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+# How long the others may take to say what they called, where a rank was ended by SIGABRT.
+_SPEAKS_S: Final = 5.0
 # After Ctrl-C somebody waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 
@@ -147,7 +149,7 @@ def _run_ranks(
         for rank in range(world_size):
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             ranks.append(Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
-        return _await_exits(ranks)
+        return _await_exits(ranks, lambda: len(collect(folder, attempt)))
     except _Signalled as received:
         ending = received.number
         if ending == signal.SIGINT:
@@ -158,14 +160,25 @@ def _run_ranks(
         end_all(folder)
 
 
-def _await_exits(ranks: Sequence[Popen[bytes]]) -> tuple[Exits, list[int]]:
-    """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well."""
+def _await_exits(ranks: Sequence[Popen[bytes]], spoke: Callable[[], int]) -> tuple[Exits, list[int]]:
+    """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well.
+
+    spoke: how many ranks have left an error. One that its backend ended by SIGABRT cannot: the others are asked what
+    they called, which takes them a moment.
+    """
     alive_at = [time.time()] * len(ranks)
+    failed: Exits = {}
+    deadline = None
     while True:
         now = time.time()
         codes = [process.poll() for process in ranks]
-        failed = {rank: (code, alive_at[rank]) for rank, code in enumerate(codes) if code}
-        if failed or None not in codes:
+        failed |= {
+            rank: (code, alive_at[rank]) for rank, code in enumerate(codes) if code and rank not in failed
+        }
+        if failed and deadline is None:
+            aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
+            deadline = now + (_SPEAKS_S if aborted else 0.0)
+        if None not in codes or (deadline is not None and (now >= deadline or spoke() >= codes.count(None))):
             return failed, [rank for rank, code in enumerate(codes) if code == 0]
         alive_at = [now] * len(ranks)
         time.sleep(_POLL_S)

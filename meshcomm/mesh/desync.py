@@ -154,7 +154,8 @@ class DesyncMonitor:
             if self._store.check(["desync"]):
                 self.found = json.loads(self._store.get("desync"))
                 return True
-            for recorder, _ in list(self._recorders):
+            # Groups outside of the mesh have no steps: other threads may call on them at their own pace.
+            for recorder in [each for each, _ in self._recorders if each.steps.step]:
                 # A rank that leaves does not know whether the first one of its group is still to compare.
                 if recorder.ranks[0] == self._rank:
                     through = self._compare(recorder, recorder.ranks[1:], step) and through

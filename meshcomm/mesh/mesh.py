@@ -26,6 +26,7 @@ from meshcomm.mesh.barriers import Barriers
 from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.endings import caused_by
 from meshcomm.mesh.metrics import Metrics
+from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.random_numbers import RandomNumbers
 from meshcomm.mesh.runtime import WORLD, Runtime
 from meshcomm.mesh.store import MeshStore, prefixed, within
@@ -87,8 +88,18 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self.functional = Functional(self._at)
         self.objects = Objects(self._at, self.device, self.pretended)
         self._rearranger: Rearranger | None = None
+        self._outside: OutsideGroups | None = None
         if self.is_member:
             self._connect()
+            if self._watch is not None and self._watch.timed and not self.pretended:
+                self._outside = OutsideGroups(
+                    self._watch.record,
+                    self._watch.forget,
+                    self.layout.ranks.tolist(),
+                    self.device,
+                    self.label,
+                    runtime.validate_calls,
+                )
 
     @property
     def topology(self) -> TopologyConfig:
@@ -232,6 +243,8 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
         self._recorders.clear()
+        if self._outside is not None:
+            self._outside.close()
         if self._watch is not None:
             self._watch.close()
         ordered = [each for each in self._transports.values() if each.ordered]
@@ -286,6 +299,8 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             self._parent, self.closed = self._process, True
             self.store.close(f"belongs to process {self._parent}, from which this one was forked")
             self._at.clear()
+            if self._outside is not None:
+                self._outside.close()
             self._watch = None
 
     def __repr__(self) -> str:
@@ -331,7 +346,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
             recorder = self._recorders[key] = self._watch.record(group.label, ranks, transport)
-            recorder.check = CallCheck(transport, ranks, self._runtime.validate_calls)
+            recorder.check = CallCheck(lambda: transport, ranks, self._runtime.validate_calls)
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.spans)
             if isinstance(transport, ProcessGroupTransport):

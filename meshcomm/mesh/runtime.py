@@ -62,6 +62,10 @@ class Watching(ABC):
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         """A recorder for one more group, which `transport` carries."""
 
+    def forget(self, recorder: FlightRecorder) -> None:
+        """A group is gone."""
+        return
+
     @abstractmethod
     def noted(self, step: int) -> None:
         """All recorders have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -178,6 +178,10 @@ class Watchdog(Watching):
         self._recorders.append((recorder, timeout))
         self._carried[transport.group_name] = recorder, timeout
         return recorder
+
+    def forget(self, recorder: FlightRecorder) -> None:
+        recorder.close()
+        self._recorders[:] = [each for each in self._recorders if each[0] is not recorder]
 
     def noted(self, step: int) -> None:
         self._desync.noted(step)
@@ -502,9 +506,10 @@ class CallTimer:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[FlightRecorder, tuple[Any, float]] = {}
-        self._queued: dict[FlightRecorder, Queued] = {}
-        self._next: dict[FlightRecorder, float] = {}
+        # Weak, as groups come and go.
+        self._seen: WeakKeyDictionary[FlightRecorder, tuple[Any, float]] = WeakKeyDictionary()
+        self._queued: WeakKeyDictionary[FlightRecorder, Queued] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[FlightRecorder, float] = WeakKeyDictionary()
 
     def overdue(
         self, recorders: Sequence[tuple[FlightRecorder, float]], now: float

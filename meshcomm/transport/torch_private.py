@@ -196,6 +196,11 @@ class GroupHooks:
             # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
             atexit.register(self.remove)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the hooks are there."""
+        return self._group is not None
+
     def remove(self) -> None:
         """Take the hooks off; harmless when repeated."""
         atexit.unregister(self.remove)
@@ -203,6 +208,56 @@ class GroupHooks:
             self._group.unregister_pre_hook(_HOOK)
             self._group.unregister_post_hook(_HOOK)
         self._group = None
+
+
+def has_hooks(group: Any) -> bool:
+    """Whether somebody sees the calls on a group by GroupHooks already."""
+    hooks: GroupHooks | None = _HOOKED_GROUPS.get(str(group.group_name))
+    return hooks is not None and hooks.alive
+
+
+# Who is told of each group that torch makes; torch's own function stands behind, while there is anybody.
+_NEW_GROUPS: list[Callable[[Any], None]] = []
+_PLAIN: Any = getattr(c10d, "_register_pg_in_world", None)
+
+
+def _registered(group: Any, *args: Any, **given: Any) -> None:
+    _PLAIN(group, *args, **given)
+    for told in list(_NEW_GROUPS):
+        told(group)
+
+
+def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `told` with every process group that torch makes from now on; returns what ends that.
+
+    Its ranks are known a moment later. Tried on torch 2.15; older torch tells of none.
+    """
+    _NEW_GROUPS.append(told)
+    if _PLAIN is not None:
+        c10d._register_pg_in_world = _registered
+
+    def end() -> None:
+        if told in _NEW_GROUPS:
+            _NEW_GROUPS.remove(told)
+        if not _NEW_GROUPS and _PLAIN is not None:
+            c10d._register_pg_in_world = _PLAIN
+
+    return end
+
+
+def groups_by_name() -> dict[str, Any]:
+    """The process groups of this process, the default one among them."""
+    return {str(name): group for group, name in c10d._world.pg_names.items()}
+
+
+def group_named(name: str) -> Any:
+    """One of them."""
+    return c10d._resolve_process_group(_NAME(name))
+
+
+def ranks_of(group: Any) -> list[int]:
+    """The global ranks of a group, in the order of its own."""
+    return dist.get_process_group_ranks(group)
 
 
 # What hooks of a group call the functional collectives, by the operator's name.

@@ -15,6 +15,7 @@ from tests.faults import (
     opening_rows,
     past_rows,
     step_rows,
+    unequal_rows,
 )
 from tests.faults.row import Row
 
@@ -29,6 +30,7 @@ _ALL: Final = [
     *step_rows.ROWS,
     *past_rows.ROWS,
     *bare_rows.ROWS,
+    *unequal_rows.ROWS,
 ]
 
 ROWS: Final[dict[str, Row]] = {row.name: row for row in _ALL}

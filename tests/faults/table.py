@@ -123,19 +123,13 @@ def main(chosen: Sequence[str]) -> int:
         PAGE.write_text(page(results), encoding="utf-8")
         return 1 if bad else 0
     text = PAGE.read_text(encoding="utf-8").splitlines()
-    for name, result in results.items():
-        names_before = list(ROWS)[: list(ROWS).index(name)]
-        shown = {line.split("`")[1]: i for i, line in enumerate(text) if line.startswith("| `")}
-        if name in shown:
-            text[shown[name]] = _line(ROWS[name], result)
-        else:
-            text.insert(
-                max(shown[before] for before in names_before if before in shown) + 1,
-                _line(ROWS[name], result),
-            )
-    if _YET in text:
-        text = text[: text.index(_YET) - 1]
-    PAGE.write_text("\n".join(text + _flaws()) + "\n", encoding="utf-8")
+    first = next(i for i, line in enumerate(text) if line.startswith("| `"))
+    lines = {line.split("`")[1]: line for line in text[first:] if line.startswith("| `")}
+    lines |= {name: _line(ROWS[name], result) for name, result in results.items()}
+    # Rows that are new have a place now, and those that are gone have none.
+    kept = [lines[name] for name in ROWS if name in lines]
+    head = re.sub(r"(?m)^\d+ rows,", f"{len(kept)} rows,", "\n".join(text[:first]))
+    PAGE.write_text("\n".join([head, *kept, *_flaws()]) + "\n", encoding="utf-8")
     return 1 if bad else 0
 
 

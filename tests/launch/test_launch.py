@@ -149,3 +149,27 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
     assert last[0].startswith("meshcomm: rank 2 (dp=2) failed: ")
     assert "rank 2 (dp=2) made barrier, at script.py:8, as call 10" in err
     assert "ranks 0 1 3 made all_reduce, at script.py:7, as call 10" in err
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_size_that_ends_a_rank_by_sigabrt_is_told_with_the_callsites(
+    pool: Pool, tmp_path: Path, ranks: int
+) -> None:
+    """Past the calls that are compared, Gloo aborts a rank that is sent more than its call takes."""
+    script = """
+import torch, meshcomm
+facts = {"dims": {"dp": -1}, "device": "cpu", "validate_calls": 0, "reports": "", "timeout_s": 5}
+with meshcomm.init({"mesh": facts}) as mesh:
+    mesh.all_reduce("dp", torch.ones(4))
+    mesh.all_reduce("dp", torch.ones(100_000 if mesh.rank == 1 else 4))
+    mesh.all_reduce("dp", torch.ones(4))
+"""
+    (tmp_path / "script.py").write_text(script)
+    words = ("-m", "meshcomm", "run", "--world", str(ranks), "script.py")
+    code, out, err = Job(pool, tmp_path, *words).finish()
+    assert (code != 0, out) == (True, "")
+    # Which of the others aborts is chance; whoever is left says what it was in.
+    assert "SIGABRT" in err
+    assert "all_reduce of 400000 bytes, call 2 on dp, at script.py:6" in err or (
+        "rank 1 (dp=1) made all_reduce of 400000 bytes, at script.py:6, as call 2" in err
+    )

@@ -111,10 +111,23 @@ def test_an_abort_comes_after_an_error_that_names_who_is_missing() -> None:
         assert told(left, {3: -6})[0][0] == "rank 3 (pp=0 tp=3) was ended by SIGABRT"
 
 
+def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
+    # Gloo aborts a rank that is sent more than its call takes, and that rank can say nothing.
+    left = [called(rank, 9.0, "all_reduce", 71, follows=True, bytes=24, missing=(3,)) for rank in (0, 1)]
+    left.append(called(2, 9.0, "all_reduce", 71, follows=True, bytes=16, missing=(3,)))
+    lines = told(left, {3: -6})[0]
+    assert lines[:4] == [
+        "rank 3 (pp=0 tp=3) was ended by SIGABRT",
+        "ranks 0 1: in all_reduce of 24 bytes, call 71 on tp, at train.py:6",
+        "rank 2: in all_reduce of 16 bytes, call 71 on tp, at train.py:6",
+        "Gloo ends a process by SIGABRT that is sent more than its own call takes: compare the sizes",
+    ]
+
+
 def called(rank: int, at: float, call: str, number: int = 140, label: str = "tp", **more: Any) -> Failure:
     site = f"train.py:{7 if call == 'barrier' else 6}"
-    made = {"label": label, "number": number, "call": call, "callsite": site}
-    return failure(rank, at, "CollectiveTimeout", follows=True, call=made, **more)
+    made = {"label": label, "number": number, "call": call, "callsite": site, "bytes": more.pop("bytes", 4)}
+    return failure(rank, at, "CollectiveTimeout", call=made, **{"follows": True, **more})
 
 
 def test_a_rank_whose_operation_differs_at_one_sequence_number_is_the_cause() -> None:

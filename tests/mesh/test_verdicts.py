@@ -875,9 +875,9 @@ def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
         x = torch.ones(2)
         return SimpleNamespace(name=kinds[kind], input_tensors=[x], output_tensors=[], root=1, work=work)
 
-    recorder._before("dp", "rank 0", given("ALLREDUCE"))
-    recorder._before("dp", "rank 0", given("SEND"))
-    recorder._after(given("SEND"))
+    recorder.before("dp", "rank 0", given("ALLREDUCE"))
+    recorder.before("dp", "rank 0", given("SEND"))
+    recorder.after(given("SEND"))
     assert {key[1]: counter.calls for key, counter in recorder.counters.items()} == {
         "all_reduce": 0,
         "send": 1,

@@ -1,0 +1,111 @@
+"""Groups of torch's that no dim of a mesh has: the default group, and those of `dist.new_group`. Their calls are compared too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+
+from meshcomm.comm.flight_recorder import FlightRecorder, hooked
+from meshcomm.comm.mismatch import CallCheck
+from meshcomm.transport import ProcessGroupTransport, Transport
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_private import (
+    GroupHooks,
+    backend_of,
+    default_group,
+    group_named,
+    groups_by_name,
+    has_hooks,
+    on_new_groups,
+    ranks_of,
+)
+
+# What a mesh calls its own groups.
+OWN: Final = "meshcomm"
+
+
+@final
+class OutsideGroups:
+    """Watches torch's groups beside those of a mesh while the mesh is open, those that are made meanwhile among them.
+
+    A group is watched where all its ranks are in the mesh: all of them open and close it at the same point of the
+    program. It is held by its name, and let go of when torch does.
+
+    Args:
+        record: makes a recorder for a group, by its label, ranks and transport. forget: lets go of it.
+        ranks: of the mesh. device: of this rank. who: this rank with its coords, for errors.
+        limit: how many calls on each group are compared; None: all.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[str, list[int], Transport], FlightRecorder],
+        forget: Callable[[FlightRecorder], None],
+        ranks: Collection[int],
+        device: torch.device,
+        who: str,
+        limit: int | None,
+    ) -> None:
+        self._record, self._forget = record, forget
+        self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
+        self._hooks: dict[str, GroupHooks] = {}
+        # Made at the first call on a group: its ranks are known by then. None: it is not watched.
+        self._recorders: dict[str, FlightRecorder | None] = {}
+        self._ended = on_new_groups(self._see)
+        for group in groups_by_name().values():
+            self._see(group)
+
+    def _see(self, group: Any) -> None:
+        live = groups_by_name()
+        for gone in [name for name in self._hooks if name not in live]:
+            self._let_go(gone)
+        name = str(group.group_name)
+        if not name.startswith(OWN) and not has_hooks(group):
+            self._hooks[name] = hooked(group, partial(self._recorder, name), _label(group), self._who)
+
+    def _recorder(self, name: str) -> FlightRecorder | None:
+        if name not in self._recorders:
+            self._recorders[name] = self._made(group_named(name))
+        return self._recorders[name]
+
+    def _made(self, group: Any) -> FlightRecorder | None:
+        ranks, backend = ranks_of(group), backend_of(group)
+        # The host reads what is compared.
+        device = torch.device("cpu")
+        if backend_on(backend, device) != "gloo":
+            device = self._device
+        if not len(ranks) > 1 or not self._ranks.issuperset(ranks):
+            return None
+        if backend_on(backend, device) not in ("gloo", *STREAM_ORDERED):
+            return None
+
+        def transport(group: Any) -> ProcessGroupTransport:
+            return ProcessGroupTransport(group, backend, device, owned=False)
+
+        name = str(group.group_name)
+        recorder = self._record(_label(group), ranks, transport(group))
+        recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
+        return recorder
+
+    def _let_go(self, name: str) -> None:
+        self._hooks.pop(name).remove()
+        recorder = self._recorders.pop(name, None)
+        if recorder is not None:
+            self._forget(recorder)
+
+    def close(self) -> None:
+        """Let go of all groups. Harmless when repeated."""
+        self._ended()
+        for name in list(self._hooks):
+            self._let_go(name)
+
+
+def _label(group: Any) -> str:
+    """As errors show it; the same on all ranks of the group."""
+    if group is default_group():
+        return "default group"
+    described = str(group.group_desc)
+    return f"group {group.group_name}" + (f", {described}" if described not in ("", "undefined") else "")
