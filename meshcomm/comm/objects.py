@@ -57,9 +57,10 @@ class Objects:
 
     max_bytes: the most that one object may take when encoded; the smallest of the group holds.
 
-    Where one rank's object cannot be sent, is over the cap, or ranks disagree on the call or on
-    `pickle`, every rank of the group raises the same ObjectError before the bytes move, and the
-    group stays usable. Peers and roots are coords.
+    Where one rank's object cannot be sent, is over the cap, or ranks disagree on `pickle`, every rank
+    of the group raises the same ObjectError before the bytes move, and the group stays usable. So it
+    is for another call or root on one rank, which among the first calls is a CallMismatchError. Peers
+    and roots are coords.
 
     In a pretended world every other rank is taken to give to `all_gather` and `gather` what this rank gives; an object
     that only another rank has is refused.

@@ -93,12 +93,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             self._connect()
             if self._watch is not None and self._watch.timed and not self.pretended:
                 self._outside = OutsideGroups(
-                    self._watch.record,
-                    self._watch.forget,
-                    self.layout.ranks.tolist(),
-                    self.device,
-                    self.label,
-                    runtime.validate_calls,
+                    self._watch, self.layout.ranks.tolist(), self.device, self.label, runtime.validate_calls
                 )
 
     @property
@@ -299,9 +294,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             self._parent, self.closed = self._process, True
             self.store.close(f"belongs to process {self._parent}, from which this one was forked")
             self._at.clear()
-            if self._outside is not None:
-                self._outside.close()
-            self._watch = None
+            self._watch = self._outside = None
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.layout.dims.items())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any, Final, final
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder, hooked
+from meshcomm.comm.handle import failure
 from meshcomm.comm.mismatch import CallCheck
-from meshcomm.transport import ProcessGroupTransport, Transport
+from meshcomm.mesh.runtime import Watching
+from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import (
     GroupHooks,
@@ -32,24 +36,24 @@ class OutsideGroups:
     """Watches torch's groups beside those of a mesh while the mesh is open, those that are made meanwhile among them.
 
     A group is watched where all its ranks are in the mesh: all of them open and close it at the same point of the
-    program. It is held by its name, and let go of when torch does.
+    program. It is held by its name, and let go of when torch does. A mesh that nobody closed goes on to compare until
+    the default group ends, as its ranks are collected as garbage at different times.
 
     Args:
-        record: makes a recorder for a group, by its label, ranks and transport. forget: lets go of it.
+        watch: makes the recorders; held weakly.
         ranks: of the mesh. device: of this rank. who: this rank with its coords, for errors.
         limit: how many calls on each group are compared; None: all.
     """
 
     def __init__(
         self,
-        record: Callable[[str, list[int], Transport], FlightRecorder],
-        forget: Callable[[FlightRecorder], None],
+        watch: Watching,
         ranks: Collection[int],
         device: torch.device,
         who: str,
         limit: int | None,
     ) -> None:
-        self._record, self._forget = record, forget
+        self._watch, self._world = ref(watch), default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
         # Made at the first call on a group: its ranks are known by then. None: it is not watched.
@@ -59,8 +63,11 @@ class OutsideGroups:
             self._see(group)
 
     def _see(self, group: Any) -> None:
+        if not dist.is_initialized() or default_group() is not self._world:
+            self.close()
+            return
         live = groups_by_name()
-        for gone in [name for name in self._hooks if name not in live]:
+        for gone in [name for name, hooks in self._hooks.items() if live.get(name) is not hooks.group]:
             self._let_go(gone)
         name = str(group.group_name)
         if not name.startswith(OWN) and not has_hooks(group):
@@ -85,16 +92,19 @@ class OutsideGroups:
         def transport(group: Any) -> ProcessGroupTransport:
             return ProcessGroupTransport(group, backend, device, owned=False)
 
-        name = str(group.group_name)
-        recorder = self._record(_label(group), ranks, transport(group))
+        name, label, watch = str(group.group_name), _label(group), self._watch()
+        if watch is None:
+            recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
+        else:
+            recorder = watch.record(label, ranks, transport(group))
         recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
         return recorder
 
     def _let_go(self, name: str) -> None:
         self._hooks.pop(name).remove()
-        recorder = self._recorders.pop(name, None)
-        if recorder is not None:
-            self._forget(recorder)
+        recorder, watch = self._recorders.pop(name, None), self._watch()
+        if recorder is not None and watch is not None:
+            watch.forget(recorder)
 
     def close(self) -> None:
         """Let go of all groups. Harmless when repeated."""

@@ -181,6 +181,7 @@ class GroupHooks:
 
     before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
     nothing is sent. after: gets name, work. Older torch has no such hooks; then this does nothing.
+    group: None where it has no hooks, or has them no more.
     """
 
     def __init__(
@@ -188,36 +189,32 @@ class GroupHooks:
     ) -> None:
         hooks: Any = group
         self.before, self.after = before, after
-        self._group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
-        if self._group is not None:
-            self._group.register_pre_hook(_HOOK, before)
-            self._group.register_post_hook(_HOOK, after)
+        self.group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
+        if self.group is not None:
+            self.group.register_pre_hook(_HOOK, before)
+            self.group.register_post_hook(_HOOK, after)
             _HOOKED_GROUPS[str(group.group_name)] = self
             # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
             atexit.register(self.remove)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the hooks are there."""
-        return self._group is not None
-
     def remove(self) -> None:
         """Take the hooks off; harmless when repeated."""
         atexit.unregister(self.remove)
-        if self._group is not None:
-            self._group.unregister_pre_hook(_HOOK)
-            self._group.unregister_post_hook(_HOOK)
-        self._group = None
+        if self.group is not None:
+            self.group.unregister_pre_hook(_HOOK)
+            self.group.unregister_post_hook(_HOOK)
+        self.group = None
 
 
 def has_hooks(group: Any) -> bool:
     """Whether somebody sees the calls on a group by GroupHooks already."""
     hooks: GroupHooks | None = _HOOKED_GROUPS.get(str(group.group_name))
-    return hooks is not None and hooks.alive
+    return hooks is not None and hooks.group is group
 
 
 # Who is told of each group that torch makes; torch's own function stands behind, while there is anybody.
 _NEW_GROUPS: list[Callable[[Any], None]] = []
+_C10D: Any = c10d
 _PLAIN: Any = getattr(c10d, "_register_pg_in_world", None)
 
 
@@ -234,13 +231,13 @@ def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
     """
     _NEW_GROUPS.append(told)
     if _PLAIN is not None:
-        c10d._register_pg_in_world = _registered
+        _C10D._register_pg_in_world = _registered
 
     def end() -> None:
         if told in _NEW_GROUPS:
             _NEW_GROUPS.remove(told)
         if not _NEW_GROUPS and _PLAIN is not None:
-            c10d._register_pg_in_world = _PLAIN
+            _C10D._register_pg_in_world = _PLAIN
 
     return end
 

@@ -131,6 +131,13 @@ def test_a_mesh_that_nobody_closed_goes_on_to_compare_on_every_rank() -> None:
     del mesh
     dist.all_reduce(torch.ones(3))
     refused(None, rank == 1, 2, "default group", "1 of  0")
+    # It ends with the default group: the next one has the same name and is another's.
+    store = dist.PrefixStore("again", torch_private.default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert not torch_private.has_hooks(torch_private.default_group())
+    with meshcomm.init(**{**CONFIG, "dims": {"dp": 2}}):
+        refused(None, rank == 1, 1, "default group", "1 of  0")
     dist.destroy_process_group()
 
 
