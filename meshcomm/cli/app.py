@@ -143,7 +143,7 @@ def show(what: RenderableType) -> None:
     """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
     from meshcomm.show.page import terminal
 
-    terminal().print(what)
+    terminal().print(what, crop=False)
 
 
 def show_json(facts: object) -> None:

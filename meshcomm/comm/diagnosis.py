@@ -171,13 +171,13 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
         }
         usual = Counter(what.values()).most_common(1)[0][0]
         lines = {
-            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}{_at(callsite)}, as call {number}"
+            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}, at {callsite}, as call {number}"
             for rank, (_, callsite, _) in calls.items()
             if what[rank] != usual
         }
         if lines:
             others = [rank for rank in calls if rank not in lines]
-            rest = f"{ranks_text(others)} made {usual}{_at(calls[others[0]][1])}, as call {number}"
+            rest = f"{ranks_text(others)} made {usual}, at {calls[others[0]][1]}, as call {number}"
             return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
     return None
 
@@ -256,11 +256,11 @@ def doing_of(status: Status, label: str | None = None) -> str:
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
-    calls = [(call, group) for group in _groups(status) if (call := _blocked_in(group)) is not None]
+    calls = [call for group in status["groups"] if (call := _blocked_in(group)) is not None]
     if calls:
         # A collective says more than a message.
-        call, group = next((each for each in reversed(calls) if "parts" not in each[0]), calls[-1])
-        return f"is in {_told(call, group)}{_at(call['callsite'])}"
+        call = next((each for each in reversed(calls) if "parts" not in each), calls[-1])
+        return f"is in {_told(call)}, at {call['callsite']}"
     own = _group(status, label)
     after = ""
     thread = f"; {status['thread']}" if status.get("thread") else ""
@@ -300,7 +300,7 @@ def root_cause(statuses: Statuses) -> list[str]:
             others = absent(label, group["ranks"], group["started"], statuses, waiting, rank) if call else []
             if others:
                 waits[rank] = {peer for peer, _ in others}
-                calls[rank] = f"{_told(call, group)}, at {call['callsite']}"
+                calls[rank] = f"{_told(call)}, at {call['callsite']}"
     if not waits:
         return ["no rank was found waiting for another: the reports hold no diagnosis"]
     if circle := find_circle(waits):
@@ -328,17 +328,11 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:_LINES], f"and {len(lines) - _LINES} more ranks"]
 
 
-def _told(call: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """A collective, or messages, of a group, as `FlightRecorder.status` has them, in words."""
-    on = f"on {group['label']}" if call["dim"] is None else f'along "{call["dim"]}"'
+def _told(call: Mapping[str, Any]) -> str:
+    """A collective, or messages, as `FlightRecorder.status` has them, in words."""
     if "parts" in call:
-        return f"{described(call)} {on}"
-    return f"{call['call']} {on}" + (f", call {call['number']}" if call["number"] else "")
-
-
-def _at(callsite: str) -> str:
-    """The line of a call, which torch does not tell of calls on groups that no mesh watches."""
-    return f", at {callsite}" if callsite else ""
+        return f'{described(call)} along "{call["dim"]}"'
+    return f'{call["call"]} along "{call["dim"]}"' + (f", call {call['number']}" if call["number"] else "")
 
 
 def _blocked_in(group: Mapping[str, Any]) -> Any:
@@ -392,13 +386,8 @@ def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Nod
     return way[::-1]
 
 
-def _groups(status: Status) -> list[Any]:
-    """The groups of the mesh, and others of torch on which the rank has called."""
-    return [*status["groups"], *(status.get("others") or ())]
-
-
 def _group(status: Status | None, label: str | None) -> Any:
-    groups = [] if status is None else _groups(status)
+    groups = [] if status is None else status["groups"]
     return next((group for group in groups if group["label"] == label), None)
 
 
@@ -441,11 +430,11 @@ class FailedCall:
         who = list(self.ranks) if len(self.ranks) <= 16 else fold(self.ranks)
         which = f"call {self.number}" if counted else str(last["call"])
         which = described(self.waiting) if self.waiting else which
-        self._first = f"{which} on {self.label}, ranks {who}{_at(call['callsite'])}"
+        self._first = f"{which} on {self.label}, ranks {who}, at {call['callsite']}"
         self.facts: dict[str, Any] = {
             "label": self.label,
             "error": [self._said],
-            "call": _told(call, group),
+            "call": _told(call),
             "callsite": call["callsite"],
             "waiting": self.waiting,
         }

@@ -65,4 +65,4 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
     from meshcomm.doctor.finding import view
     from meshcomm.show.page import terminal
 
-    terminal().print(view(facts))
+    terminal().print(view(facts), crop=False)

@@ -356,7 +356,6 @@ def _create(
                 timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
                 end=end,
                 alone=joined.pretended,
-                is_member=lambda other: other in plan.layout,
                 process_of=partial(state_of_rank, joined.store),
             )
             if not joined.pretended and rank == min(plan.layout.ranks.tolist()):

@@ -35,7 +35,6 @@ from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
-from meshcomm.mesh.other_groups import failed_on, other_groups
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.store import within
@@ -87,7 +86,6 @@ class Watchdog(Watching):
         timeouts: seconds by the label of a group.
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
         alone: the other ranks are no processes, and nobody there says what it does.
-        is_member: whether a global rank is in the mesh, and answers.
         process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" where nobody here knows.
     """
 
@@ -104,7 +102,6 @@ class Watchdog(Watching):
         timeouts: Callable[[str], float],
         end: Callable[[MeshcommError], None],
         alone: bool = False,
-        is_member: Callable[[int], bool] = lambda _: True,
         process_of: Callable[[int], str] = _unknown,
     ) -> None:
         self._store = store
@@ -116,7 +113,7 @@ class Watchdog(Watching):
         self._interval = look_interval_s(world_size)
         self._recorders: list[tuple[FlightRecorder, Callable[[], float]]] = []
         self._timeouts = timeouts
-        self._is_member, self._process_of = is_member, process_of
+        self._process_of = process_of
         self._end = end
         self._failed: dict[str, Any] | None = None
         self._timer = CallTimer()
@@ -194,9 +191,6 @@ class Watchdog(Watching):
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
         failed, under_way = self._calls_past()
-        other = None if failed else failed_on(cause.__traceback__)
-        if other is not None:
-            return self._diagnosed(self._failed_outside(*other, cause))
         found = failed or under_way
         return None if found is None else self._explained(found, cause)
 
@@ -226,12 +220,6 @@ class Watchdog(Watching):
             return self._diagnosed(FailedCall.last_of(recorder, self._past(recorder), error))
         finally:
             recorder.messages.waiting = waiting
-
-    def _failed_outside(self, group: dict[str, Any], counted: bool, error: BaseException) -> FailedCall:
-        """A call on a group of torch that is not of the mesh, of those of its ranks that are in the mesh."""
-        where = f"{group['last']['call']} on {group['label']} on {self._who}"
-        ranks = [rank for rank in group["ranks"] if self._is_member(rank)]
-        return FailedCall({**group, "ranks": ranks}, where, error, counted=counted)
 
     def raised(self, error: BaseException, thread: str) -> None:
         """A thread of the program has ended by an error, which others hear of who wait for this rank."""
@@ -313,7 +301,6 @@ class Watchdog(Watching):
             "time": time.time(),
             "main": _main_line(self._main),
             "thread": self._raised,
-            "others": other_groups(_main_line(self._main) if _in_torch(self._main) else ""),
             "failed": self._failed,
             "differs": self._desync.found,
             "groups": [each.status() for each, _ in self._recorders],
@@ -403,7 +390,13 @@ class Watchdog(Watching):
         if now - self._barrier[1] < timeout() + GRACE_S:
             return None
         line = _main_line(self._main)
-        last = {"number": 0, "call": "monitored_barrier", "dim": None, "callsite": line, "inside": True}
+        last = {
+            "number": 0,
+            "call": "monitored_barrier",
+            "dim": recorder.label,
+            "callsite": line,
+            "inside": True,
+        }
         held = TimeoutError(
             f"timed out after the {timeout():g} s of the group, as it got no timeout; the process ends"
         )
@@ -656,11 +649,6 @@ def _stack(thread: int) -> list[tuple[str, int, str]]:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return found
-
-
-def _in_torch(thread: int) -> bool:
-    """Whether the program is inside torch now."""
-    return any(file.startswith(_TORCH) for file, _, _ in _stack(thread)[:1])
 
 
 def _is_inside(files: str | tuple[str, ...]) -> bool:

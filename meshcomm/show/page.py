@@ -67,7 +67,7 @@ class Folded:
             indent = " " * (0 if label is None else label.end())
             room = max(options.max_width, 2 * len(indent))
             lines = wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-            yield Text("\n".join(lines), style=self.style)
+            yield Text("\n".join(lines), style=self.style, overflow="ignore", no_wrap=True)
 
 
 @final
@@ -184,7 +184,7 @@ def as_text(what: RenderableType, width: int = 100) -> str:
     # In a notebook, rich displays an output of its own at the end of a capture.
     console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
-        console.print(what)
+        console.print(what, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import inspect
-import json
 import mmap
 import os
 import sys
@@ -536,45 +535,6 @@ def has_backend(name: str) -> bool:
 def live_groups() -> int:
     """Number of process groups that exist in this process, the default one included."""
     return len(c10d._world.pg_names)
-
-
-def recorded_collectives() -> list[tuple[str, int, str]] | None:
-    """The last collectives on any group of this process, the latest last: the group's name, number and operation.
-
-    They are those of torch's flight recorder, which knows of no messages. None where it is off, as by
-    TORCH_FR_BUFFER_SIZE=0.
-    """
-    entries: list[Any] = []
-    dumps = 0
-    # NCCL's own recorder is another one than that of the other backends.
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        try:
-            entries += json.loads(getattr(bindings, name)(includeCollectives=True, onlyActive=False))[
-                "entries"
-            ]
-            dumps += 1
-        except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-            continue
-    if not dumps or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
-        return None
-    return [
-        (
-            (entry.get("process_group") or ["?"])[0],
-            entry.get("collective_seq_id", 0),
-            str(entry.get("profiling_name", "a call")).rpartition(":")[2],
-        )
-        for entry in sorted(entries, key=lambda entry: entry.get("time_created_ns", 0))
-        if not entry.get("is_p2p")
-    ]
-
-
-def ranks_of_groups() -> dict[str, list[int]]:
-    """The global ranks of every group of this process that no mesh watches, in the groups' order, by name."""
-    return {
-        str(c10d._world.pg_names[group]): list(ranks)
-        for group, ranks in c10d._world.pg_group_ranks.items()
-        if group in c10d._world.pg_names and str(c10d._world.pg_names[group]) not in _HOOKED_GROUPS
-    }
 
 
 # The function that waits torch's own 30 minutes where it is given no timeout, and the object that says so.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
-from meshcomm.transport import ProcessGroupTransport, SoloTransport, torch_private
+from meshcomm.transport import ProcessGroupTransport, SoloTransport
 from meshcomm.transport.base import Call
 from tests.mesh.test_opening_counts import Counting
 
@@ -234,19 +233,6 @@ def test_a_barrier_names_the_device_of_the_mesh() -> None:
 )
 def test_what_nccl_says_is_understood(text: str, reason: Reason) -> None:
     assert reason_of(dist.DistBackendError(text)) == reason
-
-
-def test_recorded_collectives_are_those_of_both_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dump(**given: bool) -> str:
-        assert given == {"includeCollectives": True, "onlyActive": False}
-        entry = {"profiling_name": "nccl:all_reduce", "process_group": ["dp", "mesh"], "collective_seq_id": 9}
-        return json.dumps({"entries": [entry, {**entry, "is_p2p": True}]})
-
-    monkeypatch.setattr(torch_private.bindings, "_dump_nccl_trace_json", dump, raising=False)
-    found = torch_private.recorded_collectives()
-    assert found is not None and [each for each in found if each[0] == "dp"] == [("dp", 9, "all_reduce")]
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert torch_private.recorded_collectives() is None
 
 
 def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:

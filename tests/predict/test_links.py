@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,12 +254,14 @@ def command(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
 
-def test_lint_prints_and_strict_is_an_exit_code() -> None:
-    config = str(ROOT / "configs/gpt_1024.toml")
+def test_lint_prints_and_strict_is_an_exit_code(tmp_path: Path) -> None:
+    # A path that is longer than the narrowest terminal here.
+    (folder := tmp_path / ("n" * 60)).mkdir()
+    config = str(shutil.copy(ROOT / "configs/gpt_1024.toml", folder))
     words = ["lint", config, "--world", "1024", "--set", "topology.ranks_per_node=4"]
     shown = command(*words)
     assert (shown.exit_code, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("1 finding on 1,024 ranks: ")
+    assert shown.stdout.startswith("1 finding on 1,024 ranks:")
     assert "\nlinks: node 2 us 300 GB/s; network 10 us 50 GB/s\n" in shown.stdout
     assert "  try:      mesh.dims = { pp = 16, dp = 16, tp = 4 }\n" in shown.stdout
     assert "\na rank has up to 4 NCCL communicators (about 2.1 GB)\n" in shown.stdout
