@@ -54,6 +54,9 @@ _ASKS_S: Final = 10.0
 # How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
 _CLOSES_S: Final = 10.0
 
+# Counts the ranks that have created their groups.
+_CREATED: Final = "created"
+
 # At so many looks in a row nobody was handling the error of a failed call: the program has caught it.
 _UNHANDLED_LOOKS: Final = 4
 
@@ -110,6 +113,7 @@ class Watchdog(Watching):
         self._who = rank_text(rank, coords)
         self._reports = reports
         self._compared = compared
+        self._world_size = world_size
         self._interval = look_interval_s(world_size)
         self._recorders: list[tuple[FlightRecorder, Callable[[], float]]] = []
         self._timeouts = timeouts
@@ -133,6 +137,8 @@ class Watchdog(Watching):
         self._silent = False
         self._answered = self._failures = 0
         self._alone = alone
+        if not alone:
+            store.add(_CREATED, 1)
         own = dist.PrefixStore("desync", store)
         self._desync = DesyncMonitor(own, rank, coords, self._recorders, world_size)
         # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
@@ -252,9 +258,14 @@ class Watchdog(Watching):
         self._stop.set()
         store, last = self._store, json.dumps({**self.status(), "closed": True, "raised": _raised()})
         waits_s = 5.0
+
+        def leave() -> None:
+            self._await_others()
+            store.set(f"closed/{self._rank}", last)
+
         try:
             # Nobody waits for a store that has stopped answering, least of all for one that was found so.
-            within(0.0 if self._silent else _CLOSES_S, lambda: store.set(f"closed/{self._rank}", last))
+            within(0.0 if self._silent else _CLOSES_S, leave)
         except TimeoutError:
             waits_s = 0.0
         except RuntimeError:
@@ -270,6 +281,14 @@ class Watchdog(Watching):
         self._reported, self._unhandled = None, (None, 0)
         self._query = StatusQuery(self._store, self._rank, self._interval)
         self._desync.let_go()
+
+    def _await_others(self) -> None:
+        """Wait a while until all ranks have their groups: Gloo fails where a peer closes while it is connecting."""
+        if self._alone or self._failed is not None or sys.exception() is not None:
+            return
+        until = time.monotonic() + _CLOSES_S / 2
+        while self._store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
+            time.sleep(min(self._interval, 0.05))
 
     # -- answering --------------------------------------------------------------------------------------
 

@@ -120,6 +120,27 @@ def test_what_a_rank_asks_and_connects_to_does_not_grow_with_the_world(pool: Poo
     assert found[3][0] == 9
 
 
+def closed_at_once() -> int:
+    """Rank 1 gets to know where its peer listens when that one has closed its mesh, if closing does not wait for it."""
+    store, rank, world = counted()
+    if rank == 1:
+        ask = store.get
+
+        def late(key: str) -> Any:
+            found = ask(key)
+            if "/groups/" in key:
+                time.sleep(1.5)
+            return found
+
+        store.get = late
+    with meshcomm.init(dims={"dp": world}, device="cpu", store=store, rank=rank, world_size=world) as mesh:
+        return mesh.rank
+
+
+def test_a_mesh_that_closes_unused_waits_until_all_ranks_have_their_groups(pool: Pool) -> None:
+    assert pool.run(closed_at_once, ranks=2) == [0, 1]
+
+
 FOUR = {8: (2, 2, 1, 2), 64: (4, 4, 2, 2), 256: (4, 8, 2, 4), 1_024: (8, 8, 2, 8)}
 
 
