@@ -109,6 +109,7 @@ class OutsideGroups:
     def close(self) -> None:
         """Let go of all groups. Harmless when repeated."""
         self._ended()
+        self._world = None
         for name in list(self._hooks):
             self._let_go(name)
 
