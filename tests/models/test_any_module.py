@@ -125,7 +125,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
         "first: 'embedding'",
         "split: 'blocks.*.up'",
     ]
-    assert caught.value.hint == "blocks, embed, blocks.*"
+    assert caught.value.hint == "embed, blocks, blocks.*"
 
 
 ALONE = {"build": "tests.models.own:alone"}
