@@ -246,7 +246,8 @@ def test_a_rank_that_ends_each_step_twice_differs(steps: int) -> None:
     found = judged({0: once, 1: twice, 2: once})
     assert (found is None) == (steps == 1)  # the first step of all is the same
     if found is not None:
-        assert found["mismatched"] == [1] and "in step 2" in found["what"]
+        assert found["mismatched"] == [1]
+        assert "in step 2 " in found["what"] or 2 * steps > RUNS
 
 
 @on_ranks(1)
@@ -550,7 +551,7 @@ def test_what_step_refuses() -> None:
     *members, outside = meshcomm.simulate(program, dims={"dp": 2}, ranks=(0, 1), world_size=3)
     for found in members:
         assert [type(each) for each in found[:2]] == [LayoutError] * 2
-        assert "step True on rank" in str(found[0])
+        assert "step True is not an int" in str(found[0])
         assert isinstance(found[2], LayoutError)
         assert found[3:] == [1, 40, 41]
     assert {type(each) for each in outside} == {NotMember}
