@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from functools import lru_cache
@@ -17,13 +18,13 @@ from meshcomm.transport.torch_private import compiled_files
 
 # Frames that are not the user's: this package, and between it and the user torch (autograd, what it compiled) and contextlib.
 _OURS: Final = (
-    str(Path(__file__).parents[1]),
-    str(Path(torch.__file__).parent),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     str(contextlib.__file__),
     *compiled_files(),
 )
 # A user of the package inside of the package.
-_BENCH: Final = str(Path(__file__).parents[1] / "bench")
+_BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 
 
 @final

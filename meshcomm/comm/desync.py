@@ -43,7 +43,8 @@ class StepHistory:
 
     step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end, and of
     what the program called each step: where those of two ranks are equal, so is everything that they called before. The sum of a step divisible by
-    2**k is kept for 2 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k.
+    2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k, and so have a
+    rank and one that has made up to twice as many.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class StepHistory:
             ]
             self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
         self.sums[step] = self._sum = crc32(b"%d %d %d" % (number, calls, digest), self._sum)
-        self.sums.pop(step - 2 * (step & -step), None)
+        self.sums.pop(step - 4 * (step & -step), None)
         # Last: readers in other threads begin with it.
         self.step = step
 

@@ -15,8 +15,9 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.spans import Spans
 from meshcomm.comm.stragglers import Stragglers, measure
-from meshcomm.errors import LayoutError, UnsupportedOp
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Plan
+from meshcomm.layout.sizes import whole
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.topology_queries import TopologyQueries
 from meshcomm.transport.torch_private import outside_graphs
@@ -83,13 +84,8 @@ class Metrics(TopologyQueries):
         self._usable()
         if number is None:
             number = self._numbered + 1
-        elif isinstance(number, bool) or not isinstance(number, int):
-            raise LayoutError(
-                f"step {number!r} on {self.label}",
-                given=repr(number),
-                expected="a whole number",
-                hint="mesh.step() counts by itself",
-            )
+        else:
+            number = whole(number, "step")
         excluded = {id(self._at[dims].recorder) for dims in apart}
         self._steps += 1
         self._numbered = number

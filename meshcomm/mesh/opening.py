@@ -50,7 +50,7 @@ from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import default_store
+from meshcomm.transport.torch_private import default_group, default_store, give_back
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
@@ -283,7 +283,6 @@ def _create(
     if world is None and not dist.is_initialized():
         # A bound device connects all ranks with all at once, where the groups of the dims would do.
         bind = settings.process.device_id is True and device.type != "cpu"
-        resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         try:
             with with_variables(
                 {**gloo_defaults(launch.one_host), **nccl_defaults(joined.world_size)}, keep=True
@@ -296,6 +295,7 @@ def _create(
                     timeout=timedelta(seconds=settings.mesh.timeout_s),
                     device_id=device if bind else None,
                 )
+            resources.callback(give_back, default_group())
             default_store().set(_PREFIX, prefix)
         except RuntimeError as error:
             raise CommunicationError(

@@ -54,7 +54,7 @@ class OutsideGroups:
         limit: int | None,
     ) -> None:
         self._watch = ref(watch)
-        self._world: Any = default_group()
+        self._world: dist.ProcessGroup | None = default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
         # Made at the first call on a group: its ranks are known by then. None: it is not watched.
@@ -110,6 +110,7 @@ class OutsideGroups:
     def close(self) -> None:
         """Let go of all groups. Harmless when repeated."""
         self._ended()
+        # A closed mesh that an error's traceback keeps must not keep the sockets.
         self._world = None
         for name in list(self._hooks):
             self._let_go(name)

@@ -364,6 +364,11 @@ class Engine:
         self._state.put_back(kinds, fill, steps)
         self.done = steps
 
+    def names_of_all_stages(self) -> set[str]:
+        """Of the tensors of a checkpoint that belong to the whole model's modules. Every rank calls this."""
+        mine, pipeline = self._state.names(), self.sections.parallel.pipeline
+        return mine if pipeline is None else set().union(*self.mesh.objects.all_gather(pipeline, mine))
+
     @property
     def scheduler(self) -> LRScheduler | None:
         """Steps the optimizer's learning rates; None: each step is given its own."""

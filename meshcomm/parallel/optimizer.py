@@ -26,6 +26,7 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
         *("SGD", "RMSprop", "Adagrad", "Adadelta"),
     )
 }
+_EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
 # What [train] says in settings of its own, or meshcomm decides.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
@@ -116,7 +117,7 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer of `groups`.
 
-    Raises ConfigError where it cannot be made of them; UnsupportedOp for one, such as LBFGS, whose step asks for a
+    Raises ConfigError where it cannot be made of them, or has others; UnsupportedOp for one, such as LBFGS, whose step asks for a
     closure that computes the loss anew.
     """
     try:
@@ -126,8 +127,24 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
             "the optimizer cannot be made",
             given=f"{type(error).__name__}: {error}",
             expected=f"a function of {len(groups)} parameter groups, as torch.optim.AdamW is one",
-            hint="lambda groups: torch.optim.AdamW(groups, lr=1e-3)",
+            hint=_EXAMPLE,
         ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "the optimizer cannot be made",
+            given=f"optimizer(groups) returned a {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            hint=_EXAMPLE,
+        )
+    known = {id(each) for group in groups for each in group["params"]}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
+    if others:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} would not train this model",
+            given=f"{len(others)} parameters of shapes {', '.join(str(tuple(each.shape)) for each in others[:3])} that are none of the given ones",
+            expected="parameters of the groups that the function is called with: sharding puts others into the module",
+            hint=_EXAMPLE,
+        )
     needed = [
         name
         for name, each in inspect.signature(optimizer.step).parameters.items()

@@ -7,6 +7,9 @@ uint8 tensors: `plain.parameter.NAME` for what belongs to a parameter, `plain.mo
 
 from __future__ import annotations
 
+import hashlib
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -78,6 +81,7 @@ class State:
     def _note(self) -> None:
         self._groups = [_encoded(_entries(group)) for group in self._optimizer.param_groups]
         self._attributes = _encoded(self._own_attributes())
+        self._objects = self._digests()
         self._schedule = {} if self._scheduler is None else _encoded(self._scheduler.state_dict())
 
     # -- to save ----------------------------------------------------------------------------------
@@ -137,6 +141,11 @@ class State:
             for name, buffer in _persistent(module)
         }  # fmt: skip
 
+    def names(self) -> set[str]:
+        """Of all tensors of a checkpoint that are read into the modules."""
+        extra = (name for part, _ in self._with_extra_state() for name in (_extra(part), OF_MODULE + part))
+        return {*(f"model.{name}" for name, _ in self._named()), *self._buffers(), *extra}
+
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for module in self._modules:
             for name, part in module.named_modules():
@@ -162,8 +171,10 @@ class State:
         optimizer = self._optimizer
         if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
             raise _refused(f'state_dict()["{more[0]}"] of {type(optimizer).__name__}', None)
+        digests = self._digests()
         for name, value in vars(optimizer).items():
-            if isinstance(value, torch.optim.Optimizer | torch.Generator) and value is not optimizer:
+            inner = isinstance(value, torch.optim.Optimizer | torch.Generator) and value is not optimizer
+            if inner or digests.get(name) != self._objects.get(name):
                 raise _refused(f"the attribute {name} of {type(optimizer).__name__}", value)
         found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
         known = {id(parameter) for _, parameter in self._named()}
@@ -189,6 +200,14 @@ class State:
             name: value
             for name, value in vars(self._optimizer).items()
             if name not in _TORCHS_OWN and _is_plain(value)
+        }
+
+    def _digests(self) -> dict[str, str]:
+        """Of its attributes that are not plain data, such as a deque: another digest, and it has changed."""
+        return {
+            name: found
+            for name, value in vars(self._optimizer).items()
+            if name not in _TORCHS_OWN and not _is_plain(value) and (found := _digest(value))
         }
 
     def _of_scheduler(self, scheduler: LRScheduler) -> dict[str, Any]:
@@ -385,6 +404,28 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple, set, frozenset):
         return all(map(_is_plain, value))
     return type(value) in _NUMBERS
+
+
+@final
+class _Outline(pickle.Pickler):
+    """Pickles an object: tensors by their values, without what is saved elsewhere, or is code."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        """What stands for a tensor, say."""
+        if type(value) is Tensor:
+            return hashlib.sha256(encode(value.detach()).numpy().tobytes()).hexdigest()
+        elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
+        return str(type(value)) if isinstance(value, elsewhere) else None
+
+
+def _digest(value: Any) -> str:
+    """Of an object's values; "" for one that cannot be pickled, such as a mesh."""
+    text = io.BytesIO()
+    try:
+        _Outline(text).dump(value)
+    except Exception:  # what it holds may raise anything
+        return ""
+    return hashlib.sha256(text.getvalue()).hexdigest()
 
 
 def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError
+from meshcomm.errors import CommunicationError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, of_every_rank, together
 from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.state import OF_MODULE
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
@@ -82,9 +83,19 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
     Raises: TrainingError on every rank where one could not read, or what was saved does not fit.
     """
 
+    known = engine.names_of_all_stages()
+
     def put_back() -> Lock:
         lock = Lock.read(folder)
         saved = Saved(folder)
+        parts = [name for name in saved.kinds if name.startswith(("model.", OF_MODULE))]
+        if more_there := [name for name in parts if name not in known]:
+            raise TrainingError(
+                f"the checkpoint does not fit: {', '.join(more_there[:4])}",
+                given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
+                expected="a model with all parameters and buffers of the checkpoint",
+                hint="resume with the model of the checkpoint; meshcomm export --weights gives its weights to another one",
+            )
         more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
         if losses is not None:

@@ -68,7 +68,9 @@ def go_on_without(path: Path) -> str:
 
 
 def instead_of(path: Path) -> str:
-    """What to try where the checkpoint `path` is damaged."""
+    """What to try where the checkpoint `path` is damaged, or is not there."""
+    if not path.is_dir():
+        return f"the path of a folder that was saved; {path} is none"
     return f"move {path} away; {go_on_without(path)}"
 
 

@@ -17,13 +17,26 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 Data: TypeAlias = Callable[[int], Batch] | Iterable[Batch]
 
 
-def placed(engine: Engine, *tensors: Tensor) -> list[Tensor]:
-    """Tensors on the device of the mesh, those of a floating type in train.dtype."""
+def placed(engine: Engine, batch: Any, whose: str) -> Batch:
+    """Inputs and targets on the device of the mesh, those of a floating type in train.dtype.
+
+    whose: "step 3". Raises TrainingError for what is not two tensors.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+        held = batch if isinstance(batch, (tuple, list)) else ()
+        kinds = ", ".join(type(each).__name__ for each in held[:4])
+        raise TrainingError(
+            f"the data of {whose} are not inputs and targets",
+            given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
+            expected="two tensors, each with this rank's samples of the step along axis 0",
+            hint="a generator that yields (inputs, targets)",
+        )
     device, dtype = engine.mesh.device, engine.split.dtype
-    return [
+    inputs, targets = (
         each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
-        for each in tensors
-    ]
+        for each in batch
+    )
+    return inputs, targets
 
 
 @final
@@ -44,17 +57,7 @@ class Given:
     def __call__(self, step: int) -> Batch:
         """Raises TrainingError where there is nothing, or for what is not two tensors."""
         assert callable(self._of)
-        found = self._of(step)
-        if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(map(torch.is_tensor, found)):
-            raise TrainingError(
-                f"the data of step {step} are not inputs and targets",
-                given=f"a {type(found).__name__}"
-                + (f" of {len(found)}" if isinstance(found, (tuple, list, dict)) else ""),
-                expected="two tensors, each with this rank's samples of the step along axis 0",
-                hint="a generator that yields (inputs, targets)",
-            )
-        inputs, targets = placed(self._engine, *found)
-        return inputs, targets
+        return placed(self._engine, self._of(step), f"step {step}")
 
     def read(self, step: int) -> None:
         """Where in its data a step ends: only the steps are counted."""

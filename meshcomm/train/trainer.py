@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -183,13 +184,21 @@ class Trainer:
         Shape:     (global_batch / ranks along data and shard, ...): this rank's share of the global batch. On any
                    device; what is of a floating type is taken in train.dtype.
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
-        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient.
+        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or for
+                   what is not two tensors; UnsupportedOp under torch.no_grad and torch.inference_mode.
         """
+        if not torch.is_grad_enabled():
+            raise UnsupportedOp(
+                f"a step needs gradients, on {self._mesh.label}",
+                given="Trainer.step within torch.no_grad or torch.inference_mode",
+                expected="gradients to be recorded",
+                hint="move the step out of the block; Trainer.evaluate computes a loss alone",
+            )
         engine = self.engine
         scheduler = engine.scheduler
         number = engine.done + 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
-        inputs, targets = placed(engine, inputs, targets)
+        inputs, targets = placed(engine, (inputs, targets), f"step {number}")
         if self._recorder is not None:
             self._recorder.begins(engine, inputs)
         engine.step(inputs, targets, lr, number)
@@ -218,8 +227,7 @@ class Trainer:
 
     def _placed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches:
-            inputs, targets = placed(self.engine, *batch)
-            yield inputs, targets
+            yield placed(self.engine, batch, "an evaluation")
 
     def state(self) -> dict[str, Tensor]:
         """All that a step changes, by global names: see Engine.state. A look changes nothing. Called by: every rank."""
@@ -305,12 +313,28 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    found = make(optimizer)
+    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
+    try:
+        found = make(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "the scheduler cannot be made",
+            given=f"{type(error).__name__}: {error}",
+            expected="a function of the optimizer",
+            hint=example,
+        ) from error
     if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
         raise UnsupportedOp(
             f"the scheduler is a {type(found).__name__}",
             given=f"scheduler(optimizer) returned a {type(found).__name__}",
             expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
-            hint="lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+            hint=example,
+        )
+    if found.optimizer is not optimizer:
+        raise ConfigError(
+            f"the {type(found).__name__} schedules another optimizer",
+            given=f"a scheduler of another {type(found.optimizer).__name__}",
+            expected="a scheduler of the optimizer that the function is called with",
+            hint=example,
         )
     return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshcomm.collectives import Call, Collective
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import options_type, source_rank, timeout_of
+from meshcomm.transport.torch_private import give_back, options_type, source_rank, timeout_of
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
 MARGIN_S: Final = 60.0
@@ -144,8 +144,8 @@ class ProcessGroupTransport(Transport):
 
         What is kept of a failed call, a traceback say, holds this object for longer than the mesh lives.
         """
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        if self._owned:
+            give_back(self.group)
         self._methods.clear()
         del self.group
 

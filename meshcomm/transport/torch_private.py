@@ -765,6 +765,12 @@ def create_group(
     return created
 
 
+def give_back(group: Any) -> None:
+    """Destroy a group, with the default group all of them, unless the program has done so."""
+    if group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
 def split_color(ranks: Sequence[int]) -> int:
     """The color that torch gives to a group in ncclCommSplit; two groups must not share one."""
     return int(c10d._process_group_color(list(ranks)))
@@ -798,8 +804,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
 
     def close(self) -> None:
         """Take the group out of torch's registry."""
-        if self in c10d._world.pg_map:
-            dist.destroy_process_group(self)
+        give_back(self)
 
     @property
     def group_name(self) -> str:

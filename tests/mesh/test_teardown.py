@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import meshcomm
@@ -111,3 +112,22 @@ def test_an_error_that_is_kept_keeps_no_group(pool: Pool, call: str) -> None:
     assert [name for name, _, _ in found] == ["ValueError", "PeerLost"]
     for _, before, after in found:
         assert after == before
+
+
+@on_ranks(4)
+def test_a_program_may_destroy_groups_before_the_mesh_closes() -> None:
+    with meshcomm.init(dims={**PLANE, "pp": 1}, device="cpu", timeout_s=30) as mesh:
+        dist.destroy_process_group(mesh.group("dp"))
+        assert mesh.all_reduce("tp", torch.ones(1)).item() == 2
+    assert not dist.is_initialized()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 4, False)
+    for again in (False, True):
+        with meshcomm.init(dims=PLANE, device="cpu", timeout_s=30) as mesh:
+            dist.destroy_process_group()
+            if again:
+                dist.init_process_group(
+                    "gloo", store=dist.PrefixStore("user", store), rank=mesh.rank, world_size=4
+                )
+        # What the program has made since is its own.
+        assert dist.is_initialized() is again
+    dist.destroy_process_group()

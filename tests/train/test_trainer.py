@@ -285,11 +285,38 @@ def _try(mesh: Mesh, config: Config, what: str) -> None:
     elif what == "plateau":
         plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
         Trainer(mesh, config, net(), loss=loss, scheduler=plateau)
+    elif what in MAKES:
+        Trainer(mesh, config, net(), loss=loss, **MAKES[what])
+    elif what == "no grad":
+        with torch.no_grad():
+            Trainer(mesh, config, net(), loss=loss).step(*samples(1))
+    elif what == "lists":
+        inputs, targets = samples(1)
+        Trainer(mesh, config, net(), loss=loss).step(inputs.numpy(), targets.tolist())  # type: ignore[arg-type]
     elif what == "spec":
         Trainer(mesh, config, ModelSpec(module=net), loss=loss)
 
 
+def before_sharding(mesh_has_others: nn.Module) -> Any:
+    return lambda groups: torch.optim.SGD(mesh_has_others.parameters(), lr=0.1)
+
+
+def none(groups: Any) -> Any:
+    return None
+
+
+MAKES: dict[str, Any] = {
+    "others": {"optimizer": before_sharding(net())},
+    "none": {"optimizer": none},
+    "another": {"scheduler": lambda optimizer: falls(sgd([{"params": [torch.ones(1)]}]))},
+    "made": {"scheduler": falls(sgd([{"params": [torch.ones(1)]}]))},
+}
 REFUSED = [
+    ("others", "fsdp", "the SGD would not train this model"),
+    ("none", "dp", "the optimizer cannot be made"),
+    ("another", "dp", "the LambdaLR schedules another optimizer"),
+    ("made", "dp", "the scheduler cannot be made"),
+    ("lists", "dp", "the data of step 1 are not inputs and targets"),
     ("no model", "dp", "no model is given, and the configuration names none"),
     ("no data", "dp", "no data are given, and the configuration names none"),
     ("share", "dp", "a step does not get this rank's share of the global batch"),
@@ -304,6 +331,71 @@ def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path, what: str, cas
     for said in pool.run(refused, config, what, ranks=config.mesh.layout(None).world_size):
         lines = said.splitlines()
         assert lines[0] == f"{words}" and lines[-1].startswith("  try: ")
+
+
+def test_a_step_without_gradients_is_refused(pool: Pool, tmp_path: Path) -> None:
+    (said,) = pool.run(refused, sections("{ one = 1 }", "{}", tmp_path), "no grad", ranks=1)
+    assert said.splitlines()[0] == "a step needs gradients, on rank 0 (one=0)"
+
+
+class Larger(Net):
+    """Has two tensors more."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.extra = nn.Linear(3, 3, bias=False)
+        self.register_buffer("counts", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.extra(super().forward(x))
+        return y
+
+
+def larger() -> Larger:
+    made = Larger()
+    del made.norm
+    return made
+
+
+def loaded(config: Config, folder: Path, damage: str) -> str:
+    """What `load` says of a folder of a larger model, or one with a damaged lock."""
+    with meshcomm.init(config) as mesh:
+        made = Trainer(mesh, config, larger() if damage == "larger" else net(), loss=loss)
+        made.step(*mine(made)(1))
+        made.save(folder)
+        lock = folder / "lock.json"
+        if mesh.rank == 0 and damage == "missing":
+            lock.unlink()
+        elif mesh.rank == 0 and damage == "changed":
+            lock.write_text(lock.read_text().replace('"step": 1', '"step": 7'))
+        elif damage == "elsewhere":
+            folder = folder / "nowhere"
+        mesh.barrier()
+        other = Trainer(mesh, config, net(1), loss=loss)
+        before = other.state()
+        try:
+            other.load(folder)
+        except MeshcommError as error:
+            assert all(torch.equal(each, before[name]) for name, each in other.state().items())
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "given"),
+    [
+        ("larger", "the checkpoint does not fit: model.", "2 of 8 tensors in "),
+        ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
+        ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 is another"),
+        ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is none"),
+    ],
+)
+def test_a_folder_that_does_not_fit_changes_nothing(
+    pool: Pool, tmp_path: Path, damage: str, words: str, given: str
+) -> None:
+    config = sections(*MESHES["dp"], tmp_path)
+    for said in pool.run(loaded, config, tmp_path / "saved", damage, ranks=2):
+        assert said.startswith(words) and given in said, said
 
 
 def test_data_that_end_are_told(pool: Pool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -384,10 +385,15 @@ class Keeps(torch.optim.SGD):
     def __init__(self, groups: Any, what: str) -> None:
         super().__init__(groups, lr=0.1)
         self.what = what
+        self.window, self.mean = deque([0], maxlen=2), torch.zeros(2)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
+        if self.what == "deque":
+            self.window.append(1)
+        elif self.what == "own tensor":
+            self.mean += 1
         for group in self.param_groups:
             for p in group["params"]:
                 gradient: Any = p.grad
@@ -452,6 +458,8 @@ class Holds(LambdaLR):
         ("part of a sum", "fsdp", "optimizer.up.weight.norm cannot be saved"),
         ("number of a part", "fsdp", "ranks that hold the same state differ in plain.parameter."),
         ("inner", "dp", "the attribute inner of Keeps cannot be saved"),
+        ("deque", "dp", "the attribute window of Keeps cannot be saved"),
+        ("own tensor", "dp", "the attribute mean of Keeps cannot be saved"),
         ("samples", "dp", "ranks that hold the same state differ in plain.module."),
         ("scheduler", "dp", "Holds.state_dict(), handle cannot be saved"),
     ],
