@@ -18,12 +18,12 @@ from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
 from meshcomm.comm.mismatch import CallCheck
-from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage, error_of
+from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling
+from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling, work_error
 
 KEPT: Final = 256
 # Collectives of which a rank tells the others.
@@ -116,7 +116,7 @@ class FlightRecorder:
         work = self.work
         if work is None or work is self._succeeded or capturing() or not work.is_completed():
             return None
-        error = error_of(work)
+        error = work_error(work)
         self._succeeded = work if error is None else None
         return error
 

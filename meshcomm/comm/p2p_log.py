@@ -19,7 +19,7 @@ from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import CallMismatchError
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import capturing
+from meshcomm.transport.torch_private import capturing, work_error
 
 _KEPT: Final = 256
 # Of so many channels the messages are counted; the oldest go first.
@@ -217,7 +217,7 @@ class MessageLog:
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
         """The first message past the mesh that its backend gave up, and the backend's error; [] where there is none."""
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())
-        found = ((message, error_of(work)) for message, work in over)
+        found = ((message, work_error(work)) for message, work in over)
         return next(([(message, error)] for message, error in found if error is not None), [])
 
     def confirm(self, message: PendingMessage) -> float | None:
@@ -286,15 +286,6 @@ class MessageLog:
                 "callsite": line_of(*waiting.place),
             },
         }
-
-
-def error_of(work: Any) -> RuntimeError | None:
-    """What a Work that is over has failed with; to ask it for its exception is deprecated."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        return error
-    return None
 
 
 @final

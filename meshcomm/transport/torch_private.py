@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -487,6 +488,23 @@ def only_device(keys: Any) -> bool:
 def coalescing(group: dist.ProcessGroup) -> Any:
     """torch's own way to make one call of many, for comparison."""
     return dist._coalescing_manager(group=group)
+
+
+def work_error(work: Any) -> RuntimeError | None:
+    """What a Work that is over has failed with. Does not wait: Gloo's messages cannot be waited for twice.
+
+    torch warns that to ask is deprecated, from C++ on stderr; inside of `apply_` it is a warning of Python's.
+    """
+    found: list[RuntimeError | None] = []
+
+    def ask(value: float) -> float:
+        found.append(work.exception())
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.zeros(1, device="cpu").apply_(ask)
+    return found[0]
 
 
 def source_rank(work: Any) -> int:

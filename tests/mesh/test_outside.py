@@ -179,3 +179,15 @@ def descriptors() -> tuple[int, int]:
             del group
             counts.append(len(os.listdir("/proc/self/fd")))
     return counts[2], counts[-1]
+
+
+@on_ranks(2)
+def test_a_message_of_torch_that_was_waited_for_is_not_waited_for_again() -> None:
+    """Gloo gives up a second wait for one message after the group's timeout, and its connections with it."""
+    with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=2) as mesh:
+        x, peer, group = torch.full((3,), float(mesh.rank)), 1 - mesh.rank, mesh.group("pp")
+        ops = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, y := x.clone(), peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        time.sleep(3)
+        assert y[0] == peer and mesh.all_reduce("pp", x).tolist() == [1.0] * 3
