@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,9 @@ from tests.train.parity_page import write_page
 # torch's store looks up the name of every address that connects. A name server that does not answer
 # must not cost each test five seconds; read when the first name is looked up, so set before that.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Where it is set, as in many container images, each of some hundred processes would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What a terminal, a scheduler or a job around the tests says to the programs in it. What is tested here is to
 # see what its test says, and nothing of these.
@@ -36,6 +41,50 @@ _OF_JOBS = re.compile(
     r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|MV2|I_MPI|FLUX|JSM|PALS|RAY|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+"
 )
 
+# The files that take longest, longest first. One that began last would leave the other process without work.
+LONGEST = (
+    "train/test_pretrained.py",
+    "mesh/test_endings.py",
+    "comm/test_counters.py",
+    "faults/test_faults.py",
+    "train/test_training_state.py",
+    "models/test_families.py",
+    "jobs/test_jobs.py",
+    "mesh/test_two_jobs.py",
+    "train/test_parity.py",
+    "train/test_early_stop.py",
+    "dryrun/test_dryrun.py",
+    "train/test_evaluate.py",
+    "train/test_nonfinite.py",
+    "comm/test_functional.py",
+    "documents/test_finetune_llama.py",
+    "train/test_checkpoint.py",
+    "parallel/test_random_numbers.py",
+    "documents/test_documented_blocks.py",
+    "train/test_number_types.py",
+    "mesh/test_verdicts.py",
+    "documents/test_examples.py",
+    "train/test_cost.py",
+    "train/test_queued_steps.py",
+    "train/test_optimizers.py",
+    "cli/test_wrong_files.py",
+    "comm/test_collectives.py",
+    "testing/test_emulated_nccl.py",
+    "parallel/test_recompute.py",
+    "mesh/test_opening_counts.py",
+    "parallel/test_context_kernels.py",
+    "testing/test_plugin.py",
+    "train/test_random_configs.py",
+    "train/test_checkpoint_state.py",
+    "dryrun/test_rank.py",
+    "train/test_training.py",
+    "launch/test_launch.py",
+    "parallel/test_context.py",
+    "bench/test_bench_training.py",
+    "mesh/test_queued_calls.py",
+)
+
+_TESTS = Path(__file__).parent
 _FIGURE = "measured"
 _ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
 
@@ -57,7 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The sets that take minutes have one name together: `-m deep`."""
+    """The longest files first; the sets that take minutes have one name together: `-m deep`."""
+    place = {_TESTS / file: at for at, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     for item in items:
         if any(item.get_closest_marker(name) for name in ("faults", "parity", "netns")):
             item.add_marker("deep")

@@ -16,6 +16,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,6 +85,8 @@ class _Forked(subprocess.Popen[bytes]):
             self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
+            # Those of the launcher's objects; they would remove its temporary folders at this process's end.
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]
             _become(args[1:], environment)
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshcomm.testing import Pool
 from meshcomm.train.data.batches import Batches
 from meshcomm.train.data.corpus import Corpus
+from tests.forked_jobs import Job
 
 NET = """
 import os
@@ -75,13 +77,18 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def parity(folder: Path, *words: str, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def words_of(folder: Path, *words: str, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The command, whose files it writes."""
     (folder / "net.py").write_text(NET)
     (folder / "mine.py").write_text(SCRIPT)
     config = {name: section for name, section in CONFIG.items() if name not in without}
     (folder / "c.json").write_text(json.dumps(config))
+    return ("-m", "meshcomm", "parity", "--json", *words)
+
+
+def parity(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "meshcomm", "parity", "--json", *words],
+        [sys.executable, *words_of(folder, *words)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -110,15 +117,16 @@ def test_smaller_meshes_get_the_same_micro_batches_when_a_dim_to_blame_is_looked
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("microbatch", [pytest.param(4, marks=pytest.mark.parity), 2])
-def test_a_script_with_batch_norms(tmp_path: Path, microbatch: int) -> None:
+def test_a_script_with_batch_norms(pool: Pool, tmp_path: Path, microbatch: int) -> None:
     words = ("c.json", "--set", f"train.microbatch={microbatch}", "--steps", "2", "mine.py")
-    done = parity(tmp_path, *words, without=("model", "data"))
+    command = words_of(tmp_path, *words, without=("model", "data"))
+    code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
     if microbatch == 4:
-        assert done.returncode == 0 and json.loads(done.stdout)["agrees"], done.stderr
+        assert code == 0 and json.loads(out)["agrees"], err
         return
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "a script with batch norms and several micro-batches in a step cannot be compared" in done.stderr
-    assert "--set train.microbatch=4" in done.stderr
+    assert code != 0 and "Traceback" not in err
+    assert "a script with batch norms and several micro-batches in a step cannot be compared" in err
+    assert "--set train.microbatch=4" in err
 
 
 class Numbers:

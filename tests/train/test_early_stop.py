@@ -38,18 +38,19 @@ def about(out: Path) -> dict[str, Any]:
     return found
 
 
+PIPELINE: dict[str, Any] = {"dims": {"pp": 2}, "parallel": {"pipeline": "pp"}}
 MESH: dict[str, Any] = {"dims": {"pp": 2, "tp": 2}, "parallel": {"pipeline": "pp", "tensor": "tp"}}
 
 
-def stopping(out: Path, *overrides: str) -> Config:
+def stopping(out: Path, *overrides: str, mesh: dict[str, Any] = PIPELINE) -> Config:
     every = ("train.steps=20", "train.eval_every=2", "train.checkpoint_every=100")
-    return on(MESH["dims"], out, *every, *overrides, **MESH["parallel"])
+    return on(mesh["dims"], out, *every, *overrides, **mesh["parallel"])
 
 
 def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.patience=2", "train.min_delta=0.1")
     # 1.99 is lower than 2.0, and not by enough: after steps 6 and 8 it has not fallen twice.
-    results = pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    results = pool.run(evaluated, config, FALLS_TWICE, ranks=2)
     why = "the validation loss has not fallen by more than 0.1 in 2 evaluations: it was 2.0000 after step 4"
     assert {(each.steps, each.stopped) for each in results} == {(8, why)}
     found = about(tmp_path)
@@ -59,18 +60,18 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
 
     # Resumed as it was, there is nothing left to do.
     again = load(config, ["train.resume=true"])
-    for each in pool.run(evaluated, again, [], ranks=4):
+    for each in pool.run(evaluated, again, [], ranks=2):
         assert (each.steps, each.stopped, each.losses) == (8, why, results[0].losses)
     # With more patience it goes on, and so does the count.
     longer = load(again, ["train.patience=3"])
-    for each in pool.run(evaluated, longer, [2.5, 2.5], ranks=4):
+    for each in pool.run(evaluated, longer, [2.5, 2.5], ranks=2):
         assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
 
 
 @pytest.mark.parity
 def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.patience=2")
-    (each, *_) = pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    (each, *_) = pool.run(evaluated, config, FALLS_TWICE, ranks=2)
     assert (each.steps, each.stopped) == (
         12,
         "the validation loss has not fallen in 2 evaluations: it was 1.9900 after step 8",
@@ -81,7 +82,7 @@ def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
     pool: Pool, tmp_path: Path
 ) -> None:
     # Only the first rank is there after step 8.
-    config = stopping(tmp_path, "train.target_loss=1.995")
+    config = stopping(tmp_path, "train.target_loss=1.995", mesh=MESH)
     for each in pool.run(evaluated, config, FALLS_TWICE, ranks=4):
         assert (each.steps, each.stopped) == (8, "the validation loss is 1.9900, train.target_loss = 1.995")
 
@@ -89,15 +90,15 @@ def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
 @pytest.mark.parity
 def test_other_data_have_another_lowest_loss(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.target_loss=1.995")
-    pool.run(evaluated, config, FALLS_TWICE, ranks=4)
+    pool.run(evaluated, config, FALLS_TWICE, ranks=2)
     other = load(config, ["train.resume=true", "data.max_bytes=15000", "train.steps=10"])
     changed = load(other, ['train.resume_changed=["data"]'])
-    assert {(each.steps, each.stopped) for each in pool.run(evaluated, changed, [9.0], ranks=4)} == {(10, "")}
+    assert {(each.steps, each.stopped) for each in pool.run(evaluated, changed, [9.0], ranks=2)} == {(10, "")}
 
 
 def test_a_loss_that_is_not_finite_has_not_fallen(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.patience=2", "train.checkpoint_every=0")
-    (each, *_) = pool.run(evaluated, config, [float("nan"), float("inf"), 1.0], ranks=4)
+    (each, *_) = pool.run(evaluated, config, [float("nan"), float("inf"), 1.0], ranks=2)
     assert (each.steps, each.stopped) == (4, "the validation loss has not fallen in 2 evaluations")
 
 
@@ -112,7 +113,7 @@ def stopped(config: Config) -> Summary:
 
 
 def test_a_callback_that_ends_a_run_is_named_and_its_last_step_is_saved(pool: Pool, tmp_path: Path) -> None:
-    for each in pool.run(stopped, stopping(tmp_path), ranks=4):
+    for each in pool.run(stopped, stopping(tmp_path), ranks=2):
         assert (each.steps, each.stopped) == (3, "Stops.stop")
     assert about(tmp_path)["ended"]["reason"] == "Stops.stop"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"

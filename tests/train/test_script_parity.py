@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from meshcomm.testing import Pool
+from tests.forked_jobs import Job
 
 CONFIG = """
 [mesh]
@@ -53,46 +53,40 @@ with meshcomm.init() as mesh:
 """
 
 
-def parity(folder: Path, how: str, *options: str) -> subprocess.CompletedProcess[str]:
+def parity(pool: Pool, folder: Path, how: str, *options: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
     (folder / "mine.toml").write_text(CONFIG)
     (folder / "mine.py").write_text(SCRIPT)
-    words = ["parity", *options, "--steps", "2", "--json", "mine.toml", "mine.py", how]
-    return subprocess.run(
-        [sys.executable, "-m", "meshcomm", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    words = ("parity", *options, "--steps", "2", "--json", "mine.toml", "mine.py", how)
+    return Job(pool, folder, "-m", "meshcomm", *words, env={"OMP_NUM_THREADS": "1"}).finish()
 
 
 @pytest.mark.parity
 @pytest.mark.timeout(300)
-def test_a_script_is_compared_with_itself_on_one_process(tmp_path: Path) -> None:
-    done = parity(tmp_path, "right")
-    facts = json.loads(done.stdout)
-    assert done.returncode == 0 and facts["agrees"] and facts["steps"] == 2, done.stderr
+def test_a_script_is_compared_with_itself_on_one_process(pool: Pool, tmp_path: Path) -> None:
+    code, out, err = parity(pool, tmp_path, "right")
+    facts = json.loads(out)
+    assert code == 0 and facts["agrees"] and facts["steps"] == 2, err
     assert {one["name"] for one in facts["differences"] if one["kind"] == "weight"} == {
         "0.weight", "0.bias", "2.weight", "2.bias",
     }  # fmt: skip
     # Nothing is written beside the script.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "mine.py", "mine.toml", "out"]
 
 
 @pytest.mark.parity
 @pytest.mark.timeout(300)
-def test_samples_that_ranks_share_are_found_and_their_dim_is_named(tmp_path: Path) -> None:
-    done = parity(tmp_path, "wrong")
-    facts = json.loads(done.stdout)
-    assert done.returncode == 1, done.stderr
+def test_samples_that_ranks_share_are_found_and_their_dim_is_named(pool: Pool, tmp_path: Path) -> None:
+    code, out, err = parity(pool, tmp_path, "wrong")
+    facts = json.loads(out)
+    assert code == 1, err
     assert facts["first"]["kind"] == "loss" and facts["first"]["name"] == "step 1"
     assert facts["blame"]["dims"] == ["dp"]
 
 
 @pytest.mark.timeout(300)
-def test_a_script_without_a_trainer_is_told(tmp_path: Path) -> None:
-    done = parity(tmp_path, "nothing")
-    assert done.returncode != 0
-    assert "the script makes no step of a Trainer, so there is nothing to compare" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_script_without_a_trainer_is_told(pool: Pool, tmp_path: Path) -> None:
+    code, _, err = parity(pool, tmp_path, "nothing")
+    assert code != 0
+    assert "the script makes no step of a Trainer, so there is nothing to compare" in err
+    assert "Traceback" not in err
