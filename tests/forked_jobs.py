@@ -118,7 +118,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 def _run(arguments: Sequence[str]) -> None:
     kind, *words = arguments
-    if kind == "-u":
+    if kind in ("-u", "-P"):
         return _run(words)
     sys.argv = words
     sys.path[0] = os.getcwd()

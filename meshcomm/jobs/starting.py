@@ -51,7 +51,7 @@ def start_job(
     sets = [part for override in overrides for part in ("--set", override)]
     # Options go before the words: all that follows a script's name is the script's.
     return launch(
-        ["-m", "meshcomm", words[0], *sets, *words[1:]],
+        ["-P", "-m", "meshcomm", words[0], *sets, *words[1:]],
         size,
         max_restarts,
         lambda rank: label_of(settings, rank, size),

@@ -179,7 +179,17 @@ def _world(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
 
 
 def _port(env: Mapping[str, str]) -> int | None:
-    return _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if "MASTER_PORT" not in env:
+        return None
+    port = _number(env, "MASTER_PORT")
+    if not 0 <= port <= 65535:
+        raise LaunchError(
+            f"MASTER_PORT={port} is not a port",
+            given=f"MASTER_PORT={port}",
+            expected="a port from 1 to 65535, the same on all ranks",
+            hint="MASTER_PORT=29500",
+        )
+    return port
 
 
 def ports_of(job: str) -> list[int]:
@@ -198,10 +208,12 @@ def ports_of(job: str) -> list[int]:
 def command_line(launcher: str) -> str:
     """What starts this program under `launcher`, as in `torchrun --nproc-per-node 8 train.py --fast`.
 
-    launcher: with its options; torchrun starts Python itself.
+    launcher: with its options; torchrun starts Python itself, without options.
     """
     words = sys.orig_argv[1:]
-    if not words or words[0] == "-c" or "ipykernel" in sys.modules:
+    while launcher.startswith("torchrun") and words and re.match(r"-[^mc]", words[0]):
+        words = words[2 if words[0] in ("-X", "-W") else 1 :]
+    if not words or words[0] in ("-", "-c") or "ipykernel" in sys.modules:
         words = ["script.py"]
     if Path(words[0]).name == "meshcomm":
         words = ["-m", "meshcomm", *words[1:]]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -31,16 +31,19 @@ _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
-# In a store that a rank 0 serves: the name of its job and of its process.
+# In a store that a rank 0 serves: the name of its job, of its process, and of the process that started that one.
 _JOB: Final = "meshcomm/job"
+# Processes that are a rank which another process is as well.
+TWICE: Final = "meshcomm/twice"
 
 
 @dataclass(frozen=True, slots=True)
-class _Owner:
+class Owner:
     """Whose store it is. job: see Launch, "" if nobody knows; process: the name of its rank 0."""
 
     job: str
     process: str
+    parent: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
@@ -59,7 +62,7 @@ class _Found:
     """What is at a port. owner, client: of a store that says its job. free: nobody listens there. error: why there is none."""
 
     what: str
-    owner: _Owner | None = None
+    owner: Owner | None = None
     client: dist.TCPStore | None = field(default=None, compare=False)
     free: bool = False
     error: Exception | None = field(default=None, compare=False)
@@ -87,7 +90,7 @@ def find_job(
             found[port] = here = _look(host, port, left_s if alone else min(left_s, _ANSWERS_S), alone)
             # Rank 0 alone knows that a store of its job is not that of the program before.
             mine = here.owner and (
-                here.owner.may_be(job) if rank else here.owner == _Owner(job, process_name())
+                here.owner.may_be(job) if rank else here.owner == Owner(job, process_name())
             )
             if mine and rank == 0:
                 # Its server ends with the last store of this process that holds it.
@@ -106,12 +109,15 @@ def find_job(
             except (OSError, RuntimeError, ValueError) as error:
                 found[port] = _Found(first_line(error), error=error)
                 continue
-            store.set(_JOB, f"{job}\n{process_name()}")
+            store.set(_JOB, f"{job}\n{process_name()}\n{process_name(os.getppid())}")
             return store
         # With one port a job that has it will not go.
         taken = [here for here in found.values() if here.owner is not None]
         if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
             errors = (here.error for here in found.values() if here.error is not None)
+            for here in found.values():
+                if rank == 0 and here.client is not None and here.owner and here.owner.may_be(job):
+                    note_twice(here.client, 0, here.owner.process)
             raise _not_found(host, found, job, rank, world_size, timeout) from next(errors, None)
         time.sleep(_PAUSE_S)
 
@@ -138,15 +144,27 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
     try:
         client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
         # Rank 0 says so as soon as it serves.
-        while not client.check([_JOB]):
+        while (owner := owner_of(client)) is None:
             if time.monotonic() >= deadline:
                 return _Found("a store of torch that is of no job of meshcomm")
             time.sleep(_PAUSE_S)
-        job, _, process = client.get(_JOB).decode().partition("\n")
     except (OSError, RuntimeError, ValueError) as error:
         return _Found(first_line(error), error=error)
-    owner = _Owner(job, process)
     return _Found(f"the store of {owner}", owner, client)
+
+
+def owner_of(store: dist.Store) -> Owner | None:
+    """Whose store it is; None where no rank 0 has said so."""
+    return Owner(*store.get(_JOB).decode().split("\n")) if store.check([_JOB]) else None
+
+
+def note_twice(store: Any, rank: int, first: str) -> None:
+    """Leave for the other ranks that this process is `rank`, as the one called `first` is."""
+    line = f"{rank}\t{first}\t{process_name()}\t{process_name(os.getppid())}\n"
+    if store.has_extended_api():
+        store.append(TWICE, line)
+    else:
+        store.set(TWICE, line)
 
 
 def _not_found(
@@ -158,7 +176,7 @@ def _not_found(
     if len(owners) == len(found):
         return LaunchError(
             f"rank {rank} of {world_size} cannot meet the others at {where}: another job meets there",
-            given=f"{given}\nthis is {_Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
+            given=f"{given}\nthis is {Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
             expected="another address for each job, or a launcher that gives each job a name",
             hint="another MASTER_PORT, or none under mpirun and srun; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
         )

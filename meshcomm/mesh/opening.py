@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -43,7 +44,7 @@ from meshcomm.mesh.environment import (
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import end_rank, leave_names
-from meshcomm.mesh.rendezvous import Meeting, blame, claim, meet, of_this_attempt, state_of_rank
+from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.store import prefixed, store_failed
@@ -341,7 +342,15 @@ def _create(
         def end(error: MeshcommError) -> None:
             # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
             # may be about to say whom it waits for itself.
-            end_rank(error, launch, plan.layout.label(rank), patience_s=1.0)
+            # Ranks of another job are no ranks that speak for this one.
+            asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
+            end_rank(error, asks, plan.layout.label(rank), patience_s=1.0)
+
+        # Ranks of this job that come later find no mesh to join.
+        last = time.monotonic() + settings.mesh.timeout_s
+
+        def refused() -> MeshcommError | None:
+            return None if launch.job or time.monotonic() > last else another_job(joined.store)
 
         if world is not None:
             watch = world.watch(coords, prefix)
@@ -357,6 +366,7 @@ def _create(
                 end=end,
                 alone=joined.pretended,
                 process_of=partial(state_of_rank, joined.store),
+                refused=refused,
             )
             if not joined.pretended and rank == min(plan.layout.ranks.tolist()):
                 leave_names({other: plan.layout.label(other) for other in plan.layout.ranks.tolist()})

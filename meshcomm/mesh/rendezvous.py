@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -16,16 +16,17 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, ports_of
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback
 from meshcomm.mesh.job_store import (
+    TWICE,
     find_agent,
     find_job,
     is_running,
     is_stopped,
     known_everywhere,
+    note_twice,
+    owner_of,
     process_name,
     started_by,
 )
-
-_TWICE: Final = "meshcomm/twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +211,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 def came_twice(store: Any, rank: int, first: str) -> LaunchError:
     """The error of this process where the one called `first` is `rank` as well; left for the others too."""
     mine = process_name()
-    line = f"{rank}\t{first}\t{mine}\n"
-    if store.has_extended_api():
-        store.append(_TWICE, line)
-    else:
-        store.set(_TWICE, line)
+    note_twice(store, rank, first)
     return LaunchError(
         f"rank {rank} came twice: another process has said before that it is rank {rank}",
         given=f"{first}\n{mine} (this one)",
@@ -231,15 +228,52 @@ def blame(error: MeshMismatchError, store: Any) -> None:
     if not error.missing:
         return
     try:
-        lines = store.get(_TWICE).decode().splitlines() if store.check([_TWICE]) else []
-        found = [(int(rank), first, second) for rank, first, second in (line.split("\t") for line in lines)]
-        # What an earlier attempt left is of a process that is nobody's owner any more.
-        found = [each for each in found if store.get(f"meshcomm/owner/{each[0]}").decode() == each[1]]
+        found = _twice(store)
     except RuntimeError:
         return
     if not found:
         return
-    error.mismatched_ranks = tuple(sorted({rank for rank, _, _ in found}))
-    listed = [f"rank {rank} came twice: {first}; and {second}" for rank, first, second in found]
-    error.given = "\n".join([str(error.given), *listed])
+    error.mismatched_ranks = tuple(sorted({each.rank for each in found}))
+    error.given = "\n".join([str(error.given), *map(str, found)])
     error.hint = f"look at what says the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
+
+
+def another_job(store: Any) -> LaunchError | None:
+    """The error where processes of another job came to this store, and this rank may be one of theirs.
+
+    It is not where one process started this rank and rank 0, and none of those that were refused.
+    """
+    found = _twice(store)
+    if not found:
+        return None
+    owner, parent = owner_of(store), process_name(os.getppid())
+    if owner is not None and owner.parent == parent and parent not in {each.parent for each in found}:
+        return None
+    return LaunchError(
+        "another job came to the store of this one: their ranks may be mixed",
+        given="\n".join([*map(str, found), f"this is {process_name()}"]),
+        expected="another address for each job: of jobs without a name nobody can say whose these ranks are",
+        hint="another MASTER_PORT for each job; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
+    )
+
+
+class _Twice(NamedTuple):
+    """A rank, the name of the process that claimed it, and that of one which came later, with the process that started it."""
+
+    rank: int
+    first: str
+    second: str
+    parent: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} came twice: {self.first}; and {self.second}"
+
+
+def _twice(store: Any) -> list[_Twice]:
+    """The processes that were refused, as another one is their rank; not what an earlier attempt of the job left."""
+    lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
+    found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
+    owners = {each: f"meshcomm/owner/{each.rank}" for each in found}
+    return [
+        each for each, key in owners.items() if store.check([key]) and store.get(key).decode() == each.first
+    ]

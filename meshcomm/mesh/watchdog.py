@@ -90,6 +90,7 @@ class Watchdog(Watching):
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
         alone: the other ranks are no processes, and nobody there says what it does.
         process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" where nobody here knows.
+        refused: the error where this rank may be of another job than the others.
     """
 
     timed = True
@@ -106,6 +107,7 @@ class Watchdog(Watching):
         end: Callable[[MeshcommError], None],
         alone: bool = False,
         process_of: Callable[[int], str] = _unknown,
+        refused: Callable[[], MeshcommError | None] = lambda: None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -118,6 +120,7 @@ class Watchdog(Watching):
         self._recorders: list[tuple[FlightRecorder, Callable[[], float]]] = []
         self._timeouts = timeouts
         self._process_of = process_of
+        self._refused = refused
         self._end = end
         self._failed: dict[str, Any] | None = None
         self._timer = CallTimer()
@@ -279,7 +282,7 @@ class Watchdog(Watching):
             recorder.close()
         # One where nobody answers, in place of a connection; and no Work, which holds the group's.
         self._store = dist.HashStore()
-        self._process_of = _unknown
+        self._process_of, self._refused = _unknown, lambda: None
         self._reported, self._unhandled = None, (None, 0)
         self._query = StatusQuery(self._store, self._rank, self._interval)
         self._desync.let_go()
@@ -303,6 +306,8 @@ class Watchdog(Watching):
                 self._write()
             if not self._alone:
                 self._desync.look(time.monotonic())
+            if (refused := self._refused()) is not None:
+                self._end(refused)
         except RuntimeError:
             # Torch prints a trace each time that a store is gone for good.
             self._failures += 1

@@ -239,6 +239,17 @@ def test_a_wrong_call_ends_before_any_process_starts(
     assert message in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr
 
 
+def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
+    # As with `python scripts/main.py`, imports are looked for beside the script, not here.
+    (tmp_path / "queue.py").write_text("raise ImportError('this is not the library')")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "main.py").write_text("import beside; print(beside.WORD)")
+    (tmp_path / "scripts" / "beside.py").write_text("WORD = 'found'")
+    command = [sys.executable, "-P", "-m", "meshcomm", "run", "--world", "1", "scripts/main.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
+
+
 def test_a_wrong_call_of_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshcomm", "run", "nothing.toml", "nothing.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)

@@ -125,6 +125,8 @@ def test_each_launcher(env: dict[str, str], launch: Launch) -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of a world of 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is not a number"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
+        ({**OPEN_MPI, "MASTER_PORT": "-1"}, "MASTER_PORT=-1 is not a port"),
         (BATCH, "this is the batch script of Slurm job 7, and none of its 4 tasks"),
     ],
 )

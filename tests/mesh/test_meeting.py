@@ -180,6 +180,9 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
         ("hello.py", "--fast", "a b"): "torchrun --nproc-per-node 4 hello.py --fast 'a b'",
         ("-m", "hello.world"): "torchrun --nproc-per-node 4 -m hello.world",
         ("-c", "import meshcomm"): "torchrun --nproc-per-node 4 script.py",
+        ("-", "--fast"): "torchrun --nproc-per-node 4 script.py",
+        # torchrun takes its own options, and none of Python's.
+        ("-OO", "-X", "dev", "-Werror", "-m", "hello", "-O"): "torchrun --nproc-per-node 4 -m hello -O",
     }.items():
         monkeypatch.setattr("sys.orig_argv", ["/bin/python", *arguments])
         assert f"try:      {command}; srun and mpirun do as well" in started_by_nobody()

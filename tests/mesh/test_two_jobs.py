@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.job_store import _Owner, find_job, known_everywhere
+from meshcomm.mesh.job_store import Owner, find_job, known_everywhere
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -31,7 +31,8 @@ tag = float(os.environ["TAG"])
 try:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
         found = {mesh.all_reduce("dp", torch.tensor([tag])).item() for _ in range(5)}
-    print(found == {2 * tag} or f"{found} for {tag}")
+    # In one piece, as both ranks write to one pipe.
+    print(f"{found == {2 * tag} or f'{found} for {tag}'}\\n", end="")
 except meshcomm.MeshcommError as error:
     print(error)
 """
@@ -47,6 +48,31 @@ for rank in range(2):
         os._exit(0)
 for rank in range(2):
     os.wait()
+"""
+
+# A rank of a job that somebody starts by hand: it adds up until there is a file "enough", for 20 seconds at most.
+BY_HAND = """
+import os, time, meshcomm, torch
+tag = float(os.environ["TAG"])
+with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=float(os.environ.get("TIMEOUT_S", 30))) as mesh:
+    print("open", flush=True)
+    for _ in range(200):
+        found = mesh.all_reduce("dp", torch.tensor([tag])).item()
+        if mesh.objects.broadcast("dp", os.path.exists("enough"), src=0):
+            break
+        time.sleep(0.1)
+    print("right" if found == 2 * tag else f"{found} for {tag}", flush=True)
+"""
+
+# As a script that starts both ranks of its job.
+BOTH_RANKS = """
+import os, sys
+for rank in range(2):
+    if os.fork() == 0:
+        os.environ["RANK"] = str(rank)
+        exec(os.environ["PROGRAM"])
+        os._exit(0)
+sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))
 """
 
 
@@ -135,6 +161,47 @@ def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: 
     )
 
 
+def by_hand(job: int, port: int) -> dict[str, str]:
+    """What a shell says of its job: nothing that another one does not say as well."""
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**ranks, "TAG": str(10**job)}
+
+
+def test_mixed_ranks_of_jobs_without_a_name_all_end_in_the_error(pool: Pool, tmp_path: Path) -> None:
+    port = free_port()
+
+    def start(job: int, rank: int, timeout_s: str) -> Job:
+        env = {**by_hand(job, port), "RANK": str(rank), "TIMEOUT_S": timeout_s}
+        return Job(pool, tmp_path, "-c", BY_HAND, env=env, name=f"{job}.{rank}-")
+
+    mixed = [start(0, 0, "30"), start(1, 1, "30")]
+    mixed[1].until_printed("open")
+    # Whoever of these is second may find the store of the first job gone.
+    late = [start(0, 1, "3"), start(1, 0, "3")]
+    ended = [job.finish() for job in (*mixed, *late)]
+    assert all(code != 0 and out in ("", "open\n") for code, out, _ in ended), ended
+    errors = [err for _, _, err in ended]
+    assert any("their ranks may be mixed" in err for err in errors[:2]), errors
+    assert any(f"process {job.pid} of " in err for job in late for err in errors[:2]), errors
+    assert all("Error: " in err for err in errors), errors
+
+
+def test_a_job_that_has_all_its_ranks_goes_on_when_another_one_comes(pool: Pool, tmp_path: Path) -> None:
+    port = free_port()
+
+    def start(job: int) -> Job:
+        env = {**by_hand(job, port), "PROGRAM": BY_HAND}
+        return Job(pool, tmp_path, "-c", BOTH_RANKS, env=env, name=f"{job}-")
+
+    first = start(0)
+    first.until_printed("open")
+    code, out, err = start(1).finish()
+    assert (code, out) == (1, "") and "another job meets there" in err and "rank 1 came twice" in err
+    (tmp_path / "enough").touch()
+    code, out, err = first.finish()
+    assert (code, out.count("open"), out.count("right")) == (0, 2, 2), (out, err)
+
+
 def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ports = [free_port(), silent.getsockname()[1], free_port()]
@@ -166,7 +233,7 @@ def test_which_names_are_of_other_jobs() -> None:
         (f"the job of {here}", f"the job of {there}", True),
         ("the job of process 1 of a, started at 1", f"the job of {here}", True),
     ):
-        assert _Owner(job, here).may_be(other) is may_be, (job, other)
+        assert Owner(job, here).may_be(other) is may_be, (job, other)
     assert not known_everywhere(f"the job of {here}")
     assert known_everywhere("the job of mpiexec at a:44915")
 
