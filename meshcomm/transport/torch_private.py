@@ -484,11 +484,6 @@ def only_device(keys: Any) -> bool:
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES
 
 
-def coalescing(group: dist.ProcessGroup) -> Any:
-    """torch's own way to make one call of many, for comparison."""
-    return dist._coalescing_manager(group=group)
-
-
 def source_rank(work: Any) -> int:
     """The group rank that a receive from any source got its message from."""
     rank: int = work._source_rank()
