@@ -18,7 +18,6 @@ from meshcomm.cli.app import (
     show,
     show_json,
 )
-from meshcomm.cli.completion import complete_config, complete_dim
 
 
 @app.command()
@@ -27,7 +26,6 @@ def bench(
         Path | None,
         typer.Argument(
             metavar="[CONFIG]",
-            autocompletion=complete_config,
             help="Whose mesh is measured. Without: one dim, on the CPU.",
         ),
     ] = None,
@@ -44,7 +42,6 @@ def bench(
         list[str] | None,
         typer.Option(
             "--dim",
-            autocompletion=complete_dim,
             help="A dim, merged dim or view's dim; several times. Default: all with groups of their own.",
         ),
     ] = None,
