@@ -53,7 +53,8 @@ class OutsideGroups:
         who: str,
         limit: int | None,
     ) -> None:
-        self._watch, self._world = ref(watch), default_group()
+        self._watch = ref(watch)
+        self._world: Any = default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
         # Made at the first call on a group: its ranks are known by then. None: it is not watched.
@@ -109,6 +110,7 @@ class OutsideGroups:
     def close(self) -> None:
         """Let go of all groups. Harmless when repeated."""
         self._ended()
+        self._world = None
         for name in list(self._hooks):
             self._let_go(name)
 

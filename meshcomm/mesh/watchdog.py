@@ -138,7 +138,9 @@ class Watchdog(Watching):
         self._answered = self._failures = 0
         self._alone = alone
         if not alone:
-            store.add(_CREATED, 1)
+            # Without a store the answering thread says so.
+            with contextlib.suppress(RuntimeError):
+                store.add(_CREATED, 1)
         own = dist.PrefixStore("desync", store)
         self._desync = DesyncMonitor(own, rank, coords, self._recorders, world_size)
         # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.

@@ -139,8 +139,8 @@ def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:
     """Raises ConfigError, naming all of them, for names and patterns of `spec` that mean no part of the whole module."""
-    parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parts = dict.fromkeys(name for name, _ in module.named_modules(remove_duplicate=False))
+    parameters = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
     blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}
     named = {name: f"{end}: {name!r}" for end in ("first", "last") for name in getattr(spec, end)}
     wrong = [text for name, text in {**blocks, **named}.items() if name not in parts | parameters]
@@ -159,7 +159,7 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
         known = list(
             dict.fromkeys(
                 ".".join("*" if each.isdecimal() else each for each in name.split("."))
-                for name in sorted(parts - {""}, key=lambda name: name.count("."))
+                for name in sorted(filter(None, parts), key=lambda name: name.count("."))
             )
         )
         raise ConfigError(

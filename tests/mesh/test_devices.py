@@ -240,6 +240,8 @@ def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.Monke
     world = 1_024
     monkeypatch.setattr(watchdog, "look_interval_s", lambda size: 0.2)
     stores = [Counting(dist.HashStore()) for _ in range(3)]
+    for store in stores:
+        store.inner.add("created", world)  # nobody waits for the others' groups
     watchers = [
         watchdog.Watchdog(store, rank, {"dp": rank}, world, "", 0, lambda _: 60.0, lambda _: None)
         for rank, store in enumerate(stores)
