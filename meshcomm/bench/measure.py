@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
-from statistics import median
 from typing import Final, NamedTuple
 
 import torch
@@ -35,21 +33,6 @@ class Skipped(NamedTuple):
     dim: str
     operation: str | None
     why: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: seconds per call of each way, and the first way's ratio to the second.
-
-    target: what the ratio has to reach; "at most" or "at least" it.
-    """
-
-    name: str
-    ours_s: float
-    theirs_s: float
-    ratio: float
-    bytes_moved: int | None = None
-    target: str = ""
 
 
 def in_turn(
@@ -81,18 +64,6 @@ def in_turn(
             if number > 0:
                 found[name].append(seconds)
     return found
-
-
-def compare(
-    name: str,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    bytes_moved: int | None = None,
-    target: str = "",
-) -> Row:
-    """The medians, and the median of the round-by-round ratios."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Row(name, median(ours), median(theirs), median(ratios), bytes_moved, target)
 
 
 class Measured(NamedTuple):

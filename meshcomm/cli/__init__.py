@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from meshcomm.cli import afterwards, dryrun, looking, measuring, running  # noqa: F401
 from meshcomm.cli.app import app
-from meshcomm.cli.completion import answers_shell
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
     """The `meshcomm` command."""
-    answers_shell()
     app(prog_name="meshcomm")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from meshcomm.cli.completion import InstallCompletion, ShowCompletion, complete_config
 from meshcomm.errors import ConfigError, MeshcommError
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ app = typer.Typer(
     # As wide as the terminal.
     context_settings={"max_content_width": 10_000},
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Declare the mesh once; every group, collective and message follows from it.",
@@ -85,7 +83,7 @@ app = typer.Typer(
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG", autocompletion=complete_config, help="A TOML, JSON or YAML file."),
+    typer.Argument(metavar="CONFIG", help="A TOML, JSON or YAML file."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -123,11 +121,7 @@ Version = Annotated[
 
 
 @app.callback()
-def _commands(
-    version: Version = False,
-    show_completion: ShowCompletion = None,
-    install_completion: InstallCompletion = None,
-) -> None:
+def _commands(version: Version = False) -> None:
     # With a callback the first argument stays a command's name even while there is one command.
     pass
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from meshcomm.cli.app import AsJson, Overrides, World, app, show, show_json
-from meshcomm.cli.running import WORDS, First, named
-from meshcomm.cli.script_command import ScriptCommand
+from meshcomm.cli.running import WORDS, First, ScriptCommand, named
 from meshcomm.errors import LaunchError
 
 

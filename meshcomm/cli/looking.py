@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
-from meshcomm.cli.completion import complete_config, complete_dim, complete_view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +35,6 @@ def plan(
         str | None,
         typer.Option(
             metavar="DIM",
-            autocompletion=complete_dim,
             help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
             "Draws the grid. Default: the innermost dim.",
         ),
@@ -54,13 +52,12 @@ def plan(
     ] = False,
     view: Annotated[
         str | None,
-        typer.Option(autocompletion=complete_view, help="With --tree: a view's dims in place of the base's."),
+        typer.Option(help="With --tree: a view's dims in place of the base's."),
     ] = None,
     diff: Annotated[
         Path | None,
         typer.Option(
             metavar="OTHER",
-            autocompletion=complete_config,
             help="Compare with this config instead: settings, groups and their options, and which ranks "
             "change place. --set changes both.",
         ),

@@ -18,7 +18,6 @@ from meshcomm.cli.app import (
     show,
     show_json,
 )
-from meshcomm.cli.completion import complete_config, complete_dim
 
 
 @app.command()
@@ -27,8 +26,7 @@ def bench(
         Path | None,
         typer.Argument(
             metavar="[CONFIG]",
-            autocompletion=complete_config,
-            help="Whose mesh is measured. Without: one dim, on the CPU, and calls before a byte moves.",
+            help="Whose mesh is measured. Without: one dim, on the CPU.",
         ),
     ] = None,
     world: Annotated[
@@ -44,7 +42,6 @@ def bench(
         list[str] | None,
         typer.Option(
             "--dim",
-            autocompletion=complete_dim,
             help="A dim, merged dim or view's dim; several times. Default: all with groups of their own.",
         ),
     ] = None,
@@ -52,27 +49,6 @@ def bench(
     alone: Annotated[
         bool, typer.Option("--alone", help="One group along a dim, while the others wait.")
     ] = False,
-    startup: Annotated[
-        bool,
-        typer.Option(
-            "--startup",
-            help="Start jobs of 8 cold and 64 forked processes (or --world) beside init_device_mesh.",
-        ),
-    ] = False,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Train on the mesh, beside independent processes and torch's DDP, tensor parallelism and FSDP2.",
-        ),
-    ] = False,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="With --train: steps of a round. Default: 2.")
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(help="Draw bandwidth over size, or with --train the ways beside each other."),
-    ] = None,
     fit: Annotated[
         Path | None,
         typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
@@ -84,32 +60,10 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
-    if startup:
-        from meshcomm.jobs.startup import startup as start_job
-
-        unused: dict[str, object] = {
-            "CONFIG": config,
-            "--op": operation,
-            "--bytes": size,
-            "--dim": dim,
-            "--alone": alone,
-        }
-        unused |= {"--svg": svg, "--fit": fit, "--set": overrides, "--train": train, "--steps": steps}
-        raise typer.Exit(start_job(world, rounds, json, [name for name, value in unused.items() if value]))
-    if train:
-        from meshcomm.jobs.bench_training import bench_training
-
-        unused = {"--op": operation, "--bytes": size, "--dim": dim, "--alone": alone, "--fit": fit}
-        others = [name for name, value in unused.items() if value]
-        raise typer.Exit(
-            bench_training(config, overrides or (), world, rounds, steps or 2, json, svg, others)
-        )
-    if steps is not None:
-        raise typer.BadParameter("--steps wants --train")
     from meshcomm.jobs.bench import Output
     from meshcomm.jobs.bench import bench as job
 
-    output = Output(json, svg, fit)
+    output = Output(json, fit)
     code = job(config, overrides or (), world, operation or (), size or (), dim or (), rounds, alone, output)
     raise typer.Exit(code)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, final
 
 import typer
+from typer.core import TyperCommand
 
 from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
-from meshcomm.cli.script_command import ScriptCommand
 from meshcomm.errors import ConfigError, LaunchError
 
 First = Annotated[
@@ -19,14 +19,24 @@ First = Annotated[
         "in .py is SCRIPT, which then says its own mesh.",
     ),
 ]
-WORDS = {"allow_extra_args": True, "allow_interspersed_args": False}
+WORDS = {"allow_extra_args": True}
 Second = Annotated[
     str | None,
     typer.Argument(
         metavar="SCRIPT",
-        help="A Python file; what follows it is its own, but for options of this command: those behind -- too.",
+        help="A Python file; what follows it is its own.",
     ),
 ]
+
+
+@final
+class ScriptCommand(TyperCommand):
+    """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`: as with torchrun, what follows SCRIPT is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take no option behind the first word that ends in .py."""
+        script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
+        return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
 
 @app.command()

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
-from meshcomm.bench.measure import Row
-from meshcomm.bench.overhead import many, overhead
-from meshcomm.bench.table import rows_table
 from meshcomm.config import Config, load
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
@@ -26,22 +22,18 @@ from meshcomm.predict.machine import discovered, known_machine
 from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.page import terminal
-from meshcomm.show.plot import MARK as SVG_MARK
-from meshcomm.show.plot import bandwidth_svg
 from meshcomm.show.units import read_bytes
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.
 _WORLD: Final = 4
-_DIM: Final = "dp"
-_ONE_DIM: Final = {"mesh": {"dims": {_DIM: -1}, "device": "cpu", "timeout_s": 300.0}}
+_ONE_DIM: Final = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 300.0}}
 
 
 class Output(NamedTuple):
     """Where the results go beside the screen. json: print the facts instead of tables."""
 
     json: bool = False
-    svg: Path | None = None
     fit: Path | None = None
 
 
@@ -58,8 +50,8 @@ def bench(
 ) -> int:
     """Measure the mesh of `config` beside raw torch.distributed; returns the exit code.
 
-    Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU, and also calls
-    before a byte moves, and long lists of small tensors. All that is asked for is checked before any starts.
+    Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU. All that is asked for is
+    checked before any process starts.
     """
     asked = Asked(
         named_operations(operations), [read_bytes(text) for text in sizes or SIZES], dims, rounds, alone
@@ -71,52 +63,45 @@ def bench(
     size = here.world_size if here.kind != "single" else world_of(settings, world)
     families, _ = chosen_dims(settings.plan(size), dims)
     items(families, asked.operations, asked.sizes)
-    if output.svg is not None:
-        check_output(output.svg, "--svg", ".svg", SVG_MARK)
     if output.fit is not None:
         check_sizes(asked.sizes)
-        check_output(output.fit, "--fit", ".toml", FIT_MARK)
+        _check_output(output.fit)
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
     for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
         words += [word for value in values for word in (option, value)]
     words += ["--alone"] * alone + ["--json"] * output.json
-    for option, path in (("--svg", output.svg), ("--fit", output.fit)):
-        words += [] if path is None else [option, str(path)]
-    return start_job(settings, world, words, overrides, lambda: body(settings, asked, output, config is None))
+    words += [] if output.fit is None else ["--fit", str(output.fit)]
+    return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
 
 
-def check_output(path: Path, option: str, suffix: str, mark: str) -> None:
-    """Raise ConfigError unless `path` can become a file of this kind.
-
-    A file that is there is replaced only where `mark`, which all that meshcomm writes begins with, is in
-    its first lines: a config or a picture of somebody's own is not lost.
-    """
-    if path.suffix != suffix:
+def _check_output(path: Path) -> None:
+    """Raise ConfigError unless `path` can become a `[topology]`; a file that somebody else wrote is not replaced."""
+    if path.suffix != ".toml":
         raise ConfigError(
-            f"{path} does not end in {suffix}",
-            given=f"{option} {path}",
-            expected=f"a name that ends in {suffix}",
-            hint=f"{option} {path.with_suffix(suffix)}" if path.name else None,
+            f"{path} does not end in .toml",
+            given=f"--fit {path}",
+            expected="a name that ends in .toml",
+            hint=f"--fit {path.with_suffix('.toml')}" if path.name else None,
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(
             f"{path} cannot be written",
-            given=f"{option} {path}",
-            expected="a file in a folder that is there and may be written",
+            given=f"--fit {path}",
+            expected="a file in a folder that exists and may be written",
         )
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
-            if mark not in file.read(4096):
+            if FIT_MARK not in file.read(4096):
                 raise ConfigError(
-                    f"{path} is there, and is not what meshcomm bench wrote",
-                    given=f"{option} {path}",
+                    f"{path} exists, and meshcomm bench did not write it",
+                    given=f"--fit {path}",
                     expected="a new file, or one that an earlier meshcomm bench wrote",
-                    hint=f"{option} {path.with_stem(path.stem + '_measured')}",
+                    hint=f"--fit {path.with_stem(path.stem + '_measured')}",
                 )
 
 
-def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
-    """What each rank does. plain: no config was given, and lists and calls are measured too."""
+def body(settings: Config, asked: Asked, output: Output) -> None:
+    """What each rank does."""
     topology = discovered(settings.topology, os.environ)
     if output.fit is not None:
         known_machine(topology, settings.source)
@@ -125,14 +110,9 @@ def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
             return
         first = mesh.rank == int(mesh.layout.ranks.min())
         facts = measured_facts(mesh, asked, topology, first)
-        if plain:
-            facts["lists"] = [asdict(row) for row in many(mesh, _DIM, asked.rounds)]
         plan = mesh.plan
     if not first:
         return
-    if plain:
-        # Now that the other ranks have ended, and no group is left in this process.
-        facts["calls"] = [asdict(row) for row in overhead(asked.rounds)]
     failure: ConfigError | None = None
     if output.fit is not None:
         try:
@@ -140,8 +120,6 @@ def body(settings: Config, asked: Asked, output: Output, plain: bool) -> None:
         except ConfigError as error:
             # What was measured is shown all the same.
             failure = error
-    if output.svg is not None:
-        write_whole(output.svg, bandwidth_svg(facts), given=f"--svg {output.svg}")
     _print(facts, output)
     if failure is not None:
         raise failure
@@ -185,9 +163,5 @@ def _print(facts: dict[str, Any], output: Output) -> None:
         return
     to = terminal(110)
     to.print(bench_view(facts))
-    for key, title in (("calls", "calls, fake backend, one process"), ("lists", "lists of tensors")):
-        if key in facts:
-            to.print(rows_table(title, [Row(**row) for row in facts[key]]))
-    for path in (output.svg, output.fit):
-        if path is not None and path.exists():
-            to.print(f"written: {path}")
+    if output.fit is not None and output.fit.exists():
+        to.print(f"written: {output.fit}")

@@ -107,7 +107,7 @@ def run(
         runpy.run_path(str(script), run_name="__main__")
 
     named = [str(each) for each in (config, script) if each is not None]
-    words = ["run", *named, *(["--", *arguments] * bool(arguments))]
+    words = ["run", *named, *arguments]
     return start_job(settings, world, words, overrides, body)
 
 

@@ -485,11 +485,6 @@ def only_device(keys: Any) -> bool:
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES
 
 
-def coalescing(group: dist.ProcessGroup) -> Any:
-    """torch's own way to make one call of many, for comparison."""
-    return dist._coalescing_manager(group=group)
-
-
 def work_error(work: Any) -> RuntimeError | None:
     """What a Work that is over has failed with. Does not wait: Gloo's messages cannot be waited for twice.
 

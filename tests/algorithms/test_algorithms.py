@@ -27,12 +27,12 @@ from meshcomm.algorithms import (
 )
 from meshcomm.algorithms.all_reduce import heap_place, in_order_place, twin_place
 from meshcomm.algorithms.schedule import bounds
-from meshcomm.bench.algorithms import algorithms
 from meshcomm.comm import scheduled
 from meshcomm.errors import AutogradError, CallMismatchError, LayoutError, UnmatchedMessage, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
+from tests.benchmarks.algorithms import algorithms
 from tests.documents import tool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
-import xml.etree.ElementTree as ET
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -20,8 +17,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
-from meshcomm.bench.measure import Item, Measured, compare, in_turn
-from meshcomm.bench.table import rows_table
+from meshcomm.bench.measure import Item, Measured, in_turn
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.errors import ConfigError, UnknownDim
@@ -31,9 +27,8 @@ from meshcomm.predict.links import Hop, Route, span
 from meshcomm.predict.machine import known_machine
 from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, counted_bytes, lines
 from meshcomm.show.bench import bench_view, fit_facts, row_facts
-from meshcomm.show.plot import MARK as PLOT_MARK
-from meshcomm.show.plot import bandwidth_svg
 from meshcomm.testing import Pool
+from tests.benchmarks.table import compare, rows_table
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -306,70 +301,6 @@ def made_facts(dims: int = 3) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_points_lie_where_the_ticks_say(dims: int) -> None:
-    facts = made_facts(dims)
-    text = bandwidth_svg(facts)
-    assert PLOT_MARK in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    root, svg = ET.fromstring(text), "{http://www.w3.org/2000/svg}"
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    assert root.attrib["viewBox"] == f"0 0 {width:g} {height:g}"
-    texts, circles = list(root.iter(f"{svg}text")), list(root.iter(f"{svg}circle"))
-    assert len(circles) == 2 * len(facts["rows"])
-    said = [each.text for each in texts]
-    assert {"all_reduce", "sendrecv", "torch.distributed", "1 KiB", "64 MiB"} <= {*said}
-    titles = [f"{each['dim']}: 1 group of 4 ranks, gloo, node" for each in facts["dims"]]
-    assert [each for each in said if each and each.endswith("gloo, node")] == titles
-    panels = [each.attrib for each in root.iter(f"{svg}rect") if each.attrib["class"] == "panel"]
-    assert len(panels) == dims
-
-    def on_scale(value: float, found: list[tuple[float, float]]) -> float:
-        (a, at_a), (b, at_b) = found[0], found[-1]
-        return at_a + (at_b - at_a) * math.log(value / a) / math.log(b / a)
-
-    for dim, panel in zip(facts["dims"], panels, strict=True):
-        left, top = float(panel["x"]), float(panel["y"])
-        right, bottom = left + float(panel["width"]), top + float(panel["height"])
-        assert 0 < left < right <= width and 0 < top < bottom < height
-        ticks: dict[str, list[tuple[float, float]]] = {"x": [], "y": []}
-        for each in (each for each in texts if "data-value" in each.attrib):
-            x, y, kind = float(each.attrib["x"]), float(each.attrib["y"]), each.attrib["class"]
-            if kind == "quiet x" and bottom <= y <= bottom + 30 and left - 1 <= x <= right + 1:
-                ticks["x"].append((float(each.attrib["data-value"]), x))
-            # Numbers beside the axis stand 4 lower than their lines.
-            if kind == "quiet y" and left - 20 <= x <= left and top - 1 <= y - 4 <= bottom + 1:
-                ticks["y"].append((float(each.attrib["data-value"]), y - 4))
-        assert len(ticks["x"]) >= 3 and len(ticks["y"]) >= 2
-        for value, at in ticks["x"]:
-            assert at == pytest.approx(on_scale(value, ticks["x"]), abs=0.02)
-        drawn = {}
-        for each in circles:
-            x, y = float(each.attrib["cx"]), float(each.attrib["cy"])
-            if left <= x <= right and top <= y <= bottom:
-                size, speed = int(each.attrib["data-bytes"]), float(each.attrib["data-gbytes-s"])
-                drawn[each.attrib["class"], size] = speed
-                wanted = on_scale(size, ticks["x"]), on_scale(speed, ticks["y"])
-                assert (x, y) == pytest.approx(wanted, abs=0.05)
-        rows = [row for row in facts["rows"] if row["dim"] == dim["dim"]]
-        assert drawn == {
-            (f"{who} {row['operation']}", row["bytes"]): row[who]["busbw_gbytes_s"]
-            for row in rows
-            for who in ("meshcomm", "torch")
-        }
-    # A line goes through its points, in the order of their sizes.
-    for line in root.iter(f"{svg}polyline"):
-        points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        assert all(a[0] < b[0] for a, b in pairwise(points)) and len(points) == len(SIZES)
-
-
-def test_one_size_alone_is_points_without_lines() -> None:
-    facts = made_facts(1)
-    facts["rows"] = [row for row in facts["rows"] if row["bytes"] == SIZES[0]]
-    text = bandwidth_svg(facts)
-    assert "<polyline" not in text and text.count("<circle") == 2 * len(OPERATIONS)
-    ET.fromstring(text)
-
-
 def shown(what: Any) -> str:
     console = Console(width=110, color_system=None)
     with console.capture() as capture:
@@ -456,7 +387,6 @@ def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
     assert all(ours == theirs for ours, theirs in facts["made"])
     assert facts["machine"]["hosts"] == 1 and facts["skipped"] == []
     assert "all 4 network" in printed(json.loads(json.dumps(facts)))
-    ET.fromstring(bandwidth_svg(facts))
 
 
 def test_what_the_backend_lacks_is_skipped_by_name(pool: Pool) -> None:
@@ -527,10 +457,9 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
     assert "8 bytes are too few for all_gather along tp" in refused(mesh, "--bytes", "8")
     assert "'much' is not a number of bytes" in refused(mesh, "--bytes", "much")
     assert "2*3 = 6" in refused(mesh, "--world", "8")
-    assert "bench.png does not end in .svg" in refused(mesh, "--svg", "bench.png")
     assert "--fit fit.toml" in refused(mesh, "--fit", "fit.json")
     assert "none/fit.toml cannot be written" in refused(mesh, "--fit", "none/fit.toml")
-    assert "mesh.toml is there, and is not what meshcomm bench wrote" in refused(mesh, "--fit", mesh)
+    assert "mesh.toml exists, and meshcomm bench did not write it" in refused(mesh, "--fit", mesh)
     assert "no dim to measure has two ranks or more" in refused(mesh, "--set", "mesh.dims={ dp = 1 }")
     assert "one size does not tell" in refused(mesh, "--fit", "fit.toml", "--bytes", "4KiB")
     # The same, of a file that bench wrote, is let through: the launcher is reached.
@@ -539,7 +468,7 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
     assert isinstance(result.exception, AssertionError)
 
 
-def job(folder: str, plain: bool, byte_s: float) -> tuple[str, str, str]:
+def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     """The body of `meshcomm bench` on this rank, of times that are made up; what it printed and raised."""
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO
@@ -553,23 +482,21 @@ def job(folder: str, plain: bool, byte_s: float) -> tuple[str, str, str]:
     out, err, raised = StringIO(), StringIO(), ""
     settings = load({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
     asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
-    output = Output(True, Path(folder, "a.svg"), Path(folder, "b.toml"))
+    output = Output(True, Path(folder, "b.toml"))
     with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.facts.sweep", sweep):
         try:
-            body(settings, asked, output, plain)
+            body(settings, asked, output)
         except ConfigError as error:
             raised = str(error)
     return out.getvalue(), err.getvalue(), raised
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_job_prints_json_and_writes_both_files(pool: Pool, tmp_path: Path, plain: bool) -> None:
-    (text, *errors), other = pool.run(job, str(tmp_path), plain, 1e-9, ranks=2)
+def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> None:
+    (text, *errors), other = pool.run(job, str(tmp_path), 1e-9, ranks=2)
     # Rank 0 alone speaks, and no progress bar goes where there is no terminal.
     assert (errors, other) == (["", ""], ("", "", ""))
     facts = json.loads(text)
     assert [row["bytes"] for row in facts["rows"]] == [1024, 1 << 22]
-    ET.fromstring((tmp_path / "a.svg").read_text())
     written = load(tmp_path / "b.toml")
     assert written.topology.ranks_per_node == 1 and written.topology.links.node is None
     link = written.topology.links.network
@@ -578,14 +505,11 @@ def test_a_job_prints_json_and_writes_both_files(pool: Pool, tmp_path: Path, pla
     assert facts["fit"]["notes"] == ["ranks_per_node = 1, as config says; the launcher has 2 on this host"]
     # Measured without the comparison of first calls, which is not written.
     assert "validate_calls" not in (tmp_path / "b.toml").read_text()
-    assert ("calls" in facts) == ("lists" in facts) == plain
-    if plain:
-        assert [len(facts[key]) for key in ("calls", "lists")] == [14, 2]
 
 
 def test_what_was_measured_is_shown_where_nothing_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
-    (text, _, raised), _ = pool.run(job, str(tmp_path), False, 0.0, ranks=2)
-    assert len(json.loads(text)["rows"]) == 2 and (tmp_path / "a.svg").exists()
+    (text, _, raised), _ = pool.run(job, str(tmp_path), 0.0, ranks=2)
+    assert len(json.loads(text)["rows"]) == 2
     assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "b.toml").exists()
 
 
@@ -607,7 +531,7 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     words = (
         "bench mesh.toml --world 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     )
-    more = "--alone --json --svg a.svg --fit b.toml --set mesh.timeout_s=50.0"
+    more = "--alone --json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started
     assert world == 4 and arguments[:2] == ["-m", "meshcomm"]
@@ -615,8 +539,8 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert CliRunner().invoke(app, arguments[2:]).exit_code == 0
-    ((settings, asked, output, plain),) = bodies
-    assert (settings.mesh.timeout_s, plain) == (50.0, False)
+    ((settings, asked, output),) = bodies
+    assert settings.mesh.timeout_s == 50.0
     assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
-    assert output == (True, Path("a.svg"), Path("b.toml"))
+    assert output == (True, Path("b.toml"))
     assert "--world 8 inside a job of 4 processes" in refused("mesh.toml", "--world", "8")

@@ -95,7 +95,7 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         script = ["good.py"] * (command in ("run", "simulate"))
         place = ["3"] * (command == "where")
         export = ["--export", "out.html"] * (command == "view")
-        done = CliRunner().invoke(app, [command, QUICK, *script, *place, *export, "--world", world])
+        done = CliRunner().invoke(app, [command, QUICK, *place, *export, "--world", world, *script])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
         # To doctor it is one more finding.
         wrong = 1 if command == "doctor" and world != "many" else 2

@@ -20,7 +20,6 @@ from typing import Final
 import meshcomm.comm.handle
 import meshcomm.errors
 import meshcomm.mesh.exposure
-import meshcomm.mesh.where
 from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout.sizes import fold
 from meshcomm.testing import Pool, RankFailure
@@ -41,7 +40,7 @@ _VARIES: Final = (
 
 def public_errors() -> set[str]:
     """Every exception and warning that a user can meet by its class."""
-    modules = (meshcomm.errors, meshcomm.mesh.where, meshcomm.mesh.exposure, meshcomm.comm.handle)
+    modules = (meshcomm.errors, meshcomm.mesh.exposure, meshcomm.comm.handle)
     found = {RankFailure.__name__}
     for module in modules:
         for name, value in vars(module).items():

@@ -201,7 +201,7 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
     (tmp_path / "exits.py").write_text(
         "import sys, meshcomm\nwith meshcomm.init(dims={'dp': -1}) as mesh:\n    sys.exit(3)\n"
     )
-    done = run("fails.py", "--world", "8", folder=tmp_path)
+    done = run("--world", "8", "fails.py", folder=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"rank 5 \(dp=5\) failed: ZeroDivisionError: .*\n.*fails.py:3", done.stderr), done.stderr
     settings: dict[str, Any] = {"sample": 0, "seed": 0, "steps": 2, "trace": None}

@@ -209,7 +209,6 @@ while True:
         (["run", "mesh.toml", "nothing.py"], "there is no script nothing.py"),
         (["run", "mesh.toml", "scirpt.py"], "try:      did you mean script.py?"),
         (["run", "mesh.toml", "--world", "6", "script.py"], "2*2 = 4, world is 6"),
-        (["run", "mesh.toml", "script.py", "--world", "6"], "2*2 = 4, world is 6"),
         (["run", "script.py"], "how many ranks?"),
         (["simulate", "script.py", "8"], "try:      meshcomm simulate --world 8 SCRIPT"),
         (

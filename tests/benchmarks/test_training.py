@@ -1,27 +1,21 @@
-"""`meshcomm bench --train`: all ways train the same model, parts of a step are counted once, mistakes are told."""
+"""Measured training: all ways train the same model, parts of a step are counted once, mistakes are told."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from meshcomm.bench.facts import machine_facts
-from meshcomm.bench.training import measured, ways
-from meshcomm.cli import app
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError
-from meshcomm.jobs.bench_training import trained
 from meshcomm.predict.passes import Costs, orders, timeline
-from meshcomm.show.bench_training import training_svg, training_view
-from meshcomm.show.page import as_text
 from meshcomm.testing import Pool
+from tests.benchmarks.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
+from tests.benchmarks.training import measured, trained, training_text, ways
 
 MODEL = "model={ layers = 2, width = 32, heads = 4, kv_heads = 2, ff = 64, vocabulary = 64 }"
 
@@ -134,8 +128,7 @@ def test_torch_trains_the_same_model_on_the_same_samples(
         assert all(0 <= late <= facts["step"][dim] for dim, late in facts["late"].items())
         assert set(facts["predicted"]) == predicted
         assert predicted <= set(facts["step"])
-        assert as_text(training_view(facts), 100)
-        assert training_svg(facts).count("<rect class=") == 1 + 4 + len(facts["step"])
+        assert f"{facts['ways'][0]['tokens_s']:,.0f}" in training_text(facts)
 
 
 def test_what_stands_still_is_counted_once_and_where_it_is() -> None:
@@ -187,28 +180,13 @@ def test_a_bubble_is_measured_and_predicted() -> None:
     assert last.gaps[0] == (10.0, 11.25) and last.gaps[-1][1] == 100 + 23
 
 
-def refused(*words: str) -> str:
-    result = CliRunner().invoke(app, ["bench", "--train", *words])
-    assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
-    return " ".join(result.stderr.split())
-
-
-def test_what_cannot_be_trained_is_told(tmp_path: Path) -> None:
-    mesh = tmp_path / "mesh.toml"
-    mesh.write_text('[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n')
-    assert "which dim plays which part" in refused(str(mesh))
-    assert "--op has no effect on training" in refused(str(mesh), "--op", "all_reduce")
-    roles = ("--set", 'parallel.data="dp"')
-    mine = tmp_path / "mine.svg"
-    mine.write_text("<svg/>")
-    assert "is not what meshcomm bench wrote" in refused(str(mesh), *roles, "--svg", str(mine))
-    assert mine.read_text() == "<svg/>"
-    some = ("--set", "mesh.ranks=[0, 1]", "--world", "4")
-    assert "on all ranks of the job" in refused(str(mesh), *roles, *some)
-    result = CliRunner().invoke(app, ["bench", "--steps", "3"])
-    assert result.exit_code == 2 and "--steps wants --train" in result.stderr
-    with pytest.raises(ConfigError, match="how to train, but not what"):
-        trained(
-            load(mesh, ['parallel={ data = "dp" }', "train={ steps = 1, global_batch = 8, microbatch = 4 }"]),
-            2,
-        )
+def test_what_cannot_be_trained_is_refused() -> None:
+    mesh = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}}
+    role = 'parallel={ data = "dp" }'
+    for sets, message in (
+        ((), "which dim plays which part"),
+        ((role, "mesh.ranks=[0, 1]"), "on all ranks of the job"),
+        ((role, "train={ steps = 1, global_batch = 8, microbatch = 4 }"), "how to train, but not what"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trained(load(mesh, sets), 2)

@@ -1,4 +1,4 @@
-"""`meshcomm bench --startup`: what is measured, and that both programs start; the times are printed, not judged."""
+"""Measured starts: what is measured, and that both programs start; the times are printed, not judged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from meshcomm.errors import ConfigError, LaunchError
-from meshcomm.jobs.startup import PROGRAMS, from_python, startup
+from meshcomm.errors import LaunchError
+from tests.benchmarks.startup import PROGRAMS, from_python, startup
 
 
 @pytest.mark.parity
 def test_both_programs_start_cold_and_forked(
     capsys: pytest.CaptureFixture[str], figures: Callable[[str], None]
 ) -> None:
-    assert startup(4, 1, True) == 0
+    startup(4, 1, True)
     starts = json.loads(capsys.readouterr().out)["starts"]
     assert [(row["forked"], row["program"], row["processes"]) for row in starts] == [
         (fork, name, 4) for fork in (False, True) for name in PROGRAMS
@@ -31,8 +31,3 @@ def test_both_programs_start_cold_and_forked(
 def test_a_start_that_fails_says_why() -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 0 of the start.*ZeroDivisionError"):
         from_python("1 / 0", {"dp": 1})
-
-
-def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--op, --svg has no effect on starts"):
-        startup(2, 1, False, ["--op", "--svg"])

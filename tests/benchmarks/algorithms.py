@@ -1,6 +1,6 @@
 """Does an algorithm over messages beat the backend's own all_reduce? On real processes.
 
-`torchrun --nproc-per-node 8 -m meshcomm.bench.algorithms`
+`torchrun --nproc-per-node 8 -m tests.benchmarks.algorithms`
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Final
 import torch
 
 import meshcomm
-from meshcomm.bench.measure import Row, compare, in_turn, slowest
+from meshcomm.bench.measure import in_turn, slowest
 from meshcomm.comm.scheduled import SCHEDULED
 from meshcomm.mesh import Mesh
+from meshcomm.show.page import terminal
+from tests.benchmarks.table import Row, compare, rows_table
 
 SIZES: Final[Mapping[str, int]] = {
     "64 B": 64,
@@ -50,9 +52,6 @@ def algorithms(mesh: Mesh, dim: str, sizes: Mapping[str, int] = SIZES, rounds: i
 
 
 def _main() -> None:
-    from meshcomm.bench.table import rows_table
-    from meshcomm.show.page import terminal
-
     with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
         rows = algorithms(mesh, "dp")
         if mesh.rank == 0:

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.bench.plain import Plain, PlainExperts, split_by_torch, split_sequence
 from meshcomm.config import ModelConfig, ParallelConfig, TrainConfig
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import initialise
@@ -24,6 +23,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.context import sequence_positions
 from meshcomm.parallel.optimizer import decay_groups, optimizer_of
 from meshcomm.parallel.pipeline import Stage
+from tests.benchmarks.plain import Plain, PlainExperts, split_by_torch, split_sequence
 
 
 class Loop:

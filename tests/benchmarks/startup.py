@@ -1,19 +1,23 @@
-"""`meshcomm bench --startup`: starts of whole jobs, until every dim is used, beside torch's init_device_mesh."""
+"""Starts of whole jobs, until every dim is used, beside torch's init_device_mesh.
+
+python -m tests.benchmarks.startup [--world 8] [--rounds 9] [--json]
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.errors import LaunchError
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.testing import Pool
 
@@ -61,33 +65,24 @@ class Startup(NamedTuple):
     cpu_s: float
 
 
-def startup(world: int | None, rounds: int, as_json: bool, unused: Sequence[str] = ()) -> int:
-    """Measure starts of three dims each way in turn and print medians; returns the exit code.
+def startup(world: int | None, rounds: int, as_json: bool) -> None:
+    """Measure starts of three dims each way in turn and print medians.
 
-    world: processes, started both cold and forked; None: 8 cold and 64 forked ones. unused: other options that
-    were given. Raises ConfigError for those.
+    world: processes, started both cold and forked; None: 8 cold and 64 forked ones.
     """
-    if unused:
-        raise ConfigError(
-            f"{', '.join(unused)} has no effect on starts",
-            given=f"--startup and {', '.join(unused)}",
-            expected="--startup with --world, --rounds and --json alone",
-            hint="meshcomm bench --startup --world 8",
-        )
     facts = []
     for fork, size in ((False, world or _COLD), (True, world or _FORKED)):
         for name, each in measured(three_dims(size), rounds, fork=fork).items():
             facts.append({"processes": size, "forked": fork, "program": name, **each._asdict()})
     if as_json:
         print(json.dumps({"load": os.getloadavg(), "cores": os.cpu_count(), "starts": facts}, indent=2))
-        return 0
+        return
     print("| processes | program | created | used | CPU of a rank |\n|---|---|---|---|---|")
     for row in facts:
         times = " | ".join(f"{row[name]:.3f} s" for name in ("created_s", "used_s", "cpu_s"))
         print(f"| {row['processes']} {'forked' if row['forked'] else 'cold'} | {row['program']} | {times} |")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"\nThe slowest rank, median of {rounds} starts in turn; {os.cpu_count()} cores, load {load}.")
-    return 0
 
 
 def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:
@@ -188,3 +183,14 @@ def three_dims(world: int) -> dict[str, int]:
             sizes = sorted([sizes[0] * factor, *sizes[1:]])
             left //= factor
     return dict(zip(("pp", "dp", "tp"), reversed(sizes), strict=True))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    startup(given.world, given.rounds, given.json)

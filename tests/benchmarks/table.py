@@ -1,14 +1,42 @@
-"""Comparisons as a table."""
+"""Comparisons, and how they are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from rich import box
 from rich.table import Table
 
-from meshcomm.bench.measure import Row
 from meshcomm.show.units import seconds_text
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: seconds per call of each way, and the first way's ratio to the second.
+
+    target: what the ratio has to reach; "at most" or "at least" it.
+    """
+
+    name: str
+    ours_s: float
+    theirs_s: float
+    ratio: float
+    bytes_moved: int | None = None
+    target: str = ""
+
+
+def compare(
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    bytes_moved: int | None = None,
+    target: str = "",
+) -> Row:
+    """The medians, and the median of the round-by-round ratios."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Row(name, median(ours), median(theirs), median(ratios), bytes_moved, target)
 
 
 def rows_table(title: str, rows: Sequence[Row]) -> Table:

@@ -1,8 +1,14 @@
-"""What does a call cost before a byte moves, and a long list of small tensors when they do?"""
+"""What does a call cost before a byte moves, and a long list of small tensors when they do?
+
+python -m tests.benchmarks.overhead                              calls, in one process on torch's fake backend
+torchrun --nproc-per-node 4 -m tests.benchmarks.overhead         lists of tensors, between processes
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from typing import Any, Final
 
 import torch
@@ -12,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
 from meshcomm.bench.calls import Call, Pair, pair
-from meshcomm.bench.measure import Row, compare, in_turn
+from meshcomm.bench.measure import in_turn
 from meshcomm.mesh import Mesh
 from meshcomm.predict.times import OPERATIONS
-from meshcomm.transport.torch_private import coalescing
+from meshcomm.show.page import terminal
+from tests.benchmarks.table import Row, compare, rows_table
 
 # Small enough that copying them costs nothing beside a call.
 _BYTES: Final = 256
@@ -104,7 +111,7 @@ def many(mesh: Mesh, dim: str, rounds: int) -> list[Row]:
 
         def coalesced(by_dtype: list[list[Tensor]] = by_dtype) -> None:
             for chosen in by_dtype:  # Gloo's coalescing takes one dtype at a time
-                with coalescing(group):
+                with dist._coalescing_manager(group=group):
                     for x in chosen:
                         dist.all_reduce(x, group=group)
 
@@ -117,3 +124,18 @@ def many(mesh: Mesh, dim: str, rounds: int) -> list[Row]:
         label = f"list of 1,000, {name} / the faster of two"
         rows.append(compare(label, found["ours"], best, sum(shapes) * 4, "at most 1"))
     return rows
+
+
+def _main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    if "RANK" not in os.environ:
+        terminal(110).print(rows_table("calls, fake backend, one process", overhead(rounds)))
+        return
+    with meshcomm.init(dims={"dp": -1}, device="cpu", validate_calls=0) as mesh:
+        rows = many(mesh, "dp", rounds)
+        if mesh.rank == 0:
+            terminal(110).print(rows_table(f"lists of tensors, {mesh.size('dp')} ranks", rows))
+
+
+if __name__ == "__main__":
+    _main()
