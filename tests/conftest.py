@@ -80,7 +80,7 @@ LONGEST = (
     "train/test_training.py",
     "launch/test_launch.py",
     "parallel/test_context.py",
-    "bench/test_bench_training.py",
+    "benchmarks/test_training.py",
     "mesh/test_queued_calls.py",
 )
 
