@@ -534,11 +534,11 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     more = "--alone --json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started
-    assert world == 4 and arguments[:2] == ["-m", "meshcomm"]
+    assert world == 4 and arguments[:3] == ["-P", "-m", "meshcomm"]
     # What a rank makes of these words, under the launcher's environment.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert CliRunner().invoke(app, arguments[2:]).exit_code == 0
+    assert CliRunner().invoke(app, arguments[3:]).exit_code == 0
     ((settings, asked, output),) = bodies
     assert settings.mesh.timeout_s == 50.0
     assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
