@@ -41,6 +41,10 @@ class _Debugger(pdb.Pdb):
         self.goes_on = True
         super().set_continue()
 
+    def set_stepinstr(self) -> None:
+        """Called by set_trace since Python 3.13: the next instruction is still on the line of the user's own call."""
+        self.set_step()
+
 
 def _terminal() -> IO[str] | None:
     """The process's own stdin, where multiprocessing has put nothing in its place; None: sys.stdin will do."""

@@ -90,7 +90,7 @@ class Watchdog(Watching):
         end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
         alone: the other ranks are no processes, and nobody there says what it does.
         process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" where nobody here knows.
-        refused: the error where this rank may be of another job than the others.
+        refused: the error where this rank may be of another job than the others; asked at each look.
     """
 
     timed = True

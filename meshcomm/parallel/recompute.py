@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from copy import copy
 from itertools import count
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -120,7 +121,7 @@ class _Region(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self._again:
             # It forgets what it has given, and zero_bubble computes a block again in either half of backward.
-            self._mode.storage = {op: dict(found) for op, found in self._kept.items()}
+            self._mode.storage = {op: copy(found) for op, found in self._kept.items()}
         with ExitStack() as stack:
             token = _SELECTIVE.set(True)
             stack.callback(_SELECTIVE.reset, token)

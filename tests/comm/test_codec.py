@@ -261,7 +261,7 @@ BAD = [
     ([{(2, Custom())}], "list(obj[0])[0][1] is a tests.comm.test_codec.Custom"),
     ({torch.ones(1): 1}, "list(obj)[0] is a torch.Tensor, which cannot be a key or an element of a set"),
     (collections.OrderedDict(a=1), "obj is a collections.OrderedDict"),
-    (pathlib.PurePosixPath("x"), "obj is a pathlib.PurePosixPath"),
+    (pathlib.PurePosixPath("x"), f"obj is a {pathlib.PurePosixPath.__module__}.PurePosixPath"),
     (datetime.date(2026, 11, 22), "obj is a datetime.date"),
     (Record(1), "obj is a tests.comm.test_codec.Record"),
     (Colour.RED, "obj is a tests.comm.test_codec.Colour"),

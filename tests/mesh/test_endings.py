@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from meshcomm.errors import CollectiveTimeout, MeshcommError
 from meshcomm.mesh.endings import ExceptHooks, backend_error
@@ -211,6 +213,7 @@ def test_a_monitored_barrier_without_a_timeout_ends_at_that_of_its_group(pool: P
     )
 
 
+@pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason=f"torch {torch.__version__} has no set_timeout")
 def test_a_timeout_that_torch_has_been_told_since_is_obeyed(pool: Pool, tmp_path: Path) -> None:
     script = """
 from datetime import timedelta

@@ -338,7 +338,7 @@ def run_story(name: str, folder: str) -> Outcome:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[needs_group_hooks] if "calls past" in each else []) for each in STORIES],
+    [pytest.param(each, marks=[needs_group_hooks] if "past" in each else []) for each in STORIES],
 )
 def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, name: str) -> None:
     story = STORIES[name]
