@@ -22,7 +22,11 @@ pytest_plugins = ["pytester"]
 
 # These suites run inside a process that has imported meshcomm; pytest, which would rewrite the asserts of
 # an installed plugin's package, warns of that.
-QUIET = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+QUIET = (
+    *("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"),
+    # The order of the suites inside is that of their files, whatever that of this one is.
+    *("-p", "no:randomly"),
+)
 
 SUITE = """
     import os, sys, time, warnings
