@@ -33,7 +33,7 @@ OWN: Final = "meshcomm"
 
 @final
 class OutsideGroups:
-    """Watches torch's groups beside those of a mesh while the mesh is open, those that are made meanwhile among them.
+    """Watches torch's other groups while a mesh is open, including groups that are created meanwhile.
 
     A group is watched where all its ranks are in the mesh: all of them open and close it at the same point of the
     program. It is held by its name, and let go of when torch does. A mesh that nobody closed goes on to compare until
