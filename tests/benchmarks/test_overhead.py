@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import meshcomm
 from meshcomm.testing import Pool
 from tests.benchmarks.overhead import many
@@ -20,6 +22,7 @@ def test_lists_are_measured_between_processes(pool: Pool) -> None:
     assert pool.run(lists, ranks=2) == [names, names]
 
 
+@pytest.mark.parity
 def test_the_command_prints_a_row_for_each_call() -> None:
     command = [sys.executable, "-m", "tests.benchmarks.overhead", "1"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout

@@ -61,11 +61,12 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
 @pytest.mark.parametrize(
     ("dims", "parallel", "torchs", "predicted"),
     [
-        (
+        pytest.param(
             "{ dp = 2, tp = 2 }",
             '{ data = "dp", tensor = "tp" }',
             "parallelize_module + fully_shard",
             {"dp", "tp"},
+            marks=pytest.mark.parity,
         ),
         pytest.param(
             "{ tp = 2 }",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from meshcomm.cli.app import GROUPS, app
@@ -38,9 +39,14 @@ WORDS: dict[str, list[list[str]]] = {
 }
 
 
+COMMANDS = get_command(app)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    # typer would read the signatures of all commands again for each of some hundred lines.
+    monkeypatch.setattr("typer.testing._get_command", lambda _: COMMANDS)
     (tmp_path / "good.py").write_text("raise SystemExit('started')\n")
     monkeypatch.setattr("meshcomm.launch.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
     return tmp_path

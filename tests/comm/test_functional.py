@@ -248,6 +248,7 @@ def test_eager(mesh: Mesh, name: str) -> None:
     eagerly(mesh, name)
 
 
+@pytest.mark.parity
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
 def test_backward_of_one_compiled_graph(mesh: Mesh) -> None:
     """Which group it is makes no difference to the graph."""
@@ -277,9 +278,14 @@ COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to
     [
         ("func.grad of func.grad", "aot_eager", COMPILED),
         ("vmap of func.grad", "aot_eager", COMPILED),
-        ("vmap of func.jvp", "aot_eager", COMPILED),
-        ("func.jvp of func.grad", "eager", COMPILED),
-        ("vmap of func.grad", "inductor", COMPILED[:1]),
+        *(
+            pytest.param(*each, marks=pytest.mark.parity)
+            for each in (
+                ("vmap of func.jvp", "aot_eager", COMPILED),
+                ("func.jvp of func.grad", "eager", COMPILED),
+                ("vmap of func.grad", "inductor", COMPILED[:1]),
+            )
+        ),
     ],
 )
 def test_compiled_with_the_transform_in_one_graph(

@@ -18,7 +18,14 @@ from tests.documents.shown import differs
 ALL = {page: blocks(page) for page in pages()}
 
 
-@pytest.mark.parametrize("page", [page for page, found in ALL.items() if found])
+# It trains eight models.
+LONG = ("docs/guide/models.md",)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.parity] * (page in LONG)) for page, found in ALL.items() if found],
+)
 def test_every_block_of_the_page_runs(
     page: str, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

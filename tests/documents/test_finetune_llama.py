@@ -52,6 +52,7 @@ def trained(config: Config, samples: Tensor) -> Tensor | None:
         return mesh.all_gather("tp", torch.cat(seen), axis=-1)
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(300)
 def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Path) -> None:
     def called(script: str, *arguments: str) -> str:

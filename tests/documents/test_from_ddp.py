@@ -68,7 +68,7 @@ def test_the_steps_of_the_page_shard_split_and_pipeline() -> None:
 @pytest.mark.parametrize(
     "words",
     # The last has a module that is split, and a pipeline; tests of the page run the others in bfloat16.
-    [*(pytest.param(each, marks=pytest.mark.parity) for each in STEPS[:-1]), STEPS[-1]],
+    [pytest.param(each, marks=pytest.mark.parity) for each in STEPS],
     ids=[str(number) for number in range(1, len(STEPS) + 1)],
 )
 def test_every_step_gives_the_losses_of_the_script_that_one_has(

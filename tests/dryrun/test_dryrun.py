@@ -253,6 +253,7 @@ def test_two_meshes(dryrun):
 """
 
 
+@pytest.mark.parity
 def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
     pytester.makefile(".toml", train=CONFIG)
     pytester.makepyfile(test_dry=SUITE)

@@ -98,7 +98,17 @@ _KINDS: Final = (
 
 ROWS: Final = [
     *(
-        _row(f"{name}-{what}", fault, build, 2, does, own, dims, error=_ANY, quick=name == "fsdp")
+        _row(
+            f"{name}-{what}",
+            fault,
+            build,
+            2,
+            does,
+            own,
+            dims,
+            error=_ANY,
+            quick=(name, what) == ("fsdp", "skip"),
+        )
         for name, build, dims in _KINDS
         for what, fault, does, own in (
             ("skip", "skipped step", _skips, ""),
@@ -118,7 +128,7 @@ ROWS: Final = [
         bare=True,
     ),
     *(
-        _row(f"{name}-{what}", fault, build, 3, does, own, quick=what == "exits")
+        _row(f"{name}-{what}", fault, build, 3, does, own, quick=(name, what) == ("new-group", "exits"))
         for name, build in (("default", _default), ("new-group", _new))
         for what, fault, does, own in (
             ("exits", "os._exit(0)", _exits, "exit code 0"),

@@ -149,7 +149,7 @@ def ended(pool: Pool, folder: Path, script: str, launcher: tuple[str, ...] = ())
 
 
 @needs_group_hooks
-@pytest.mark.parametrize("step", ["ddp", "default"])
+@pytest.mark.parametrize("step", [pytest.param("ddp", marks=pytest.mark.faults), "default"])
 def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Path, step: str) -> None:
     code, err = ended(pool, tmp_path, f"trains({step}, {SLEEPS})")
     lines = err.splitlines()
@@ -188,6 +188,7 @@ def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: 
     assert 'CollectiveTimeout: all_reduce made past the mesh along "dp" on rank 0 (dp=0) did not end' in err
 
 
+@pytest.mark.faults
 @needs_group_hooks
 def test_an_error_that_the_program_caught_is_reported_in_one_line(pool: Pool, tmp_path: Path) -> None:
     script = """
@@ -202,6 +203,7 @@ except Exception:
     assert len(said) == 1 and said[0].startswith("meshcomm: all_reduce made past the mesh along")
 
 
+@pytest.mark.faults
 def test_a_monitored_barrier_without_a_timeout_ends_at_that_of_its_group(pool: Pool, tmp_path: Path) -> None:
     script = 'dist.monitored_barrier(group=mesh.group("dp")) if mesh.rank == 0 else time.sleep(60)'
     code, err = ended(pool, tmp_path, script)
@@ -213,6 +215,7 @@ def test_a_monitored_barrier_without_a_timeout_ends_at_that_of_its_group(pool: P
     )
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason=f"torch {torch.__version__} has no set_timeout")
 def test_a_timeout_that_torch_has_been_told_since_is_obeyed(pool: Pool, tmp_path: Path) -> None:
     script = """

@@ -169,6 +169,7 @@ def opening(world: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], lis
     return calls, created, max(listed), len(listed)
 
 
+@pytest.mark.faults
 def test_opening_a_mesh_of_8_to_1024_ranks_asks_the_store_as_often_on_each(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

@@ -139,6 +139,7 @@ def test_two_jobs_at_once_whose_launcher_does_not_name_them(pool: Pool, tmp_path
     assert [job.finish()[1].split() for job in jobs] == [["True"] * 2] * 2
 
 
+@pytest.mark.faults
 def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: Path) -> None:
     # The second job has no rank 1: its rank 0 cannot say so to the first one's ranks, and its error is the only one.
     port = free_port()

@@ -142,7 +142,12 @@ DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}
             {"sequence_parallel": True, "schedule": "zero_bubble", "stages_per_rank": 2},
             marks=pytest.mark.parity,
         ),
-        (DROPS, "fsdp=2 cp=2", {"attention": "ulysses", "train": {"recompute": True}}),
+        pytest.param(
+            DROPS,
+            "fsdp=2 cp=2",
+            {"attention": "ulysses", "train": {"recompute": True}},
+            marks=pytest.mark.parity,
+        ),
     ],
     ids=str,
 )

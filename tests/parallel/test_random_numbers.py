@@ -88,11 +88,17 @@ INNER = {**SPEC, "args": {"inner": 0.3}}
     ("model", "dims", "more"),
     [
         (ALONE, "dp=2 fsdp=2", {}),
-        (SPEC, "dp=2 tp=2", {"train": {"microbatch": 2, "recompute": "selective"}}),
-        (
+        pytest.param(
+            SPEC,
+            "dp=2 tp=2",
+            {"train": {"microbatch": 2, "recompute": "selective"}},
+            marks=pytest.mark.parity,
+        ),
+        pytest.param(
             INNER,
             "pp=2 dp=2",
             {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"recompute": True}},
+            marks=pytest.mark.parity,
         ),
         pytest.param(
             SPEC,
@@ -135,6 +141,7 @@ def masks(config: Config, steps: Sequence[int]) -> tuple[dict[str, int], dict[in
         return mesh.coords, found, float(torch.rand(()))
 
 
+@pytest.mark.parity
 def test_masks_by_role(pool: Pool) -> None:
     config = config_of(
         INNER,

@@ -43,7 +43,13 @@ EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balanc
         ),
         (BUILT_IN, "pp=2 dp=2", 2, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
         pytest.param(BUILT_IN, "pp=2 cp=2", "selective", {"schedule": "gpipe"}, marks=pytest.mark.parity),
-        (OWN, "pp=2 tp=2", "selective", {"schedule": "1f1b", "sequence_parallel": True}),
+        pytest.param(
+            OWN,
+            "pp=2 tp=2",
+            "selective",
+            {"schedule": "1f1b", "sequence_parallel": True},
+            marks=pytest.mark.parity,
+        ),
         pytest.param(OWN, "fsdp=2 cp=2", "selective", {"attention": "ulysses"}, marks=pytest.mark.parity),
         pytest.param(OWN, "dp=2 fsdp=2", 3, {}, marks=pytest.mark.parity),
         pytest.param(

@@ -103,8 +103,12 @@ def test_evaluating_changes_nothing_of_the_training(
 @pytest.mark.parametrize(
     ("dims", "parallel"),
     [
-        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
-        ({"fsdp": 2, "cp": 2}, {"shard": "fsdp", "context": "cp"}),
+        pytest.param(
+            {"dp": 2, "tp": 2},
+            {"data": "dp", "tensor": "tp", "sequence_parallel": True},
+            marks=pytest.mark.parity,
+        ),
+        pytest.param({"fsdp": 2, "cp": 2}, {"shard": "fsdp", "context": "cp"}, marks=pytest.mark.parity),
         ({"pp": 2, "dp": 2}, {"pipeline": "pp", "data": "dp"}),
         pytest.param(
             {"pp": 2, "fsdp": 2},

@@ -39,7 +39,7 @@ def recorded(config: Config) -> Any:
 
 
 # The others share their code with one of these.
-_OFTEN = ("adamw", "adagrad")
+_OFTEN = ("adamw",)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def through(config: Config, target: Path, dtype: torch.dtype | None, shard_bytes
 _EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2, "tp": 1}}
 # Fused and transposed weights; experts in folders that name each, on a mesh without and with a dim for them.
 OTHERS = [
-    ("gpt2", {}),
+    pytest.param("gpt2", {}, marks=pytest.mark.parity),
     ("qwen3_moe", {}),
     ("mixtral", _EXPERT),
     pytest.param("qwen3_moe", _EXPERT, marks=pytest.mark.parity),

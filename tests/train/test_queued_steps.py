@@ -121,8 +121,8 @@ def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
 @pytest.mark.parametrize(
     ("how", "first", "dims"),
     [
-        ("gradient", "gradient norm", "dp = 2, tp = 2"),
-        ("token", "loss", "dp = 2, tp = 2"),
+        pytest.param("gradient", "gradient norm", "dp = 2, tp = 2", marks=pytest.mark.parity),
+        pytest.param("token", "loss", "dp = 2, tp = 2", marks=pytest.mark.parity),
         ("token", "loss", "dp = 2, tp = 1"),
     ],
 )
