@@ -16,8 +16,8 @@ from meshcomm.errors import BarrierTimeout, UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import GRACE_S, kind_of, prefixed, wait_for, within
 from meshcomm.mesh.topology_queries import TopologyQueries
+from meshcomm.mesh.torch_store import GRACE_S, kind_of, prefixed, wait_for, within
 from meshcomm.transport.torch_private import outside_graphs
 
 

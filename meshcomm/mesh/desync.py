@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError
-from meshcomm.mesh.store import kind_of
+from meshcomm.mesh.torch_store import kind_of
 
 # How often a rank posts and looks, where the world is small.
 _PERIOD_S: Final = 1.0

@@ -29,8 +29,9 @@ from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.random_numbers import RandomNumbers
 from meshcomm.mesh.runtime import WORLD, Runtime
-from meshcomm.mesh.store import MeshStore, prefixed, within
+from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMesh
+from meshcomm.mesh.torch_store import prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 
 if TYPE_CHECKING:

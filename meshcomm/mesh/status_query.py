@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, final
 
-from meshcomm.mesh.store import wait_for, within
+from meshcomm.mesh.torch_store import wait_for, within
 
 T = TypeVar("T")
 

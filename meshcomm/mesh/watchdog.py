@@ -37,7 +37,7 @@ from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.status_query import StatusQuery
-from meshcomm.mesh.store import within
+from meshcomm.mesh.torch_store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, unlimited_barrier
 
