@@ -56,7 +56,7 @@ def _train(settings: Config) -> None:
 
         from meshcomm.mesh.opening import init
         from meshcomm.mesh.together import is_first
-        from meshcomm.train import Silent, find_attempt
+        from meshcomm.train import Callback, find_attempt
         from meshcomm.train import run as run_training
         from meshcomm.train.screen import TrainingReporter
 
@@ -69,7 +69,7 @@ def _train(settings: Config) -> None:
             console.print(mesh)
             run_training(mesh, settings, TrainingReporter(console), attempt)
         else:
-            run_training(mesh, settings, Silent(), attempt)
+            run_training(mesh, settings, Callback(), attempt)
 
 
 @contextmanager

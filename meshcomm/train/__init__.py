@@ -2,7 +2,7 @@
 
 from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
 from meshcomm.train.pretrained import save_pretrained
-from meshcomm.train.report import Callback, Evaluation, Resumed, Silent, Start, Step, Summary
+from meshcomm.train.report import Callback, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.schedule import learning_rate
 from meshcomm.train.trainer import Trainer, run
 
@@ -12,7 +12,6 @@ __all__ = [
     "Checkpoints",
     "Evaluation",
     "Resumed",
-    "Silent",
     "Start",
     "Step",
     "Summary",

@@ -129,7 +129,7 @@ class Summary:
 
 
 class Callback:
-    """Is told what a run does, on every rank alike. What a subclass leaves out tells nobody.
+    """Hears what a run does, on every rank. This one does nothing: for ranks that do not print.
 
     trainer: the Trainer that it was given to.
     stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
@@ -157,13 +157,8 @@ class Callback:
 
 
 @final
-class Silent(Callback):
-    """For ranks that do not print."""
-
-
-@final
-class Told(Callback):
-    """Several callbacks as one, in order."""
+class Callbacks:
+    """Several callbacks, called in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._all = tuple(callbacks)
@@ -173,27 +168,7 @@ class Told(Callback):
         """Why one of them ends the run; "": none does."""
         return next((each.reason or f"{type(each).__name__}.stop" for each in self._all if each.stop), "")
 
-    def on_start(self, start: Start) -> None:
-        """See Callback."""
-        for each in self._all:
-            each.on_start(start)
-
-    def on_step(self, step: Step) -> None:
-        """See Callback."""
-        for each in self._all:
-            each.on_step(step)
-
-    def on_eval(self, evaluation: Evaluation) -> None:
-        """See Callback."""
-        for each in self._all:
-            each.on_eval(evaluation)
-
-    def on_save(self, step: int, folder: Path) -> None:
-        """See Callback."""
-        for each in self._all:
-            each.on_save(step, folder)
-
-    def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """See Callback."""
-        for each in self._all:
-            each.on_end(summary, error)
+    def call(self, name: str, *facts: Any) -> None:
+        """Call the method `name` of each."""
+        for callback in self._all:
+            getattr(callback, name)(*facts)

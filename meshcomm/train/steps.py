@@ -22,8 +22,8 @@ from meshcomm.train.early_stop import Best, EarlyStop
 from meshcomm.train.given_data import Given
 from meshcomm.train.lock import Lock
 from meshcomm.train.metrics.cost import Cost
-from meshcomm.train.metrics.sinks import Forward
-from meshcomm.train.report import Callback, Evaluation, Resumed, Start, Step, Summary, Told
+from meshcomm.train.metrics.sinks import SINKS
+from meshcomm.train.report import Callback, Callbacks, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, MetricsFile, recorded, settings_of
 from meshcomm.train.schedule import learning_rate
 from meshcomm.train.windows import Windows
@@ -87,8 +87,8 @@ class Steps:
         sinks = []
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
-            sinks = [Forward(name, self._out, settings, self._first) for name in train.log_to]
-        self._told = Told([self._early, *callbacks, *sinks])
+            sinks = [SINKS[name](self._out, settings, self._first) for name in train.log_to]
+        self._callbacks = Callbacks([self._early, *callbacks, *sinks])
         self._start = Start(
             steps=train.steps,
             tokens_per_step=train.global_batch * (1 if data is None else data.sequence),
@@ -114,14 +114,14 @@ class Steps:
                 ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
             stack.enter_context(self._checkpoints)
             windows = stack.enter_context(Windows(mesh, train, self._first))
-            self._told.on_start(self._start)
+            self._callbacks.call("on_start", self._start)
             before = mesh.stats()
             try:
                 self._make(windows)
                 self._checkpoints.finish()
             except BaseException as error:
                 ended.append(self._summary())
-                self._told.on_end(ended[-1], error)
+                self._callbacks.call("on_end", ended[-1], error)
                 raise
             traffic = mesh.stats().since(before)
             late = dict(mesh.stragglers().latest)
@@ -131,7 +131,7 @@ class Steps:
                 steps = len(self._losses) - self._first
                 whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=steps)
             ended.append(whole)
-        self._told.on_end(whole, None)
+        self._callbacks.call("on_end", whole, None)
         return whole
 
     # -- inside -----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Steps:
         began = logged - self._lock.seconds
         logged_step = self._first
         for step in range(self._first + 1, train.steps + 1):
-            if self._told.stopped:
+            if self._callbacks.stopped:
                 break
             self._checkpoints.poll()
             lr = learning_rate(train, step) if scheduler is None else None
@@ -170,7 +170,7 @@ class Steps:
             if evaluates:
                 self._evaluate(step)
             # The last one, where something ends the run.
-            if saves or (train.checkpoint_every and self._told.stopped):
+            if saves or (train.checkpoint_every and self._callbacks.stopped):
                 self._save(step)
 
     def _due(self, every: int, step: int) -> bool:
@@ -209,7 +209,7 @@ class Steps:
             )
             if self._metrics is not None:
                 self._metrics.write(line)
-            self._told.on_step(line)
+            self._callbacks.call("on_step", line)
         return told
 
     def _evaluate(self, step: int) -> None:
@@ -222,7 +222,7 @@ class Steps:
         self._cost.compare()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
-        self._told.on_eval(self._evaluation)
+        self._callbacks.call("on_eval", self._evaluation)
 
     def _save(self, step: int) -> None:
         if self._metrics is not None:
@@ -236,10 +236,10 @@ class Steps:
             best=self._early.best,
         )
         folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses))
-        self._told.on_save(step, folder)
+        self._callbacks.call("on_save", step, folder)
 
     def _stopped(self) -> str:
-        return self._told.stopped if len(self._losses) < self._train.steps else ""
+        return self._callbacks.stopped if len(self._losses) < self._train.steps else ""
 
     def _summary(self) -> Summary:
         """Of what is done so far."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, final
+from typing import Any, Self, TypeAlias, final
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,11 +19,7 @@ from meshcomm.transport.torch_private import profiling
 
 _OPERATORS = 20
 
-
-class _Window(NamedTuple):
-    steps: tuple[int, int] | None
-    make: Callable[[], contextlib.AbstractContextManager[object]]
-    inside: contextlib.ExitStack
+_Make: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @final
@@ -36,38 +32,35 @@ class Windows:
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
         out = Path(train.out)
         self._first = done + 1
-        self._stack = contextlib.ExitStack()
-        watched = not train.profile_ranks or mesh.rank in train.profile_ranks
-        self._windows = [
-            _Window(train.trace_steps, lambda: mesh.trace(out / TRACE), contextlib.ExitStack()),
-            _Window(
-                train.profile_steps if watched else None,
-                lambda: profiled(out / PROFILE, mesh.rank, mesh.device),
-                contextlib.ExitStack(),
-            ),
-        ]
+        self._windows: list[tuple[int, int, _Make, contextlib.ExitStack]] = []
+        if train.trace_steps:
+            self._windows.append(
+                (*train.trace_steps, lambda: mesh.trace(out / TRACE), contextlib.ExitStack())
+            )
+        if train.profile_steps and (not train.profile_ranks or mesh.rank in train.profile_ranks):
+            profiles = partial(profiled, out / PROFILE, mesh.rank, mesh.device)
+            self._windows.append((*train.profile_steps, profiles, contextlib.ExitStack()))
 
     def before(self, step: int) -> None:
         """Open what begins with this step; a run that was resumed may begin inside."""
-        for steps, make, inside in self._windows:
-            first, last = steps or (0, -1)
-            if first <= step <= last and step in (first, self._first):
-                self._stack.push(inside)
+        for first, last, make, inside in self._windows:
+            if step == max(first, self._first) <= last:
                 inside.enter_context(make())
 
     def after(self, step: int) -> None:
         """Close what ends with this step."""
-        for steps, _, inside in self._windows:
-            if steps is not None and step == steps[1]:
+        for _, last, _, inside in self._windows:
+            if step == last:
                 inside.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for *_, inside in self._windows:
+                stack.push(inside)
+            stack.__exit__(*raised)
 
 
 @contextlib.contextmanager

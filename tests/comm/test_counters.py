@@ -588,10 +588,10 @@ def test_since_subtracts_and_of_all_names_the_slowest() -> None:
 
 
 def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:
-    from meshcomm.train import Silent, run
+    from meshcomm.train import Callback, run
 
     settings = load(TRAIN, ["mesh.dims={ dp = 2, tp = 1 }", f'train.out="{tmp_path}"'])
-    everyone = meshcomm.simulate(lambda mesh: run(mesh, settings, Silent()), settings, world_size=2)
+    everyone = meshcomm.simulate(lambda mesh: run(mesh, settings, Callback()), settings, world_size=2)
     traffic = everyone[0].traffic
     assert everyone[0].traffic_steps == 2
     assert traffic is not None

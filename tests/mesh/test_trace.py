@@ -27,7 +27,7 @@ from meshcomm.mesh.tracing import _Clock, offsets, part_of, write
 from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.show.timeline import Bar, Row, timeline
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, run
+from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -370,7 +370,7 @@ def trained(out: str) -> list[str]:
         }
     )
     with meshcomm.init(config) as mesh:
-        run(mesh, config, Silent())
+        run(mesh, config, Callback())
         return sorted(each.name for each in Path(out).iterdir())
 
 

@@ -11,7 +11,7 @@ import meshcomm
 from meshcomm.config import Config, load
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.train import Silent, Summary, run
+from meshcomm.train import Callback, Summary, run
 
 STEPS = 3
 BASE: dict[str, Any] = {
@@ -32,7 +32,7 @@ def settings(out: Path, *overrides: str) -> Config:
 
 def train(config: Config, world: int) -> list[Summary]:
     def body(mesh: Mesh) -> Summary:
-        return run(mesh, config, Silent())
+        return run(mesh, config, Callback())
 
     return meshcomm.simulate(body, config, world_size=world)
 

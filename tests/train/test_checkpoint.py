@@ -33,7 +33,6 @@ from meshcomm.train import (
     Attempt,
     Callback,
     Resumed,
-    Silent,
     Start,
     Step,
     Summary,
@@ -535,7 +534,7 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
 
 def refused(config: Config) -> tuple[str, str]:
     with meshcomm.init(config) as mesh, pytest.raises((ConfigError, TrainingError)) as caught:
-        run(mesh, config, Silent())
+        run(mesh, config, Callback())
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -744,7 +743,7 @@ def refused_each(config: Config, files: list[str]) -> list[str]:
                     path.write_bytes(content[: len(content) // 2])
             mesh.barrier()
             with pytest.raises(TrainingError) as caught:
-                run(mesh, config, Silent())
+                run(mesh, config, Callback())
             found.append(str(caught.value))
             mesh.barrier()
             if mesh.rank == 0:

@@ -13,7 +13,7 @@ import torch
 import meshcomm
 from meshcomm.config import Config, load
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, run
+from meshcomm.train import Callback, run
 from tests.train.parity_cases import CASES
 
 pytestmark = pytest.mark.parity
@@ -90,7 +90,7 @@ def job(place: str, model: dict[str, Any], out: Path, **train: Any) -> Config:
 def trained(config: Config) -> tuple[float, ...]:
     torch.set_num_threads(1)
     with meshcomm.init(config) as mesh:
-        return run(mesh, config, Silent()).losses
+        return run(mesh, config, Callback()).losses
 
 
 @pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ from meshcomm.config import Config, load
 from meshcomm.predict.stages import part_costs
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
-from meshcomm.train import Silent, Summary, Trainer, run
+from meshcomm.train import Callback, Summary, Trainer, run
 from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.loop import batches_of
 from meshcomm.train.metrics import cost as cost_module
@@ -219,7 +219,7 @@ def trained(config: Config) -> Summary:
 
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_module, "peak_memory", of_rank)
-        return run(mesh, config, Silent())
+        return run(mesh, config, Callback())
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -251,7 +251,7 @@ def test_mfu_is_told_where_the_peak_is_known_and_never_else(
 
 def gathers(config: Config) -> int:
     with meshcomm.init(config) as mesh:
-        summary = run(mesh, config, Silent())
+        summary = run(mesh, config, Callback())
         assert summary.traffic is not None
         return sum(
             row["calls"] for row in summary.traffic.facts()["rows"] if row["call"].startswith("objects")

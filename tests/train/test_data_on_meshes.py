@@ -16,7 +16,7 @@ from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeErro
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.inputs import check_inputs
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Summary, Trainer, run
+from meshcomm.train import Callback, Summary, Trainer, run
 from tests.train.test_data import tokenizer
 
 BASE: dict[str, Any] = {
@@ -205,7 +205,7 @@ def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) 
 
 def trained(config: Config) -> Summary:
     with meshcomm.init(config) as mesh:
-        return run(mesh, config, Silent())
+        return run(mesh, config, Callback())
 
 
 def samples(out: Path, step: int) -> int:

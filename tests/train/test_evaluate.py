@@ -13,7 +13,7 @@ import meshcomm
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Summary, Trainer, run
+from meshcomm.train import Callback, Summary, Trainer, run
 from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.loop import batches_of
 
@@ -41,7 +41,7 @@ def on(dims: dict[str, int], out: Path | str, *overrides: str, **parallel: Any) 
 
 def trained(config: Config) -> Summary:
     with meshcomm.init(config) as mesh:
-        return run(mesh, config, Silent())
+        return run(mesh, config, Callback())
 
 
 def by_hand(config: Config) -> tuple[float, float]:
@@ -144,7 +144,7 @@ def test_it_is_equal_on_every_mesh(
 
 def refused(config: Config) -> str:
     with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
-        run(mesh, config, Silent())
+        run(mesh, config, Callback())
     return str(caught.value)
 
 

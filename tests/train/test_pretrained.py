@@ -20,7 +20,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Trainer, run, save_pretrained
+from meshcomm.train import Callback, Trainer, run, save_pretrained
 from meshcomm.train.export import find_checkpoint
 from meshcomm.train.lock import Lock
 from meshcomm.train.pretrained import export_pretrained
@@ -157,7 +157,7 @@ def trained(config: Config, target: Path | None) -> list[str]:
         return known.changes
 
 
-class Known(Silent):
+class Known(Callback):
     changes: list[str]
 
     def on_start(self, start: Any) -> None:
@@ -208,7 +208,7 @@ def refused(config: Config, target: Path | None = None) -> tuple[str, str, str]:
     with meshcomm.init(config) as mesh:
         try:
             if target is None:
-                run(mesh, config, Silent())
+                run(mesh, config, Callback())
             else:
                 save_pretrained(Trainer(mesh, config), target)
         except MeshcommError as error:

@@ -12,13 +12,13 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, run
+from meshcomm.train import Callback, run
 from tests.train.test_cost import on
 
 
 def trained(config: Config) -> None:
     with meshcomm.init(config) as mesh:
-        run(mesh, config, Silent())
+        run(mesh, config, Callback())
 
 
 @pytest.mark.parametrize(("ranks", "found"), [("[]", [0, 1]), ("[1]", [1])])
@@ -46,7 +46,7 @@ def watched_twice(config: Config) -> str:
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     ):
         with pytest.raises(TrainingError) as caught:
-            run(mesh, config, Silent())
+            run(mesh, config, Callback())
         return str(caught.value)
 
 

@@ -16,7 +16,7 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.testing import Pool
-from meshcomm.train import Silent, Summary, run
+from meshcomm.train import Callback, Summary, run
 from meshcomm.train.metrics import sinks
 from tests.train.test_evaluate import on
 
@@ -31,7 +31,7 @@ def told(config: Config, failing: bool = False) -> Summary:
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         if failing:
             patch.setattr(sinks.TensorBoard, "write", _full)
-        return run(mesh, config, Silent())
+        return run(mesh, config, Callback())
 
 
 def _full(*_: Any) -> None:
@@ -93,7 +93,7 @@ def refused(config: Config) -> str:
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sinks.importlib.util, "find_spec", missing)
         with pytest.raises(MeshcommError) as caught:
-            run(mesh, config, Silent())
+            run(mesh, config, Callback())
         return str(caught.value)
 
 

@@ -25,7 +25,7 @@ from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Silent, Start, Step, Summary, run
+from meshcomm.train import Callback, Start, Step, Summary, run
 from meshcomm.train.run_files import MetricsFile, put_aside
 from meshcomm.train.screen import TrainingReporter, curve, summary_panel
 
@@ -247,11 +247,11 @@ def disagree(files: list[str], out: str) -> list[str]:
         for odd in ("train.lr=0.1", f'data.files=["{files[1]}"]', 'data.files=["missing.txt"]'):
             config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, *([odd] if mesh.rank == 2 else []))
             with pytest.raises(TrainingError) as caught:
-                run(mesh, config, Silent())
+                run(mesh, config, Callback())
             told.append(str(caught.value))
         config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, f'train.out="{files[0]}/inside"')
         with pytest.raises(TrainingError) as caught:
-            run(mesh, config, Silent())
+            run(mesh, config, Callback())
         return [*told, str(caught.value)]
 
 
