@@ -90,7 +90,8 @@ EAGER_RANKS: Final = 64
 class Launch:
     """What the launcher says.
 
-    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group) or "single".
+    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group),
+        "given" (nobody but the program says it) or "single".
     local_rank: number of this process on its host. local_size: processes on this host.
     address, port: where rank 0 can be met; None where nothing says so. Without a port the job's name leads to one.
     placed: the launcher has said the local rank.

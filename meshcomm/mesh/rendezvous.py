@@ -59,6 +59,8 @@ def meet(
     Raises LaunchError where nothing says who this process is, or nobody is met within the timeout.
     Rank 0 warns with ExposedRendezvous where all ranks are on this host and the address is one that others reach.
     """
+    if launch.kind == "single" and (world_size, process.world_size) != (None, None):
+        launch = replace(launch, kind="given")
     rank, world_size = (
         next(value for value in values if value is not None)
         for values in (

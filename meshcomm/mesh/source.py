@@ -97,17 +97,24 @@ def refuse_alone(settings: Settings) -> None:
     """Raise LaunchError in a process that no launcher started, where the mesh needs several; it names the command."""
     mesh = settings.mesh
     needed = max(mesh.ranks) + 1 if mesh.ranks is not None else prod(n for n in mesh.dims.values() if n != -1)
-    with suppress(MeshcommError):
-        settings.plan(1)
+    started = multiprocessing.parent_process() is not None or "RAY_RAYLET_PID" in os.environ
+    if _fits(settings, 1):
+        if started and -1 in mesh.dims.values():
+            # Each of several such processes would have a world of its own.
+            raise LaunchError(
+                f"how many processes? dims = {toml_dims(mesh.dims)} takes all there are",
+                given="a process that multiprocessing or Ray has started, without RANK and WORLD_SIZE",
+                expected="its rank, and how many there are",
+                hint="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init;\n"
+                "for a mesh of this process alone, a size of 1 in place of -1",
+            )
         return
-    try:
-        settings.plan(needed)
-    except MeshcommError:
+    if not _fits(settings, needed):
         return  # its number of processes is not what is wrong with it
     hint = f"{command_line(f'torchrun --nproc-per-node {needed}')}; srun and mpirun do as well"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
-    elif multiprocessing.parent_process() is not None or "ray" in sys.modules:
+    elif started or "ray" in sys.modules:
         hint = (
             "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init, as Ray Train does;\n"
             f'or init(rank=..., world_size={needed}, ...) with [process] init = "tcp", address = "HOST:PORT" of rank 0'
@@ -118,6 +125,13 @@ def refuse_alone(settings: Settings) -> None:
         expected=f"{needed} processes, each with its rank",
         hint=hint,
     )
+
+
+def _fits(settings: Settings, world: int) -> bool:
+    with suppress(MeshcommError):
+        settings.plan(world)
+        return True
+    return False
 
 
 def beside_the_job() -> None:

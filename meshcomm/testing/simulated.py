@@ -203,7 +203,8 @@ class _Streams(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if getattr(self.here, "rank", None) is None:
+        # The stream that was there may be closed by the time that this one is collected.
+        if getattr(self.here, "rank", None) is None and not self._usual.closed:
             self._usual.flush()
 
     def writable(self) -> bool:

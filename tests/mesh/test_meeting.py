@@ -140,13 +140,17 @@ def test_each_way_to_meet(pool: Pool, tmp_path: Path, way: Any) -> None:
     assert pool.run(way, str(tmp_path / "rendezvous"), free_port(), ranks=2) == [[0, 1]] * 2
 
 
-def by_oneself() -> list[int]:
+def by_oneself() -> list[list[int]]:
     alone()
-    return total(MeshConfig(dims={"dp": -1}, device="cpu"))
+    process = ProcessConfig(init="tcp", address=f"127.0.0.1:{free_port()}", rank=0, world_size=1)
+    given = total(Config(mesh=MeshConfig(dims={"dp": -1}, device="cpu"), process=process))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multiprocessing.parent_process", lambda: None)
+        return [given, total(MeshConfig(dims={"dp": -1}, device="cpu"))]
 
 
 def test_a_single_process(pool: Pool) -> None:
-    assert pool.run(by_oneself, ranks=1) == [[0]]
+    assert pool.run(by_oneself, ranks=1) == [[[0], [0]]]
 
 
 def told_nothing() -> str:
@@ -168,6 +172,22 @@ def started_by_nobody() -> str:
     with pytest.raises(LaunchError) as caught:
         meshcomm.init(dims={"dp": -1, "tp": 4}, device="cpu")
     return str(caught.value)
+
+
+def one_of_several(dims: dict[str, int]) -> str:
+    alone()
+    with pytest.raises(LaunchError) as caught:
+        meshcomm.init(dims=dims, device="cpu")
+    return str(caught.value)
+
+
+def test_processes_of_multiprocessing_do_not_each_take_a_world_for_themselves(pool: Pool) -> None:
+    texts = pool.run(one_of_several, {"dp": -1}, ranks=2)
+    for text in texts:
+        assert text.startswith("how many processes? dims = { dp = -1 } takes all there are\n")
+        assert (
+            "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init" in text
+        )
 
 
 def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

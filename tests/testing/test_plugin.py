@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -406,3 +407,10 @@ def test_equal_stacks_are_told_once() -> None:
             "there",
         ),
     ]
+
+
+def test_the_streams_of_simulated_ranks_outlive_those_of_pytest() -> None:
+    usual = io.TextIOWrapper(io.BytesIO())
+    stream = meshcomm.testing.simulated._Streams(usual)
+    usual.close()
+    stream.close()  # as when it is collected; Python 3.13 reports what that raises
