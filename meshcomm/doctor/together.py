@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from meshcomm.config import Config, NetworkConfig, ProcessConfig
 from meshcomm.doctor import network
-from meshcomm.doctor.examine import examine
+from meshcomm.doctor.examine import examine, versions
 from meshcomm.doctor.finding import Facts, Finding, exit_code
-from meshcomm.doctor.installation import versions
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device

@@ -127,7 +127,9 @@ def _text(error: BaseException, config: pytest.Config) -> str:
         # A MeshcommError has the backend's words in its own text.
         chain=full or not isinstance(error, MeshcommError),
     )
-    return str(shown)
+    text = str(shown)
+    # str() has stripped the indentation of the first line of source.
+    return f"    {text}" if style == "long" and not text.startswith((">", "E")) else text
 
 
 def _users_frames(info: pytest.ExceptionInfo[BaseException]) -> Any:

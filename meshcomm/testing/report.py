@@ -52,7 +52,9 @@ class MeshFailure:
                 terminal.line(line, red=line.startswith("E  "), bold=line.startswith(("E  ", ">  ")))
 
     def __str__(self) -> str:
-        return "\n\n".join(f"--- {header} ---\n{text}".rstrip() for header, text in self.parts)
+        # pytest-xdist sends this text alone; its first line is then the summary's.
+        parts = [f"--- {header} ---\n{text}".rstrip() for header, text in self.parts]
+        return "\n\n".join([self.reprcrash.message, *parts])
 
 
 def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
