@@ -38,15 +38,18 @@ def doctor(
     ] = None,
     world: World = None,
     json: AsJson = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also versions, interfaces, limits and ranks.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this host, installation and environment. Under torchrun: all ranks, in one table.
+    """Check this host, installation and environment: what is wrong, and what to do. Under torchrun: all ranks at once.
 
     Exit code 1 where something would make the job fail.
     """
     from meshcomm.jobs.doctor import doctor as job
 
-    raise typer.Exit(job(config, overrides or (), world, json))
+    raise typer.Exit(job(config, overrides or (), world, json, everything))
 
 
 @app.command()

@@ -1,35 +1,29 @@
-"""Look at everything that can be looked at from one process, and say what is well and what is not."""
+"""Look at everything that one process can see, and say what is wrong."""
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from importlib.metadata import version
+from typing import Final
 
 import torch
+import torch.distributed as dist
 
-from meshcomm.comm.diagnosis import first_line
+from meshcomm import __version__
 from meshcomm.config import Config, NetworkConfig
-from meshcomm.doctor import limits as limit
-from meshcomm.doctor import network
+from meshcomm.doctor import limits, network
 from meshcomm.doctor.finding import Facts, Finding
-from meshcomm.doctor.installation import (
-    backend_findings,
-    backends,
-    device_findings,
-    devices,
-    matter,
-    variable_findings,
-    versions,
-)
-from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.errors import ConfigError, LaunchError, MeshcommError
 from meshcomm.layout import Plan
-from meshcomm.mesh.devices import choose_backend, choose_device
-from meshcomm.mesh.environment import Launch, find_launch, gloo_defaults, network_variables
-from meshcomm.transport.support import support_table
+from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
+from meshcomm.mesh.environment import Launch, find_launch
 
-_ALONE = Launch("single", 0, 1, 0, 1)
+_ALONE: Final = Launch("single", 0, 1, 0, 1)
+_PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
 
 
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
@@ -39,87 +33,46 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
         settings: the job's. None: only what needs no plan is looked at.
         world: number of processes; default the launcher's, or what the mesh's sizes say.
 
-    Keys: versions, backends, support (what each backend reduces), launch, host (name, addresses,
-    interfaces, lookup_s), devices, gloo_group (cost of one), limits, environment (secrets hidden),
-    ranks (None: see `examine_together`), findings.
+    Keys: findings, versions, host, interfaces, limits, launch (None without a launcher), ranks (None: see
+    `examine_together`).
 
-    Alone: nothing is communicated; the port of `[process]` is bound for a moment, and two Gloo
-    groups of one process are made and dropped. Takes as long as the name server does.
+    Nothing is communicated. Takes as long as the name server does.
     """
     findings: list[Finding] = []
-    env = dict(os.environ)
-    launch, plan, device = _ALONE, None, torch.device("cpu")
+    launch = _ALONE
     try:
-        launch = find_launch(env)
+        launch = find_launch(os.environ)
     except LaunchError as error:
         findings.append(Finding.of(error))
     under = launch.kind != "single"
+    present, name = network.interfaces(), socket.gethostname()
+    plan, device = None, torch.device("cpu")
     if settings is not None:
         if not under:
             launch = _imagined(settings, world)
-        found = _plan(settings, world, launch if under else None)
-        if isinstance(found, Finding):
-            findings.append(found)
-        else:
-            plan, device = found
-            findings += backend_findings(plan, device)
-            findings += device_findings(settings, device, plan.defaults.backend, launch)
-    present = network.interfaces()
-    name = socket.gethostname()
-    addresses = network.resolve(name)
-    asked = settings.network if settings is not None else NetworkConfig()
-    variables = with_network(env, asked, launch.one_host)
-    broken = [] if settings is None else list(network.interface_findings(settings, present, env))
-    findings += broken
-    if settings is not None and launch.rank == 0:
-        findings += network.process_findings(settings.process, present, launch.one_host)
-    told = bool(asked.interfaces or env.get("GLOO_SOCKET_IFNAME"))
-    findings.append(network.name_finding(name, addresses, present, launch.one_host, told))
-    seconds = network.lookup_s()
-    findings.append(network.lookup_finding(seconds))
-    cost = None
-    if backends()["available"]["gloo"] and not any(each.level == "error" for each in broken):
         try:
-            cost = limit.gloo_cost(variables)
-        except RuntimeError as error:
-            interface = variables.get("GLOO_SOCKET_IFNAME") or "not set"
-            findings.append(
-                Finding(
-                    "error",
-                    "Gloo finds no address to listen on",
-                    given=f"{first_line(error)}, GLOO_SOCKET_IFNAME {interface}",
-                    expected="an interface of this host with an address",
-                    hint=network.interface_hint(present),
-                )
-            )
-    need = None if plan is None or cost is None else limit.needs(plan, device, cost)
-    found_limits = limit.limits(need, launch.local_size)
-    findings += limit.limit_findings(found_limits)
-    findings += variable_findings(env)
+            plan, device = _plan(settings, launch.world_size if under else world, launch)
+            findings += device_findings(settings, plan, device, launch)
+        except MeshcommError as error:
+            open_size = not under and world is None and -1 in settings.mesh.dims.values()
+            findings.append(Finding.of(error, "warn" if open_size else "error"))
+    asked = settings.network if settings is not None else NetworkConfig()
+    findings += network.interface_findings(asked, present, os.environ)
+    if not (launch.one_host or asked.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
+        findings += network.name_findings(name, network.resolve(name), present)
+    findings += network.lookup_findings(network.lookup_s())
+    need = None if plan is None else limits.needs(plan, device)
+    found = limits.limits(need, launch.local_size)
+    findings += [*limits.limit_findings(found), *variable_findings(os.environ)]
     return {
-        "versions": versions(),
-        "backends": backends(),
-        "support": support_table(),
-        "launch": asdict(launch) if under else None,
-        "host": {
-            "name": name,
-            "addresses": addresses,
-            "interfaces": [interface._asdict() for interface in present],
-            "lookup_s": seconds,
-        },
-        "devices": devices(),
-        "gloo_group": cost and cost._asdict(),
-        "limits": [each._asdict() for each in found_limits],
-        "environment": matter(env),
-        "ranks": None,
         "findings": [each.facts() for each in findings],
+        "versions": versions(),
+        "host": {"name": name, "addresses": network.resolve(name), **devices()},
+        "interfaces": [interface._asdict() for interface in present],
+        "limits": [each._asdict() for each in found],
+        "launch": asdict(launch) if under else None,
+        "ranks": None,
     }
-
-
-def with_network(env: Mapping[str, str], asked: NetworkConfig, one_host: bool) -> dict[str, str]:
-    """The variables that tell Gloo where to listen, as a mesh would set them. `[network]` wins."""
-    variables = {**gloo_defaults(one_host), **{k: v for k, v in env.items() if k == "GLOO_SOCKET_IFNAME"}}
-    return {**variables, **network_variables(asked)}
 
 
 def _imagined(settings: Config, world: int | None) -> Launch:
@@ -134,19 +87,71 @@ def _imagined(settings: Config, world: int | None) -> Launch:
     return Launch("single", 0, size, 0, size if per_node is None else min(size, per_node))
 
 
-def _plan(settings: Config, world: int | None, launch: Launch | None) -> tuple[Plan, torch.device] | Finding:
-    """The job's plan, or why there is none."""
-    if launch is None and world is None and -1 in settings.mesh.dims.values():
-        return Finding(
-            "warn",
+def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, torch.device]:
+    """The job's plan and device; raises MeshcommError where there is none."""
+    if world is None and -1 in settings.mesh.dims.values():
+        raise ConfigError(
             "limits and devices were not compared with the mesh: its size is open",
             given=f"{settings.source}, a size of -1, no --world",
             expected="a number of processes",
             hint="meshcomm doctor CONFIG --world N",
         )
+    device = choose_device(settings.mesh.device, launch)
+    return settings.resolved(world).plan(world).on(device.type, choose_backend(device)), device
+
+
+def versions() -> dict[str, str | None]:
+    """Name -> version; None for what this torch was built without. `backends`: those that torch has."""
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    return {
+        "meshcomm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+        "backends": " ".join(filter(dist.is_backend_available, known)),
+        **{name: version(name) for name in _PACKAGES},
+    }
+
+
+def devices() -> Facts:
+    """Keys: cuda (names of the devices), cores (that this process may use)."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cuda": [torch.cuda.get_device_name(index) for index in range(count)], "cores": cores}
+
+
+def device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
+    """What `init` would refuse about backends and devices, and more busy ranks than devices or cores."""
     try:
-        device = choose_device(settings.mesh.device, launch or _ALONE)
-        size = launch.world_size if launch is not None else world
-        return settings.resolved(size).plan(size).on(device.type, choose_backend(device)), device
-    except MeshcommError as error:
-        return Finding.of(error)
+        check_backends(plan)
+    except LaunchError as error:
+        yield Finding.of(error)
+    try:
+        check_devices(settings, device, plan.defaults.backend, launch)
+    except LaunchError as error:
+        yield Finding.of(error)
+        return
+    here = devices()
+    what, count = ("GPU", len(here["cuda"])) if device.type == "cuda" else ("core", here["cores"])
+    if launch.local_size > count:
+        plural = "" if count == 1 else "s"
+        yield Finding(
+            "warn",
+            f"ranks share {what}s",
+            given=f"{launch.local_size} ranks on {count} {what}{plural}",
+            expected=f"a {what} for each rank, where speed counts",
+            hint=f"at most {count} rank{plural} on this host",
+        )
+
+
+def variable_findings(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Settings that people forget in their shell."""
+    if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield Finding(
+            "warn",
+            "TORCH_DISTRIBUTED_DEBUG makes torch check every collective by a second one",
+            given=f"TORCH_DISTRIBUTED_DEBUG={env['TORCH_DISTRIBUTED_DEBUG']}",
+            expected="it unset, OFF or INFO where speed counts",
+            hint="unset TORCH_DISTRIBUTED_DEBUG",
+        )

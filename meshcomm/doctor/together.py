@@ -6,27 +6,27 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from meshcomm.config import Config, NetworkConfig, ProcessConfig
 from meshcomm.doctor import network
-from meshcomm.doctor.examine import examine, with_network
+from meshcomm.doctor.examine import examine, versions
 from meshcomm.doctor.finding import Facts, Finding, exit_code
-from meshcomm.doctor.installation import versions
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device
-from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.environment import Launch, gloo_defaults, network_variables
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
 from meshcomm.mesh.rendezvous import meet
 
-_AGREED = ("meshcomm", "torch", "python")
+_AGREED: Final = ("meshcomm", "torch", "python")
+_SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
 
 
 def examine_together(settings: Config | None, launch: Launch, timeout_s: float) -> tuple[Facts | None, int]:
@@ -34,7 +34,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
 
     Called by: every rank. The first rank of each host examines it; rank 0 gathers.
     Returns: on rank 0 the facts of its own host, the findings of all, and `ranks`, one entry per
-        rank: rank, local_rank, coords, host, interface, address, device, versions. None elsewhere.
+        rank: rank, coords, host, interface, address, device. None elsewhere.
         And the exit code, equal on all ranks.
     Raises: LaunchError where the ranks do not meet; MeshcommError on the others where rank 0 does
         not answer within `timeout_s`.
@@ -61,15 +61,11 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     assert examined is not None
     findings += judge(rows)
     one_host = len({row["host"] for row in rows}) == 1
-    if (
-        process.init == "env"
-        and (at := joined.launch).address is not None
-        and at.port is not None
-        and one_host
-    ):
+    at = joined.launch
+    if process.init == "env" and one_host and at.address is not None and at.port is not None:
         exposed = exposed_store(at.address, at.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
-        safe = Finding("ok", "only this host reaches the job's store", f"{at.address}:{at.port}")
-        findings.append(safe if exposed is None else Finding.of(exposed, "warn"))
+        if exposed is not None:
+            findings.append(Finding.of(exposed, "warn"))
     code = exit_code(findings)
     store.set("code", str(code))
     # The store may live in this process: leave last.
@@ -77,7 +73,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
         store.wait(came, wait)
     facts = {
         **examined,
-        "ranks": [{key: value for key, value in row.items() if key != "findings"} for row in rows],
+        "ranks": [{key: value for key, value in row.items() if key in _SHOWN} for row in rows],
         "findings": [finding.facts() for finding in findings],
     }
     return facts, code
@@ -87,28 +83,25 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
     present = network.interfaces()
     name = socket.gethostname()
     asked = settings.network if settings is not None else NetworkConfig()
-    env = with_network(os.environ, asked, launch.one_host)
+    # As a mesh would set them.
+    env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(asked)}
     interface, address = network.chosen(present, env, launch.one_host, name)
-    coords: Mapping[str, int] | None = None
-    device = "unknown"
+    coords, device = None, "unknown"
     if settings is not None:
         # What is wrong here is a finding of `examine` on this host's first rank.
-        try:
+        with suppress(MeshcommError):
             device = str(choose_device(settings.mesh.device, launch))
             layout = settings.plan(launch.world_size).layout
-            coords = dict(layout.coords(launch.rank)) if launch.rank in layout else None
-        except MeshcommError:
-            coords = None
+            coords = layout.coords(launch.rank) if launch.rank in layout else None
     return {
         "rank": launch.rank,
-        "local_rank": launch.local_rank,
         "coords": coords,
         "host": name,
         "interface": interface,
         "address": address,
         "device": device,
-        "versions": {key: versions()[key] for key in _AGREED},
         "hint": network.interface_hint(present),
+        **{name: versions()[name] for name in _AGREED},
     }
 
 
@@ -134,74 +127,53 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
     for row in rows:
         told = [Finding.read(facts) for facts in row["findings"]]
         if row["rank"] != 0:
-            told = [replace(each, what=f"{row['host']}: {each.what}") for each in told if each.level != "ok"]
+            told = [each._replace(what=f"{row['host']}: {each.what}") for each in told]
         findings += told
     return rows, findings
 
 
-def judge(rows: Sequence[Facts]) -> list[Finding]:
-    """Whether these ranks can talk with each other: addresses, devices and versions."""
+def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether these ranks can talk with each other: addresses, places and versions."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
-    many = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-    findings = [Finding("ok", "every rank has an address for the others", given=f"{len(rows)} on {many}")]
     if len(hosts) > 1 and lost:
         lines = [
             f"{host}: {_ranks(on)} at {' '.join(dict.fromkeys(row['address'] for row in on))}"
             for host, on in hosts.items()
         ]
-        findings = [
-            Finding(
-                "error",
-                f"{_ranks(lost)} would be reached at the loopback, from other hosts",
-                given="\n".join(lines),
-                expected=f"addresses that all {len(hosts)} hosts reach",
-                hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
-                + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-            )
-        ]
-    if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
-        findings.append(
-            Finding(
-                "warn",
-                "ranks of one host are not neighbours: the last dims cross the network",
-                given="; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items()),
-                expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
-                hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
-            )
+        yield Finding(
+            "error",
+            f"{_ranks(lost)} would be reached at the loopback, from other hosts",
+            given="\n".join(lines),
+            expected=f"addresses that all {len(hosts)} hosts reach",
+            hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
+            + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
-    for host, on in hosts.items():
-        for device, ranks in _by(on, "device").items():
-            if device.startswith("cuda") and len(ranks) > 1:
-                findings.append(
-                    Finding(
-                        "error",
-                        f"{_ranks(ranks)} are on one device, {device} of {host}",
-                        given=f"{device}: {_ranks(ranks)}",
-                        expected="one device for each rank: NCCL refuses two ranks on one device",
-                        hint="fewer ranks per host, or let the launcher set LOCAL_RANK",
-                    )
-                )
+    if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
+        yield Finding(
+            "warn",
+            "ranks of one host are not neighbours: the last dims cross the network",
+            given="; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items()),
+            expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
+            hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
+        )
     for name in _AGREED:
         seen = _by(rows, name)
         if len(seen) > 1:
-            findings.append(
-                Finding(
-                    "error",
-                    f"ranks have different versions of {name}",
-                    given="; ".join(f"{_ranks(ranks)}: {version}" for version, ranks in seen.items()),
-                    expected="one version on all ranks",
-                    hint="the same environment on every host",
-                )
+            yield Finding(
+                "error",
+                f"ranks have different versions of {name}",
+                given="; ".join(f"{_ranks(ranks)}: {version}" for version, ranks in seen.items()),
+                expected="one version on all ranks",
+                hint="the same environment on every host",
             )
-    return findings
 
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
-    """The rows by their value of `key`, which may be the name of a package."""
+    """The rows by their value of `key`."""
     found: dict[str, list[Facts]] = {}
     for row in rows:
-        found.setdefault(row["versions"][key] if key in _AGREED else row[key], []).append(row)
+        found.setdefault(row[key], []).append(row)
     return found
 
 

@@ -17,10 +17,12 @@ from meshcomm.mesh.environment import find_launch
 _DOCTOR_TIMEOUT_S: Final = 60.0
 
 
-def doctor(config: Path | None, overrides: Sequence[str], world: int | None, json: bool) -> int:
-    """Print what is well and what is not; returns 1 where something is an error, else 0.
+def doctor(
+    config: Path | None, overrides: Sequence[str], world: int | None, json: bool, everything: bool = False
+) -> int:
+    """Print what is wrong; returns 1 where something is an error, else 0.
 
-    Inside a launcher every rank takes part and rank 0 prints.
+    Inside a launcher every rank takes part and rank 0 prints. everything: the facts too.
     """
     from meshcomm.doctor import examine, examine_together
     from meshcomm.doctor.finding import Finding, exit_code
@@ -40,7 +42,7 @@ def doctor(config: Path | None, overrides: Sequence[str], world: int | None, jso
         here = find_launch({})
     if here.kind == "single":
         facts = examine(settings, world)
-        _print_facts(facts, json)
+        _print_facts(facts, json, everything)
         return exit_code(map(Finding.read, facts["findings"]))
     refuse_other_world(here, world)
     codes: list[int] = []
@@ -49,14 +51,14 @@ def doctor(config: Path | None, overrides: Sequence[str], world: int | None, jso
         timeout_s = _DOCTOR_TIMEOUT_S if settings is None else settings.mesh.timeout_s
         found, code = examine_together(settings, here, timeout_s)
         if found is not None:
-            _print_facts(found, json)
+            _print_facts(found, json, everything)
         codes.append(code)
 
     as_rank(body, here, lambda: f"rank {here.rank}")
     return codes[0]
 
 
-def _print_facts(facts: dict[str, Any], json: bool) -> None:
+def _print_facts(facts: dict[str, Any], json: bool, everything: bool) -> None:
     if json:
         from json import dumps
 
@@ -65,4 +67,4 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
     from meshcomm.doctor.finding import view
     from meshcomm.show.page import terminal
 
-    terminal().print(view(facts), crop=False)
+    terminal().print(view(facts, everything), crop=False)

@@ -23,7 +23,7 @@ _MEMORY_GB: Final = 80.0
 # It grows with the number of channels (issue 986), so other machines differ.
 NCCL_MB_OF_TWO: Final = 544
 NCCL_MB: Final = 688
-# Descriptors of one idle Gloo group; measured with torch 2.13 on Linux, as `meshcomm doctor` does anew.
+# Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
 # What dims are usually called, where no [parallel] says what they do.
 _NAMES: Final[dict[str, Part]] = {

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from meshcomm.errors import CommunicationError, MeshTestError
 from meshcomm.mesh import Mesh, init
 from meshcomm.testing import emulated_nccl
-from meshcomm.testing.look import Look, explained
-from meshcomm.testing.modules import Modules, Source
+from meshcomm.testing.modules import Modules, Settings, Source
 from meshcomm.testing.outcome import outcome_of
 from meshcomm.testing.pool import Held
 
@@ -118,7 +117,7 @@ class Task:
     table: Mapping[str, Source]
     labels: tuple[str, ...]
     config: Mapping[str, Any]
-    look: Look
+    settings: Settings
     environ: Mapping[str, str]
     cwd: str
     sys_path: tuple[str, ...]
@@ -129,13 +128,13 @@ class Task:
 def on_rank(data: bytes) -> Held:
     """Run the pickled Task; its value is the Outcome."""
     task: Task = pickle.loads(data)
-    _refresh(task)
+    config = _refresh(task)
     label = task.labels[int(os.environ["RANK"])]
     opened: list[Mesh | ExitStack] = []
-    with warnings.catch_warnings(record=True) as log, explained(task.look):
+    with warnings.catch_warnings(record=True) as log:
         # A broken connection or a call that did not end: most likely another rank has failed first.
         outcome = outcome_of(
-            lambda: _run(task, opened), label, task.look, lambda error: isinstance(error, CommunicationError)
+            lambda: _run(task, opened), label, config, lambda error: isinstance(error, CommunicationError)
         )
     noted = [(str(one.message), one.category, one.filename, one.lineno) for one in log]
     kept = [one if _crosses(one) else (one[0], UserWarning, *one[2:]) for one in noted]
@@ -183,7 +182,7 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     stack.close()
 
 
-def _refresh(task: Task) -> None:
+def _refresh(task: Task) -> pytest.Config:
     """Nothing that an earlier test left behind in this process may be seen by this one."""
     kept = {name: os.environ[name] for name in _LAUNCHER}
     os.environ.clear()
@@ -194,7 +193,7 @@ def _refresh(task: Task) -> None:
     # This rank's finder; sys.meta_path is where finders live.
     finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
     if finder is None:
-        finder = Modules()
+        finder = Modules(task.settings)
         sys.meta_path.insert(0, finder)
     finder.use(task.table)
     random.seed(0)
@@ -207,6 +206,7 @@ def _refresh(task: Task) -> None:
     if torch.are_deterministic_algorithms_enabled():  # to ask costs nothing, to set imports the compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+    return finder.config
 
 
 def _loaded(data: bytes) -> Any:

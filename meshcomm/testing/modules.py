@@ -1,11 +1,12 @@
 """How do the ranks get the modules that pytest imported: same names, same files, same rewritten asserts?
 
-pytest imports test modules by rules of its own (rootdir, import modes), rewrites their asserts, and keeps
-both to its process. A rank gets a table of names and files and imports them through `Modules`.
+pytest imports test modules by its own rules (rootdir, import modes), rewrites their asserts, and keeps both
+to its process. Each rank makes a pytest.Config, which brings pytest's import hook, and finds files by a table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -16,99 +17,100 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from itertools import accumulate
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, Final, final
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final, NamedTuple, final
 
-from _pytest.assertion import rewrite
+import pytest
 
 import meshcomm
 
-# Where a module that a rank imported from the table keeps its Source.
-_STAMP: Final = "__meshcomm_source__"
+_OPTIONS: Final = ("tbstyle", "fulltrace", "showlocals", "verbose")
+_INIS: Final = (
+    "assertion_text_diff_style", "truncation_limit_lines", "truncation_limit_chars", "verbosity_assertions",
+)  # fmt: skip
 
 
 @final
 @dataclass(frozen=True)
 class Source:
-    """Where one module comes from. search: a package's folders. stamp: changes when the file does."""
+    """Where one module comes from. search: a package's folders. rewritten: whether its asserts are."""
 
     file: str | None
     search: tuple[str, ...] | None
-    rewrite: bool
-    stamp: str
+    rewritten: bool
+
+
+class Settings(NamedTuple):
+    """What changes the text of a failure: arguments of `pytest.Config.fromdictargs`."""
+
+    options: Mapping[str, Any]
+    args: tuple[str, ...]
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """The settings that a rank's pytest.Config takes over."""
+    args = ["-c", os.devnull, "--noconftest"]
+    for name in _INIS:
+        # Not every version of pytest has each of them.
+        with contextlib.suppress(KeyError, ValueError):
+            if (value := config.getini(name)) is not None:
+                args += ["-o", f"{name}={value}"]
+    return Settings({name: config.getoption(name) for name in _OPTIONS}, tuple(args))
 
 
 def sources(wanted: str) -> dict[str, Source]:
     """The modules of this process that a rank could not import, or not with rewritten asserts.
 
-    wanted: a module that is in it in any case.
+    wanted: a module that is included in any case.
     """
-    elsewhere = (
-        *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
-        str(Path(meshcomm.__file__).parent),
-    )
+    libraries = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *meshcomm.__path__)
     names = {wanted}
     for name, module in list(sys.modules.items()):
-        if isinstance(getattr(module, "__loader__", None), rewrite.AssertionRewritingHook) and not str(
-            getattr(module, "__file__", "")
-        ).startswith(elsewhere):
+        file = getattr(module, "__file__", None)
+        if file is not None and _is_rewritten(module) and not file.startswith(libraries):
             names.add(name)
     with_parents = {each for name in names for each in accumulate(name.split("."), "{}.{}".format)}
     return {name: _source(sys.modules[name]) for name in sorted(with_parents) if name in sys.modules}
 
 
+def _is_rewritten(module: ModuleType) -> bool:
+    # pytest's import hook loads the modules that it finds; Python's own finders use other loaders.
+    return any(getattr(module, "__loader__", None) is finder for finder in sys.meta_path)
+
+
 def _source(module: ModuleType) -> Source:
     file = getattr(module, "__file__", None)
     search = getattr(module, "__path__", None)
-    stamp = ""
-    if file is not None:
-        try:
-            status = os.stat(file)
-            stamp = f"{status.st_mtime_ns}-{status.st_size}"
-        except OSError:
-            file = None
-    return Source(
-        file=file,
-        # pytest makes up packages that have neither; their modules come from the table alone.
-        search=None if search is None and file is not None else tuple(search or ()),
-        rewrite=isinstance(module.__loader__, rewrite.AssertionRewritingHook),
-        stamp=stamp,
-    )
-
-
-@final
-class _Rewritten(importlib.machinery.SourceFileLoader):
-    """Loads what pytest has rewritten, as a rule from the file where it keeps that."""
-
-    def __init__(self, name: str, source: Source) -> None:
-        assert source.file is not None
-        super().__init__(name, source.file)
-        self._source = source
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[_STAMP] = self._source
-        super().exec_module(module)
-
-    def get_code(self, fullname: str) -> CodeType:
-        # pytest's own functions, tried on 9.2.
-        file = Path(self.path)
-        kept = rewrite._read_pyc(file, rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}")
-        return kept or rewrite._rewrite_test(file, None)[1]  # type: ignore[arg-type]
+    if file is not None and not Path(file).exists():
+        file = None
+    # pytest makes up packages that have neither file nor folders; their modules come from the table alone.
+    folders = None if search is None and file is not None else tuple(search or ())
+    return Source(file, folders, _is_rewritten(module))
 
 
 @final
 class Modules(MetaPathFinder):
     """Finds the modules of a table. One per rank, first in sys.meta_path."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        before = list(sys.meta_path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+            patch.delenv("PYTEST_PLUGINS", raising=False)
+            self.config = pytest.Config.fromdictargs(settings.options, list(settings.args))
+        self._hook: Any = next(finder for finder in sys.meta_path if finder not in before)
         self._table: Mapping[str, Source] = {}
+        # pytest's plugin "assertion" compares values in detail while this generator runs: for all tests here.
+        assertion: Any = self.config.pluginmanager.get_plugin("assertion")
+        test = SimpleNamespace(config=self.config, ihook=self.config.hook)
+        self._comparing = assertion.pytest_runtest_protocol(item=test)
+        next(self._comparing)
 
     def use(self, table: Mapping[str, Source]) -> None:
-        """Take a new table; modules that are no longer what it says are imported anew when asked for."""
+        """Take a new table; a module that came from elsewhere is imported again when asked for."""
         for name, source in table.items():
-            module = sys.modules.get(name)
-            # Another file of this name, or the same without rewritten asserts.
-            if module is not None and source.rewrite and getattr(module, _STAMP, None) != source:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if spec and source.rewritten and (spec.loader, spec.origin) != (self._hook, source.file):
                 for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                     del sys.modules[each]
         self._table = dict(table)
@@ -120,14 +122,12 @@ class Modules(MetaPathFinder):
         source = self._table.get(fullname)
         if source is None:
             return None
+        search = None if source.search is None else list(source.search)
         if source.file is None:
             spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            spec.submodule_search_locations = list(source.search or ())
+            spec.submodule_search_locations = search or []
             return spec
-        loader: Any = _Rewritten(fullname, source) if source.rewrite else None
+        loader = self._hook if source.rewritten else None
         return importlib.util.spec_from_file_location(
-            fullname,
-            source.file,
-            loader=loader,
-            submodule_search_locations=None if source.search is None else list(source.search),
+            fullname, source.file, loader=loader, submodule_search_locations=search
         )

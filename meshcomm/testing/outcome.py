@@ -1,22 +1,19 @@
-"""How did a test's body end on one rank? Written there, in pytest's words, and read in the main process."""
+"""How did a test's body end on one rank? Written there, with the text of a failure, and read in the main process."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import pytest
-from _pytest._code.code import ReprFuncArgs, Traceback
 
 from meshcomm.errors import MeshcommError
-from meshcomm.testing.look import Look, is_ours, is_users
 from meshcomm.testing.pool import Ended
+from meshcomm.testing.stacks import is_ours, is_users
 
 Kind = Literal["passed", "skipped", "xfailed", "exited", "failed"]
 
@@ -24,19 +21,19 @@ Kind = Literal["passed", "skipped", "xfailed", "exited", "failed"]
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """One rank's end of the body.
+    """How the body ended on one rank.
 
-    reason: of a skip, xfail or exit; of a failure, what was raised, in short.
-    shown:  pickled: what pytest would show of the failure, or its text. key: equal where only the rank differs.
-    error:  the exception, pickled; None where it cannot be.
-    after:  it only followed from another rank's failure.
+    reason: of a skip, xfail or exit; of a failure, the exception in short. text: the failure's traceback.
+    key:    the text without the rank's name: ranks with equal keys are shown once.
+    error:  the exception, pickled; None if it cannot be.
+    after:  the failure only followed from another rank's.
     """
 
     kind: Kind
     reason: str = ""
     path: str = ""
     line: int = 0
-    shown: bytes = b""
+    text: str = ""
     key: str = ""
     error: bytes | None = None
     after: bool = False
@@ -44,25 +41,47 @@ class Outcome:
 
 
 class Ends(NamedTuple):
-    """How a test's body ended on every rank, and a verdict on all of them together, a deadlock say.
+    """How a test's body ended on every rank, and a verdict on all ranks together, such as a deadlock.
 
-    The value of a rank that returned is its Outcome; another one has a text. stack, as a person reads it:
+    The value of a rank that returned is its Outcome; any other rank has a text. `stack` is for people to read:
     what the rank was doing when the time was up or the others had failed.
     """
 
     ranks: list[Ended]
     verdict: MeshcommError | None = None
 
+    @property
+    def returned(self) -> dict[int, Outcome]:
+        """Outcomes by rank."""
+        return {rank: end.value for rank, end in enumerate(self.ranks) if end.state == "returned"}
+
+    @property
+    def failed(self) -> dict[int, Outcome]:
+        """Failures by rank; those that only followed from another rank's stand last."""
+        failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
+        return dict(sorted(failed, key=lambda item: item[1].after))
+
+    @property
+    def died(self) -> list[int]:
+        """Ranks whose processes ended."""
+        return [rank for rank, end in enumerate(self.ranks) if end.state in ("died", "raised")]
+
+    @property
+    def late(self) -> list[int]:
+        """Ranks that did not return in time."""
+        return [rank for rank, end in enumerate(self.ranks) if end.state == "late"]
+
 
 def outcome_of(
     body: Callable[[], object],
     label: str,
-    look: Look,
+    config: pytest.Config,
     follows: Callable[[BaseException], bool] = lambda error: False,
 ) -> Outcome:
     """Run `body` and say how it ended; raises nothing.
 
-    label: of the rank, as in errors: texts that differ in nothing else are told once.
+    label: of the rank, as in errors: texts that differ in nothing else are shown once.
+    config: has the options --tb, --showlocals and --full-trace.
     follows: whether an exception only says that another rank has failed.
     """
     try:
@@ -75,80 +94,57 @@ def outcome_of(
     except pytest.exit.Exception as error:
         return Outcome("exited", str(error))
     except BaseException as error:
-        return _failure(error, label, look, follows(error))
+        path, line = _place(error)
+        text = _text(error, config)
+        short = pytest.ExceptionInfo.from_exception(error).exconly(tryshort=True)
+        key = _without_rank(text, label)
+        return Outcome("failed", short, path, line, text, key, _pickled(error), follows(error))
     return Outcome("passed")
 
 
 def _place(error: BaseException) -> tuple[str, int]:
     """The user's line that raised it."""
-    entries = [
-        entry for entry in pytest.ExceptionInfo.from_exception(error).traceback if is_users(str(entry.path))
-    ]
-    return (str(entries[-1].path), entries[-1].lineno + 1) if entries else ("", 0)
+    for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):
+        if is_users(str(entry.path)):
+            return str(entry.path), entry.lineno + 1
+    return "", 0
 
 
-def _failure(error: BaseException, label: str, look: Look, after: bool) -> Outcome:
-    info = pytest.ExceptionInfo.from_exception(error)
-    ours = isinstance(error, MeshcommError)
-
-    shown: Any = info.getrepr(
-        showlocals=look.showlocals,
-        style=_style(error, look),
-        abspath=os.getcwd() != look.folder,
-        tbfilter=False if look.full else partial(_users, look=look),
-        funcargs=True,
-        truncate_locals=look.verbosity <= 1,
-        truncate_args=look.verbosity <= 2,
-        # What the backend said is in the error's own words already.
-        chain=look.full or not ours,
+def _text(error: BaseException, config: pytest.Config) -> str:
+    """The traceback as pytest writes it, with the user's frames."""
+    full, style = config.getoption("fulltrace"), config.getoption("tbstyle")
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        style = "value"
+    elif full or style not in ("short", "native"):
+        style = "long"
+    shown = pytest.ExceptionInfo.from_exception(error).getrepr(
+        style=style,
+        showlocals=config.getoption("showlocals"),
+        truncate_locals=config.get_verbosity() <= 1,
+        tbfilter=False if full else _users_frames,
+        # The values of the test's arguments are in its name; `mesh` differs on every rank.
+        funcargs=False,
+        # A MeshcommError has the backend's words in its own text.
+        chain=full or not isinstance(error, MeshcommError),
     )
-    _without_the_mesh(shown)
     text = str(shown)
-    path, line = _place(error)
-    return Outcome(
-        "failed",
-        info.exconly(tryshort=True),
-        path,
-        line,
-        shown=_pickled(shown) or pickle.dumps(text),
-        key=_without_rank(text, label),
-        error=_pickled(error),
-        after=after,
-    )
+    # str() has stripped the indentation of the first line of source.
+    return f"    {text}" if style == "long" and not text.startswith((">", "E")) else text
+
+
+def _users_frames(info: pytest.ExceptionInfo[BaseException]) -> Any:
+    frames = info.traceback
+    if frames and is_ours(str(frames[-1].path)) and not isinstance(info.value, MeshcommError):
+        # A fault of meshcomm: its lines are what there is to see.
+        first = next((at for at, entry in enumerate(frames) if is_users(str(entry.path))), 0)
+        return frames[first:]
+    return frames.filter(lambda entry: is_users(str(entry.path)) and not entry.ishidden(info)) or frames
 
 
 def _without_rank(text: str, label: str) -> str:
-    """`text` without what tells one rank from another: its name, with coords or without, and addresses."""
+    """`text` without the rank's name, with coords or without, and without addresses."""
     name = label.partition(" (")[0]
     return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
-
-
-def _style(error: BaseException, look: Look) -> Any:
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-        return "value"
-    return look.style if look.style in ("short", "native") and not look.full else "long"
-
-
-def _users(info: pytest.ExceptionInfo[BaseException], look: Look) -> Traceback:
-    whole = info.traceback
-    if whole and is_ours(str(whole[-1].path)) and not isinstance(info.value, MeshcommError):
-        # An error that we did not mean to raise: our lines are what there is to see.
-        first = next((at for at, entry in enumerate(whole) if is_users(str(entry.path))), 0)
-        return Traceback(list(whole)[first:])
-    kept = whole.filter(lambda entry: is_users(str(entry.path)) and not entry.ishidden(info))
-    if look.style == "auto" and len(kept) > 2:
-        middle = [entry.with_repr_style("short") for entry in list(kept)[1:-1]]
-        kept = Traceback([kept[0], *middle, kept[-1]])
-    return kept or whole
-
-
-def _without_the_mesh(shown: Any) -> None:
-    """Leave `mesh = ...` out of the arguments: the header names the rank, and else no two texts are equal."""
-    for traceback, *_ in getattr(shown, "chain", [(getattr(shown, "reprtraceback", None),)]):
-        for entry in getattr(traceback, "reprentries", ()):
-            arguments = getattr(entry, "reprfuncargs", None)
-            if arguments is not None:
-                entry.reprfuncargs = ReprFuncArgs([each for each in arguments.args if each[0] != "mesh"])
 
 
 def _pickled(value: object) -> bytes | None:

@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from meshcomm.testing.body import Task, given, on_rank, pack
-from meshcomm.testing.look import look_of, main_thread, stack_text
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.modules import sources
+from meshcomm.testing.modules import settings_of, sources
 from meshcomm.testing.outcome import Ends
 from meshcomm.testing.pool import Pool
+from meshcomm.testing.stacks import main_thread, stack_text
 
 Way: TypeAlias = Callable[[pytest.Function, MeshRequest], Ends]
 """Runs a test's body on every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
@@ -51,14 +51,13 @@ def pool_of(config: pytest.Config) -> Pool:
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
     """The body of `item` on processes of the pool; see `Way`."""
     module = item.module.__name__
-    look = look_of(item.config)
     task = Task(
         module=module,
         path=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
         table=sources(module),
         labels=tuple(request.layout.label(rank) for rank in range(request.world_size)),
         config=request.config,
-        look=look,
+        settings=settings_of(item.config),
         environ=dict(os.environ),
         cwd=os.getcwd(),
         sys_path=tuple(sys.path),
@@ -75,13 +74,14 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
         settle_s=_SETTLE_S,
         grace_s=_GRACE_S,
     )
+    full = item.config.getoption("fulltrace")
     late = f"did not return within {request.timeout_s:g} s"
     return Ends(
         [
             replace(
                 one,
                 text=late if one.state == "late" else one.text,
-                stack=stack_text(main_thread(one.stack), look),
+                stack=stack_text(main_thread(one.stack), full),
             )
             for one in ended
         ]

@@ -1,4 +1,4 @@
-"""What does a test say whose body has ended on every rank? Each failure once, with its ranks and their coords."""
+"""What is shown of a test whose body has ended on every rank? Each failure once, with its ranks and their coords."""
 
 from __future__ import annotations
 
@@ -6,76 +6,77 @@ import pickle
 import sys
 import unittest
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 import pytest
-from _pytest._code.code import ReprFileLocation, TerminalRepr
 
 from meshcomm.layout import Layout
+from meshcomm.layout.sizes import coords_text, ranks_text
 from meshcomm.mesh.logs import prefix
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.outcome import Ends, Outcome
+from meshcomm.testing.outcome import Ends
 from meshcomm.testing.pool import RankFailure
 
 FAILURE: pytest.StashKey[MeshFailure] = pytest.StashKey()
 SKIPPED: pytest.StashKey[tuple[str, int, str]] = pytest.StashKey()
 
+Part: TypeAlias = tuple[str, str]
+"""A header, and the text below it."""
+
+
+class Crash(NamedTuple):
+    """Where and why a test failed: pytest's summary has the message in one line."""
+
+    path: str
+    lineno: int
+    message: str
+
 
 @final
 @dataclass(eq=False)
-class MeshFailure(TerminalRepr):
-    """The failure's text: a part for each group of ranks that tell the same. pytest reads `reprcrash`."""
+class MeshFailure:
+    """The failure's text: a part for each group of ranks with equal texts. pytest calls `toterminal` and reads `reprcrash`."""
 
-    parts: list[tuple[str, Any]] = field(default_factory=list)
-    reprcrash: ReprFileLocation | None = None
+    parts: list[Part]
+    reprcrash: Crash
 
-    def toterminal(self, tw: Any) -> None:
-        """Write it as pytest writes a traceback."""
-        for number, (header, shown) in enumerate(self.parts):
+    def toterminal(self, terminal: Any) -> None:
+        """Write it to pytest's terminal."""
+        for number, (header, text) in enumerate(self.parts):
             if number:
-                tw.line("")
-            tw.sep("-", header)
-            if isinstance(shown, str):
-                for line in shown.splitlines():
-                    tw.line(line)
-            else:
-                shown.toterminal(tw)
+                terminal.line("")
+            terminal.sep("-", header)
+            for line in text.splitlines():
+                terminal.line(line, red=line.startswith("E  "), bold=line.startswith(("E  ", ">  ")))
+
+    def __str__(self) -> str:
+        # pytest-xdist sends this text alone; its first line is then the summary's.
+        parts = [f"--- {header} ---\n{text}".rstrip() for header, text in self.parts]
+        return "\n\n".join([self.reprcrash.message, *parts])
 
 
 def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
     """Print what the ranks printed, and return, skip, xfail or raise as they did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
-    outcomes = [end.value for end in ends.ranks if end.state == "returned"]
-    by_kind: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_kind.setdefault(outcome.kind, []).append(outcome)
+    outcomes = [*ends.returned.values()]
+    by_kind = {outcome.kind: outcome for outcome in reversed(outcomes)}
     if "exited" in by_kind:
-        pytest.exit(by_kind["exited"][0].reason)
-    own_failure = _died(ends) or any(not each.after for each in by_kind.get("failed", ()))
+        pytest.exit(by_kind["exited"].reason)
+    own_failure = ends.died or not all(outcome.after for outcome in ends.failed.values())
     if "xfailed" in by_kind and not own_failure:
-        # Those that still waited did so for the ranks that had given up.
-        pytest.xfail(by_kind["xfailed"][0].reason)
+        # Ranks that still waited did so for those that had given up.
+        pytest.xfail(by_kind["xfailed"].reason)
     failure = failure_of(ends, request)
     if failure is not None:
         item.stash[FAILURE] = failure
         _raise(ends, request)
-    if outcomes and [*by_kind] == ["skipped"]:
-        item.stash[SKIPPED] = (outcomes[0].path, outcomes[0].line, f"Skipped: {outcomes[0].reason}")
-        pytest.skip(outcomes[0].reason)
-
-
-def _died(ends: Ends) -> list[int]:
-    return [rank for rank, end in enumerate(ends.ranks) if end.state in ("died", "raised")]
-
-
-def _failed(ends: Ends) -> dict[int, Outcome]:
-    """Those that most likely failed because another did come last."""
-    returned = {rank: end.value for rank, end in enumerate(ends.ranks) if end.state == "returned"}
-    failed = {rank: outcome for rank, outcome in returned.items() if outcome.kind == "failed"}
-    return dict(sorted(failed.items(), key=lambda each: each[1].after))
+    if [*by_kind] == ["skipped"]:
+        skipped = by_kind["skipped"]
+        item.stash[SKIPPED] = (skipped.path, skipped.line, f"Skipped: {skipped.reason}")
+        pytest.skip(skipped.reason)
 
 
 def _print(layout: Layout, ends: Ends) -> None:
@@ -93,15 +94,15 @@ def _print(layout: Layout, ends: Ends) -> None:
 
 
 def _raise(ends: Ends, request: MeshRequest) -> NoReturn:
-    """The first failing rank's own exception where it can be had, so that xfail(raises=...) and the like work."""
+    """The first failing rank's exception if it can be pickled, so that xfail(raises=...) and the like work."""
     __tracebackhide__ = True
     if ends.verdict is not None:
         raise ends.verdict
-    failed = _failed(ends)
+    failed = ends.failed
     first = next(iter(failed.values()), None)
-    if first is not None and first.error is not None and not _died(ends):
+    if first is not None and first.error is not None and not ends.died:
         error = pickle.loads(first.error)
-        # Those that would end the whole run, or mean something else here, are only told of.
+        # These would end the run, or mean something else here.
         if not isinstance(error, (KeyboardInterrupt, GeneratorExit, unittest.SkipTest)):
             raise error
     texts = {rank: end.text for rank, end in enumerate(ends.ranks) if end.state != "returned"}
@@ -109,78 +110,73 @@ def _raise(ends: Ends, request: MeshRequest) -> NoReturn:
 
 
 def failure_of(ends: Ends, request: MeshRequest) -> MeshFailure | None:
-    """What to show, or None where no rank failed."""
-    verdict, ranks = ends.verdict, ends.ranks
-    failed, died = _failed(ends), _died(ends)
-    late = [rank for rank, end in enumerate(ranks) if end.state == "late"]
-    if not (failed or died or late or verdict):
+    """What to show, or None if no rank failed."""
+    if not (ends.failed or ends.died or ends.late or ends.verdict):
         return None
-
-    def header(of: Sequence[int]) -> str:
-        return _header(of, request)
-
-    def failures(after: bool) -> Iterable[tuple[str, Any]]:
-        chosen = [rank for rank, outcome in failed.items() if outcome.after == after]
-        for same in _alike(chosen, lambda rank: failed[rank].key):
-            # They may differ in what tells one rank from another.
-            one = len({failed[rank].shown for rank in same}) == 1
-            words = "" if one else f", in the words of rank {same[0]}"
-            yield f"{header(same)}{words}", pickle.loads(failed[same[0]].shown)
-
-    def stacks(of: Iterable[int], says: str) -> Iterable[tuple[str, Any]]:
-        for same in _alike(of, lambda rank: ranks[rank].stack):
-            yield f"{header(same)}: {says}", ranks[same[0]].stack
-
-    shared = "" if verdict is None else f"{type(verdict).__name__}: {verdict}"
-    report = MeshFailure([(f"all {len(ranks)} ranks together", shared)] if shared else [])
-    report.parts += failures(after=False)
-    for rank in died:
-        text = f"{request.layout.label(rank)} {ranks[rank].text}\n{ranks[rank].stack}"
-        report.parts.append((header([rank]), text.rstrip()))
-    report.parts += failures(after=True)
-    report.parts += stacks(late, "still running" if failed or died else ranks[late[0]].text if late else "")
-    report.parts += stacks([rank for rank in sorted(failed) if ranks[rank].stack], "when the time was up")
-    good = [rank for rank in range(len(ranks)) if rank not in {*failed, *died, *late}]
-    if good:
-        report.parts.append((f"{header(good)}: no failure", ""))
-    # The line of the summary.
-    first = next(iter(failed), None)
-    if shared:
-        report.reprcrash = ReprFileLocation("", 0, shared.splitlines()[0])
-    elif died and (first is None or failed[first].after):
-        report.reprcrash = ReprFileLocation("", 0, f"{request.layout.label(died[0])} {ranks[died[0]].text}")
-    elif first is not None:
-        text = f"{prefix(request.layout, first)} {failed[first].reason}"
-        report.reprcrash = ReprFileLocation(failed[first].path, failed[first].line, text)
-    else:
-        report.reprcrash = ReprFileLocation("", 0, f"{header(late)}: {ranks[late[0]].text}")
-    return report
+    parts: list[Part] = []
+    if ends.verdict is not None:
+        parts.append(
+            (f"all {len(ends.ranks)} ranks together", f"{type(ends.verdict).__name__}: {ends.verdict}")
+        )
+    groups: dict[tuple[int, str, str], list[_Text]] = {}
+    for text in _texts(ends, request.layout):
+        groups.setdefault((text.order, text.state, text.key), []).append(text)
+    for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
+        header = _header([text.rank for text in same], request) + (f": {state}" if state else "")
+        if len({text.shown for text in same}) > 1:
+            # Equal keys: the texts differ in the names of the ranks.
+            header += f", in the words of rank {same[0].rank}"
+        parts.append((header, same[0].shown))
+    return MeshFailure(parts, _crash(ends, parts, request.layout))
 
 
-def _alike(ranks: Iterable[int], key: Callable[[int], str]) -> list[list[int]]:
-    """The ranks in groups of equal keys."""
-    groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
-    return list(groups.values())
+class _Text(NamedTuple):
+    """What is shown of one rank. order: among the parts. key: equal for ranks that are shown together."""
+
+    order: int
+    rank: int
+    state: str
+    key: str
+    shown: str
+
+
+def _texts(ends: Ends, layout: Layout) -> Iterator[_Text]:
+    failed = ends.failed
+    for rank, end in enumerate(ends.ranks):
+        if rank in failed:
+            outcome = failed[rank]
+            yield _Text(2 if outcome.after else 0, rank, "", outcome.key, outcome.text)
+            if end.stack:
+                yield _Text(4, rank, "when the time was up", end.stack, end.stack)
+        elif end.state == "returned":
+            yield _Text(5, rank, "no failure", "", "")
+        elif end.state == "late":
+            state = "still running" if failed or ends.died else end.text
+            yield _Text(3, rank, state, end.stack, end.stack)
+        else:
+            shown = f"{layout.label(rank)} {end.text}\n{end.stack}".rstrip()
+            yield _Text(1, rank, "", f"{end.text}\n{end.stack}", shown)
+
+
+def _crash(ends: Ends, parts: Sequence[Part], layout: Layout) -> Crash:
+    """The line of the summary."""
+    rank, first = next(iter(ends.failed.items()), (0, None))
+    if ends.verdict is not None:
+        return Crash("", 0, parts[0][1].splitlines()[0])
+    if ends.died and (first is None or first.after):
+        return Crash("", 0, f"{layout.label(ends.died[0])} {ends.ranks[ends.died[0]].text}")
+    if first is not None:
+        return Crash(first.path, first.line, f"{prefix(layout, rank)} {first.reason}")
+    return Crash("", 0, parts[0][0])
 
 
 def _header(ranks: Sequence[int], request: MeshRequest) -> str:
-    """Who they are: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (tp=1) of 4` with what their coords have in common."""
+    """Who they are: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
     world, layout = request.world_size, request.layout
     if len(ranks) == 1:
-        return f"{request.layout.label(ranks[0])} of {world}"
+        return f"{layout.label(ranks[0])} of {world}"
     if len(ranks) == world:
         return f"all {world} ranks"
-    numbers = f"ranks {' '.join(map(str, ranks))}"
-    coords = {rank: set(layout.coords(rank).items()) for rank in range(world) if rank in layout}
-    if all(rank in coords for rank in ranks):
-        common = set.intersection(*(coords[rank] for rank in ranks))
-        if len(ranks) == sum(common <= each for each in coords.values()):
-            words = " ".join(
-                f"{dim}={at}" for dim, at in layout.coords(ranks[0]).items() if (dim, at) in common
-            )
-            return f"{numbers} (all with {words}) of {world}"
-        if len(ranks) <= 4:
-            return f"{', '.join(request.layout.label(rank) for rank in ranks)} of {world}"
-    return f"{numbers} of {world}"
+    coords = [layout.coords(rank) if rank in layout else {} for rank in ranks]
+    common = {dim: at for dim, at in coords[0].items() if all(each.get(dim) == at for each in coords)}
+    return f"{ranks_text(ranks)}{f' (all with {coords_text(common)})' if common else ''} of {world}"

@@ -23,10 +23,10 @@ from meshcomm.mesh import Mesh
 from meshcomm.simulator import simulate
 from meshcomm.simulator.scheduler import Unwound
 from meshcomm.testing.body import given
-from meshcomm.testing.look import Look, look_of, stack_text
 from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.outcome import Ends, Outcome, outcome_of
 from meshcomm.testing.pool import Ended
+from meshcomm.testing.stacks import stack_text
 
 # How the simulator names the threads of its ranks.
 _THREAD: Final = "meshcomm-rank-"
@@ -41,7 +41,8 @@ class TimeUp(BaseException):
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
     """The body of `item` as every rank; see `meshcomm.testing.processes.Way`."""
-    look, values = look_of(item.config), given(item)
+    values = given(item)
+    full = item.config.getoption("fulltrace")
     outcomes: dict[int, Outcome] = {}
     stacks: dict[int, str] = {}
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)
@@ -59,7 +60,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
             try:
                 function(**{**_copy(values.arguments), "mesh": mesh})
             except Unwound as end:
-                stacks[mesh.rank] = _stack(traceback.extract_tb(end.__traceback__), look)
+                stacks[mesh.rank] = _stack(traceback.extract_tb(end.__traceback__), full)
                 failed.append(end)
             except TimeUp as end:
                 failed.append(end.with_traceback(None))
@@ -67,7 +68,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
                 failed.append(error)
                 raise
 
-        outcome = outcome_of(once, request.layout.label(mesh.rank), look)
+        outcome = outcome_of(once, request.layout.label(mesh.rank), item.config)
         unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
         if not unwound:
             outcomes[mesh.rank] = outcome
@@ -76,13 +77,13 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
             raise failed[0]
 
     verdict: MeshcommError | None = None
-    with redirect_stdout(out), redirect_stderr(err), _Watch(request.timeout_s, look) as watch:
+    with redirect_stdout(out), redirect_stderr(err), _Watch(request.timeout_s, full) as watch:
         try:
             simulate(body, request.config, world_size=request.world_size)
         except RankFailed as error:
             for rank, cause in error.by_rank.items():
                 if rank not in outcomes and not isinstance(cause, TimeUp):
-                    outcomes[rank] = outcome_of(_raising(cause), request.layout.label(rank), look)
+                    outcomes[rank] = outcome_of(_raising(cause), request.layout.label(rank), item.config)
         except ConfigError:
             raise
         except MeshcommError as error:
@@ -122,18 +123,18 @@ def _raising(error: BaseException) -> Callable[[], None]:
     return body
 
 
-def _stack(frames: Iterable[traceback.FrameSummary], look: Look) -> str:
-    return stack_text([(frame.filename, str(frame.lineno), frame.name) for frame in frames], look)
+def _stack(frames: Iterable[traceback.FrameSummary], full: bool) -> str:
+    return stack_text([(frame.filename, str(frame.lineno), frame.name) for frame in frames], full)
 
 
 @final
 class _Watch:
     """Ends the ranks when the time is up; `stacks` is what they did then. Entered by the main thread."""
 
-    def __init__(self, timeout_s: float, look: Look) -> None:
+    def __init__(self, timeout_s: float, full: bool) -> None:
         self.done = False
         self.stacks: dict[int, str] = {}
-        self._look = look
+        self._full = full
         self._timeout_s = timeout_s
         self._over = threading.Event()
         self._usual: Any = None
@@ -164,7 +165,7 @@ class _Watch:
             stack = traceback.extract_stack(frame)
             # A rank that waits for its first turn has nothing to tell.
             begun = any(each.filename == __file__ for each in stack)
-            self.stacks[rank] = _stack(stack, self._look) if begun else ""
+            self.stacks[rank] = _stack(stack, self._full) if begun else ""
         self.done = True
         deadline = time.monotonic() + _GRACE_S
         while not self._over.wait(0.1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import meshcomm.testing.processes
 import meshcomm.testing.simulated
 from meshcomm.errors import MeshTestError
 from meshcomm.testing.marker import read, vias
-from meshcomm.testing.outcome import Ends
+from meshcomm.testing.outcome import Ends, Outcome
 from meshcomm.testing.pool import Ended
 from meshcomm.testing.report import MeshFailure, failure_of
 
@@ -183,7 +184,10 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     assert "assert [2.0, 2.0, 2.0] == [2, 2, 7]" in one and "At index 2 diff: 2.0 != 7" in one
     assert "[r0 dp0 tp0] printed\n[r1 dp0 tp1] printed\n[r2 dp1 tp0] printed\n" in one
     assert "[r3 dp1 tp1] shouted" in one
-    assert one.count(">   ") == 1
+    assert (
+        one.count(">   ") == 1
+        and "\n    @pytest.mark.mesh(dp=2, tp=2)\n    def test_one_fails(mesh):\n" in one
+    )
     assert "FAILED test_suite.py::test_one_fails - [r1 dp0 tp1] assert" in text
     # All ranks: once.
     whole = section("test_all_fail")
@@ -402,10 +406,7 @@ def test_equal_stacks_are_told_once() -> None:
     assert isinstance(report, MeshFailure)
     assert report.parts == [
         ("ranks 0 1 2 3 4 of 8: did not return within 1 s", "here"),
-        (
-            f"{', '.join(request.layout.label(rank) for rank in (5, 6, 7))} of 8: did not return within 1 s",
-            "there",
-        ),
+        ("ranks 5 6 7 (all with dp=1) of 8: did not return within 1 s", "there"),
     ]
 
 
@@ -414,3 +415,19 @@ def test_the_streams_of_simulated_ranks_outlive_those_of_pytest() -> None:
     stream = meshcomm.testing.simulated._Streams(usual)
     usual.close()
     stream.close()  # as when it is collected; Python 3.13 reports what that raises
+
+
+def test_pytest_xdist_gets_the_reason_in_the_first_line() -> None:
+    failed = Outcome("failed", "KeyError: 'lost'", text="    x = y['lost']\nE   KeyError: 'lost'")
+    ends = [Ended("returned", Outcome("passed")), Ended("returned", failed)]
+    report = failure_of(Ends(ends), read((), {"tp": 2}, "gloo"))
+    assert str(report) == (
+        "[r1 tp1] KeyError: 'lost'\n\n--- rank 1 (tp=1) of 2 ---\n    x = y['lost']\nE   KeyError: 'lost'\n\n"
+        "--- rank 0 (tp=0) of 2: no failure ---"
+    )
+
+
+def test_pytest_is_used_by_its_public_names() -> None:
+    folder = Path(meshcomm.testing.processes.__file__).parent
+    private = re.compile(r"\b(import|from) _pytest|\b_pytest\.\w+\(")
+    assert not [path.name for path in folder.glob("*.py") if private.search(path.read_text())]
