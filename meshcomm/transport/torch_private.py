@@ -434,8 +434,22 @@ def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# What torch 2.15 has no formula for, by the operator's name.
-_MORE_FLOPS = {"aten._grouped_mm": _grouped}
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Two products of attention, (batch, heads, queries or keys, size) each; k and v may have fewer heads."""
+    return int(2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3]))
+
+
+def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> int:
+    """Five: the scores again, and the gradients of scores, q, k and v."""
+    return int(2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
+
+
+# What some version of torch from 2.11 to 2.15 has no formula for, by the operator's name.
+_MORE_FLOPS = {
+    "aten._grouped_mm": _grouped,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
 
 
 def flops_of(operator: Any) -> Callable[..., int] | None:

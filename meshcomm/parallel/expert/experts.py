@@ -89,7 +89,9 @@ def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
     if rows.device.type == "cuda":
         able = kind == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     else:
+        # FakeTensors of torch 2.11 refuse it, so that a dry run would.
         able = rows.device.type == "cpu" and kind in (torch.float32, torch.bfloat16, torch.float16)
+        able = able and torch.__version__ >= "2.12"
     aligned = all(w.is_contiguous() and w.shape[-1] * kind.itemsize % 16 == 0 for w in weights)
     return able and aligned and rows.numel() > 0
 
