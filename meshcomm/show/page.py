@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+from xml.sax.saxutils import escape, quoteattr
 
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
@@ -22,16 +23,17 @@ KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
 _SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
+<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
 <title>{title}</title>
-<style>
-.mc-text text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }}
-.mc-text .paper {{ fill: #ffffff; }}
-@media (prefers-color-scheme: dark) {{ .mc-text text {{ fill: #e6edf3; }} .mc-text .paper {{ fill: #0d1117; }} }}
-</style>
+<style>{style}</style>
 <rect class="paper" width="{width}" height="{height}"/>
-{lines}
+{body}
 </svg>
+"""
+_TEXT_STYLE = """
+.mc-text text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }
+.mc-text .paper { fill: #ffffff; }
+@media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
 """
 
 
@@ -210,17 +212,25 @@ def _escaped(text: str, in_table: bool = True) -> str:
 
 def text_svg(text: str, title: str) -> str:
     """Lines of text as a picture, light and dark, every character equally wide. title: for screen readers."""
-    from xml.sax.saxutils import escape, quoteattr
-
     lines = text.split("\n")
-    shown = "\n".join(
+    body = [
         f'<text x="20" y="{34 + 19 * number}" xml:space="preserve" textLength="{7.8 * len(line):.1f}" '
         f'lengthAdjust="spacingAndGlyphs">{escape(line)}</text>'
         for number, line in enumerate(lines)
         if line
+    ]
+    return svg_file(round(40 + 7.8 * max(map(len, lines))), 40 + 19 * len(lines), title, body)
+
+
+def svg_file(
+    width: int, height: int, title: str, body: Iterable[str], kind: str = "mc-text", style: str = _TEXT_STYLE
+) -> str:
+    """A picture of its elements. title: for screen readers. kind: the class of the picture that `style` is about."""
+    label, lines = quoteattr(title), "\n".join(body)
+    text = escape(title)
+    return _SVG.format(
+        kind=kind, label=label, width=width, height=height, title=text, style=style, body=lines
     )
-    width, height = f"{40 + 7.8 * max(map(len, lines)):.0f}", 40 + 19 * len(lines)
-    return _SVG.format(label=quoteattr(title), title=escape(title), width=width, height=height, lines=shown)
 
 
 def check_kind(path: Path) -> None:
