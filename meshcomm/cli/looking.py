@@ -103,7 +103,7 @@ def plan(
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
-    from meshcomm.show.schedule import schedule_facts, schedule_view
+    from meshcomm.show.schedule import ScheduleView, schedule_facts
 
     facts = plan_facts(laid_out, rank, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
@@ -117,7 +117,7 @@ def plan(
     def shown() -> list[RenderableType]:
         views: list[RenderableType] = [page_view(plan_page(facts))]
         views += [RankGrid(facts["grid"])] if "grid" in facts else []
-        return [*views, schedule_view(facts["schedule"])] if schedule else views
+        return [*views, ScheduleView(facts["schedule"])] if schedule else views
 
     def page() -> list[Part]:
         return [*plan_page(facts), *RankGrid(facts["grid"]).page()]

@@ -95,8 +95,8 @@ class _Text:
         letters = len(self.letters(facts["groups"] - 1))
         # A bracket or a blank before and behind.
         cell = len(str(max(facts["ranks"]))) + letters + 2
-        across = Room(width - self.left - edge, cell, inner=1, outer=3, gap=1, most=256)
-        self.grid = Grid(facts, across, Room(40, 1, inner=edge, outer=1, gap=1, most=16))
+        across = Room(width - self.left - edge, cell, inner=1, outer=3, gap=1)
+        self.grid = Grid(facts, across, Room(40, 1, inner=edge, outer=1, gap=1))
         # A cell ends with a blank: there the last line is.
         self.bars = between(self.grid.columns, 1)
         self.bars[-1] -= 1

@@ -85,7 +85,7 @@ class Room(NamedTuple):
     """How much room there is in one direction, in columns, lines or pixels.
 
     total: all of it. cell: one rank. inner, outer: between ranks of a block, between blocks.
-    gap: the mark of coords that are left out. most: coords of a dim that are drawn at most.
+    gap: the mark of coords that are left out.
     """
 
     total: int
@@ -93,7 +93,6 @@ class Room(NamedTuple):
     inner: int
     outer: int
     gap: int
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +312,7 @@ def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
     gaps: where coords are left out, so many marks say so.
     """
     best, score = (1, 1), (0, 0, 0)
-    limit = min(room.most, max(1, room.total // room.cell))
+    limit = max(1, room.total // room.cell)
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
         block = _length(inner, inside - inner, room.cell, room.inner, room.gap, gaps)
         # First and last of each before more of one.

@@ -44,7 +44,7 @@ _STYLE: Final = """
 def grid_svg(facts: Facts) -> str:
     """The picture of `grid_facts`. Long dims are folded so that it stays readable."""
     cell = max(40, 22 + 8 * len(str(max(facts["ranks"]))))
-    grid = Grid(facts, Room(1280, cell, 8, 34, 22, 32), Room(1000, 32, 8, 34, 22, 24))
+    grid = Grid(facts, Room(1280, cell, 8, 34, 22), Room(1000, 32, 8, 34, 22))
     heads = (grid.across.size > 1) + (grid.inside_columns.size > 1) + _names_blocks(grid)
     left, top = int(_EDGE + 28 + 9.2 * widest_label(facts)), _EDGE + 78 + 20 * heads
     lines = headlines(facts)
