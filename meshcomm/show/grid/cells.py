@@ -208,13 +208,9 @@ class Grid:
         Lines part ranks of different nodes, and surround all of them; none where nodes are not known.
         Next to coords that are left out a line is only at the edge of the picture.
         """
-        nodes = np.full((len(self.rows) + 2, len(self.columns) + 2), _OUTSIDE)
-        nodes[1:-1, 1:-1] = _LEFT_OUT
-        for (i, row), (j, _) in product(enumerate(self.cells, 1), enumerate(self.columns, 1)):
-            if row and row[j - 1].node is not None:
-                nodes[i, j] = row[j - 1].node
-        if self.facts["node"] is None:
-            nodes[:] = _LEFT_OUT
+        left_out = [_LEFT_OUT] * len(self.columns)
+        inside = [[_LEFT_OUT if c.node is None else c.node for c in row] or left_out for row in self.cells]
+        nodes = np.pad(inside, 1, constant_values=_LEFT_OUT if self.facts["node"] is None else _OUTSIDE)
         return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
 
     def legend(self, most: int) -> tuple[list[tuple[int, str]], list[str]]:

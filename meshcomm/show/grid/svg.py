@@ -75,7 +75,7 @@ def grid_svg(facts: Facts) -> str:
         parts += [_on_tile(x + 12, y + 11.5, tag(group), "tag", group)] if grid.lettered else []
         parts.append(_text(x + 34, y + 12.5, text))
     parts += [_text(_EDGE, notes_at + 12 + 20 * n, note, "quiet") for n, note in enumerate(notes)]
-    return svg_file(width, height, f"rank grid: {lines[0]}", parts, "mc", _STYLE)
+    return svg_file(width, height, f"rank grid: {lines[0]}", filter(None, parts), "mc", _STYLE)
 
 
 def _names_blocks(grid: Grid) -> bool:
@@ -118,8 +118,7 @@ def _labels(grid: Grid) -> Iterator[str]:
     for row in grid.rows:
         block, label = grid.row_labels(row)
         yield _text(side, row.at + row.size / 2 + 4.5, label, "quiet", "end")
-        if block:
-            yield _text(side, row.at - 16, block, "name", "end")
+        yield _text(side, row.at - 16, block, "name", "end")
 
 
 def _cell(grid: Grid, cell: Cell) -> Iterator[str]:
@@ -162,6 +161,9 @@ def _on_tile(x: float, y: float, text: str, kind: str, group: int) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
+    """Text at a point; "" where there is none."""
+    if not text:
+        return ""
     named = f' class="{kind}"' if kind else ""
     placed = f' text-anchor="{anchor}"' if anchor else ""
     return f'<text x="{x:g}" y="{y:g}"{named}{placed}>{escape(text)}</text>'
