@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Family, Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Line, Part
+from meshcomm.show.page import Cells, Column, Line, Part
 
 Facts = dict[str, Any]
 
@@ -186,8 +186,8 @@ def diff_page(facts: Facts) -> list[Part]:
 
 
 def _groups_table(found: list[Facts]) -> Cells:
-    columns = {
-        "dim": lambda each: each["name"],
+    columns: dict[str, Column] = {
+        "dim": "name",
         "groups": lambda each: each["status"] + (f"; the groups of {each['also']}" if each["also"] else ""),
         "a": lambda each: _number(each, 0),
         "b": lambda each: _number(each, 1),

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
 from xml.sax.saxutils import escape, quoteattr
@@ -35,6 +36,9 @@ _TEXT_STYLE = """
 .mc-text .paper { fill: #ffffff; }
 @media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
 """
+
+# A column of a table: the key of a cell in its item, or how the cell follows from the item.
+Column: TypeAlias = str | Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +92,15 @@ class Cells:
     once: int = 0
 
     @classmethod
-    def of(cls, items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]], once: int = 0) -> Self:
-        """A row for each item. columns: how a cell follows from it; ">name" is a column of numbers.
+    def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
+        """A row for each item. columns: the key of a cell, or how it follows from the item; ">name" is a column
+        of numbers.
 
         None is shown as "-", a whole number with commas.
         """
         names = tuple(name.removeprefix(">") for name in columns)
-        rows = tuple(tuple(_cell(read(item)) for read in columns.values()) for item in items)
+        reads = [itemgetter(read) if isinstance(read, str) else read for read in columns.values()]
+        rows = tuple(tuple(_cell(read(item)) for read in reads) for item in items)
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
