@@ -100,12 +100,10 @@ def plan(
         _give(facts, lambda: diff_page(facts), export, json, f"{config} and {diff}")
         raise typer.Exit(0 if facts["equal"] else 1)
     from meshcomm.predict.lint import footprint
-    from meshcomm.show.grid.facts import grid_facts
-    from meshcomm.show.grid.svg import grid_svg
-    from meshcomm.show.grid.text import GridText, grid_page
+    from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
-    from meshcomm.show.schedule import schedule_facts, schedule_view
+    from meshcomm.show.schedule import ScheduleView, schedule_facts
 
     facts = plan_facts(laid_out, rank, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
@@ -118,13 +116,13 @@ def plan(
 
     def shown() -> list[RenderableType]:
         views: list[RenderableType] = [page_view(plan_page(facts))]
-        views += [GridText(facts["grid"])] if "grid" in facts else []
-        return [*views, schedule_view(facts["schedule"])] if schedule else views
+        views += [RankGrid(facts["grid"])] if "grid" in facts else []
+        return [*views, ScheduleView(facts["schedule"])] if schedule else views
 
     def page() -> list[Part]:
-        return [*plan_page(facts), *grid_page(facts["grid"])]
+        return [*plan_page(facts), *RankGrid(facts["grid"]).page()]
 
-    _give(facts, page, export, json, "", shown, lambda: grid_svg(facts["grid"]))
+    _give(facts, page, export, json, "", shown, lambda: RankGrid(facts["grid"]).svg())
 
 
 @app.command()

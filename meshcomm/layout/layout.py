@@ -391,7 +391,7 @@ class Layout:
                 f"the mesh has no view {view!r}",
                 given=f"view={view!r}",
                 expected=f"one of {', '.join(self.views)}" if self.views else "no view: the mesh has none",
-                hint=did_you_mean(str(view), self.views) or "leave out view=: coords of the base",
+                hint=did_you_mean(str(view), self.views) or "leave the view out: dims of the base",
             )
         position = self.position(rank)
         return {name: self._digits[name].coord(position) for name in sizes}

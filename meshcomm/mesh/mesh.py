@@ -309,9 +309,9 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         Returns: what prints as text, in colour by rich, as a picture in a notebook; `.save("topo.svg")`.
         Asks no other rank. Raises UnknownDim.
         """
-        from meshcomm.show.grid import RankGrid
+        from meshcomm.show.grid import RankGrid, grid_facts
 
-        return RankGrid(self.plan, by, self.topology, self.rank if self.is_member else None)
+        return RankGrid(grid_facts(self.plan, by, self.topology, self.rank if self.is_member else None))
 
     def __str__(self) -> str:
         """Dims, groups and neighbours as a table of 100 columns, without colour."""

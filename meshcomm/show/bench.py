@@ -101,7 +101,7 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
         facts["rows"],
         {
             "dim": dim,
-            "operation": lambda row: row["operation"],
+            "operation": "operation",
             ">bytes": lambda row: size_text(row["bytes"]),
             ">time": lambda row: seconds_text(row["meshcomm"]["seconds"]),
             ">algbw": lambda row: f"{row['meshcomm']['algbw_gbytes_s']:.3g}",

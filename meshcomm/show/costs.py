@@ -76,7 +76,7 @@ def cost_view(facts: Facts) -> Group:
         rows,
         {
             "dim": lambda row: f"{row['dim']} {row['size']:,} {row['link']}",
-            "operation": lambda row: row["operation"],
+            "operation": "operation",
             ">bytes": lambda row: size_text(row["bytes"]),
             ">time": lambda row: seconds_text(row["seconds"]),
             ">algbw": lambda row: f"{row['algbw_gbytes_s']:.3g}",

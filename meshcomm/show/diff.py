@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Family, Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Line, Part
+from meshcomm.show.page import Cells, Column, Line, Part
 
 Facts = dict[str, Any]
 
@@ -75,14 +75,9 @@ def _order(key: str, a: Mapping[str, int], b: Mapping[str, int]) -> list[list[An
 
 def _options(a: Plan, b: Plan) -> list[list[Any]]:
     """Options of groups that both have."""
-    theirs = {family.name: _option_facts(family) for family in b.families}
-    found = []
-    for family in a.families:
-        one, other = _option_facts(family), theirs.get(family.name)
-        for key in dict.fromkeys([*one, *(other or {})]):
-            if other is not None and one.get(key) != other.get(key):
-                found.append([family.name, key, one.get(key), other.get(key)])
-    return found
+    ours, theirs = ({family.name: _option_facts(family) for family in plan.families} for plan in (a, b))
+    both = [name for name in ours if name in theirs]
+    return [[name, *row] for name in both for row in _differing(ours[name], theirs[name], ())]
 
 
 def _option_facts(family: Family) -> Facts:
@@ -93,85 +88,80 @@ def _option_facts(family: Family) -> Facts:
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
     """Names whose groups differ; the same groups in another order are nothing that a rank would notice."""
-    sides = [{family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)]
-    found = []
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
-        pair = [side.get(name) for side in sides]
-        # Groups by their members; those of one rank are none.
-        ours, theirs = (
-            {}
-            if groups is None or groups.shape[1] == 1
-            else {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
-            for groups in pair
-        )
-        common = ours.keys() & theirs.keys()
-        same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
-        only = [[side[key].tolist() for key in side if key not in common] for side in (ours, theirs)]
-        status, also = "changed", None
-        if name in sides[0] and name in sides[1]:
-            if only == [[], []] and same == len(common):
-                continue
-        else:
-            here = 0 if name in sides[0] else 1
-            status, across = f"only in {'ab'[here]}", sides[1 - here].items()
-            also = next(
-                (n for n, groups in across if only[here] and np.array_equal(groups, sides[here][name])), None
-            )
-        found.append(
-            {
-                "name": name,
-                "status": status,
-                "also": also,
-                "size": [None if groups is None else groups.shape[1] for groups in pair],
-                "count": [
-                    None if groups is None else len(side)
-                    for groups, side in zip(pair, (ours, theirs), strict=True)
-                ],
-                "same": same,
-                "reordered": len(common) - same,
-                "only_a": len(only[0]),
-                "only_b": len(only[1]),
-                "examples": [groups[:_GROUPS] for groups in only],
-            }
-        )
-    return found
+    ours, theirs = (
+        {family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)
+    )
+    changed = [_changed(name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+    for facts in changed:
+        name, status = facts["name"], facts["status"]
+        if status != "changed" and (facts["only_a"] or facts["only_b"]):
+            groups, across = (ours[name], theirs) if name in ours else (theirs[name], ours)
+            facts["also"] = next((n for n, others in across.items() if np.array_equal(others, groups)), None)
+    return [facts for facts in changed if facts["status"] != "same"]
+
+
+def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
+    """What has become of the groups of one name; None: that side does not have it."""
+    ours, theirs = _by_members(a), _by_members(b)
+    common = ours.keys() & theirs.keys()
+    same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
+    only_a = [ours[key].tolist() for key in ours if key not in common]
+    only_b = [theirs[key].tolist() for key in theirs if key not in common]
+    if a is None or b is None:
+        status = "only in a" if b is None else "only in b"
+    else:
+        status = "changed" if only_a or only_b or same < len(common) else "same"
+    return {
+        "name": name,
+        "status": status,
+        "also": None,
+        "size": [None if groups is None else groups.shape[1] for groups in (a, b)],
+        "count": [None if a is None else len(ours), None if b is None else len(theirs)],
+        "same": same,
+        "reordered": len(common) - same,
+        "only_a": len(only_a),
+        "only_b": len(only_b),
+        "examples": [only_a[:_GROUPS], only_b[:_GROUPS]],
+    }
+
+
+def _by_members(groups: Ranks | None) -> dict[bytes, Ranks]:
+    """Groups by their sorted ranks; those of one rank are none."""
+    if groups is None or groups.shape[1] == 1:
+        return {}
+    return {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
 
 
 def _ranks(a: Layout, b: Layout) -> Facts:
     common = np.intersect1d(a.ranks, b.ranks)
-    views = [[name for sizes in layout.views.values() for name in sizes] for layout in (a, b)]
-    names = dict.fromkeys([*a.dims, *b.dims, *(name for name in views[0] if name in views[1])])
-    coords = [_coords(layout, names, common) for layout in (a, b)]
-    changed = coords[0] != coords[1]
-    moved = changed.any(axis=0)
-    examples = [
-        {
-            "rank": int(common[index]),
-            "coords": {
-                name: [int(side[row, index]) for side in coords]
-                for row, name in enumerate(names)
-                if changed[row, index]
-            },
-        }
-        for index in np.flatnonzero(moved)[:_RANKS]
-    ]
+    in_views = [name for sizes in a.views.values() for name in sizes]
+    shared = {name for sizes in b.views.values() for name in sizes}.intersection(in_views)
+    names = [*dict.fromkeys([*a.dims, *b.dims, *(name for name in in_views if name in shared)])]
+    ours, theirs = _coords(a, names, common), _coords(b, names, common)
+    moved = np.flatnonzero((ours != theirs).any(axis=1))
+    examples = []
+    for index in moved[:_RANKS]:
+        pairs = zip(names, ours[index].tolist(), theirs[index].tolist(), strict=True)
+        coords = {name: [before, after] for name, before, after in pairs if before != after}
+        examples.append({"rank": int(common[index]), "coords": coords})
     return {
         "common": len(common),
-        "moved": int(moved.sum()),
+        "moved": len(moved),
         "only_a": a.world_size - len(common),
         "only_b": b.world_size - len(common),
         "examples": examples,
     }
 
 
-def _coords(layout: Layout, names: Mapping[str, None], ranks: Ranks) -> Ranks:
-    """A row for each name: the coords of `ranks`; 0 where the layout has no such dim."""
+def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
+    """A row for each rank, a column for each name: coords; 0 where the layout has no such dim."""
     places = np.argsort(layout.ranks)
     positions = places[np.searchsorted(layout.ranks, ranks, sorter=places)]
-    zeros = np.zeros(len(ranks), dtype=np.int64)
-    return np.array(
-        [layout.digits(name).coord(positions) if name in layout.names else zeros for name in names]
-    )
+    coords = np.zeros((len(ranks), len(names)), dtype=np.int64)
+    for column, name in enumerate(names):
+        if name in layout.names:
+            coords[:, column] = layout.digits(name).coord(positions)
+    return coords
 
 
 def diff_page(facts: Facts) -> list[Part]:
@@ -196,25 +186,24 @@ def diff_page(facts: Facts) -> list[Part]:
 
 
 def _groups_table(found: list[Facts]) -> Cells:
-    def size(each: Facts, side: int) -> str | None:
-        ranks = each["size"][side]
-        return None if ranks is None else f"{each['count'][side]:,} x {ranks:,}"
-
-    def examples(each: Facts, side: int) -> str | None:
-        return "; ".join(map(fold, each["examples"][side][:2])) or None
-
-    columns = {
-        "dim": lambda each: each["name"],
+    columns: dict[str, Column] = {
+        "dim": "name",
         "groups": lambda each: each["status"] + (f"; the groups of {each['also']}" if each["also"] else ""),
-        "a": lambda each: size(each, 0),
-        "b": lambda each: size(each, 1),
+        "a": lambda each: _number(each, 0),
+        "b": lambda each: _number(each, 1),
         "same": lambda each: (
             f"{each['same']:,}" + (f" + {each['reordered']:,} reordered" if each["reordered"] else "")
         ),
-        "gone, as": lambda each: examples(each, 0),
-        "new, as": lambda each: examples(each, 1),
+        "gone, as": lambda each: "; ".join(map(fold, each["examples"][0][:2])) or None,
+        "new, as": lambda each: "; ".join(map(fold, each["examples"][1][:2])) or None,
     }
     return Cells.of(found, columns)
+
+
+def _number(each: Facts, side: int) -> str | None:
+    """Number and size of the groups on one side."""
+    size = each["size"][side]
+    return None if size is None else f"{each['count'][side]:,} x {size:,}"
 
 
 def _ranks_lines(ranks: Facts) -> Iterator[Part]:
@@ -222,13 +211,11 @@ def _ranks_lines(ranks: Facts) -> Iterator[Part]:
         if ranks[f"only_{side}"]:
             yield Line(f"{ranks[f'only_{side}']:,} ranks are only in {side}")
     yield Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have other coords")
-    if ranks["examples"]:
-        columns = {
-            ">rank": lambda one: str(one["rank"]),
-            "a": lambda one: coords_text({name: pair[0] for name, pair in one["coords"].items()}),
-            "b": lambda one: coords_text({name: pair[1] for name, pair in one["coords"].items()}),
-        }
-        yield Cells.of(ranks["examples"], columns)
-        left = ranks["moved"] - len(ranks["examples"])
-        if left:
-            yield Line(f"and {left:,} more")
+    rows = []
+    for moved in ranks["examples"]:
+        before, after = ({name: pair[side] for name, pair in moved["coords"].items()} for side in (0, 1))
+        rows.append((str(moved["rank"]), coords_text(before), coords_text(after)))
+    if rows:
+        yield Cells(("rank", "a", "b"), tuple(rows), right=("rank",))
+    if ranks["moved"] > len(rows):
+        yield Line(f"and {ranks['moved'] - len(rows):,} more")

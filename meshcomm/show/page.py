@@ -7,8 +7,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+from xml.sax.saxutils import escape, quoteattr
 
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError
@@ -22,17 +24,21 @@ KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
 _SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
+<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
 <title>{title}</title>
-<style>
-.mc-text text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }}
-.mc-text .paper {{ fill: #ffffff; }}
-@media (prefers-color-scheme: dark) {{ .mc-text text {{ fill: #e6edf3; }} .mc-text .paper {{ fill: #0d1117; }} }}
-</style>
+<style>{style}</style>
 <rect class="paper" width="{width}" height="{height}"/>
-{lines}
+{body}
 </svg>
 """
+_TEXT_STYLE = """
+.mc-text text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }
+.mc-text .paper { fill: #ffffff; }
+@media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
+"""
+
+# A column of a table: the key of a cell in its item, or how the cell follows from the item.
+Column: TypeAlias = str | Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +92,15 @@ class Cells:
     once: int = 0
 
     @classmethod
-    def of(cls, items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]], once: int = 0) -> Self:
-        """A row for each item. columns: how a cell follows from it; ">name" is a column of numbers.
+    def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
+        """A row for each item. columns: the key of a cell, or how it follows from the item; ">name" is a column
+        of numbers.
 
         None is shown as "-", a whole number with commas.
         """
         names = tuple(name.removeprefix(">") for name in columns)
-        rows = tuple(tuple(_cell(read(item)) for read in columns.values()) for item in items)
+        reads = [itemgetter(read) if isinstance(read, str) else read for read in columns.values()]
+        rows = tuple(tuple(_cell(read(item)) for read in reads) for item in items)
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -210,17 +218,25 @@ def _escaped(text: str, in_table: bool = True) -> str:
 
 def text_svg(text: str, title: str) -> str:
     """Lines of text as a picture, light and dark, every character equally wide. title: for screen readers."""
-    from xml.sax.saxutils import escape, quoteattr
-
     lines = text.split("\n")
-    shown = "\n".join(
+    body = [
         f'<text x="20" y="{34 + 19 * number}" xml:space="preserve" textLength="{7.8 * len(line):.1f}" '
         f'lengthAdjust="spacingAndGlyphs">{escape(line)}</text>'
         for number, line in enumerate(lines)
         if line
+    ]
+    return svg_file(round(40 + 7.8 * max(map(len, lines))), 40 + 19 * len(lines), title, body)
+
+
+def svg_file(
+    width: int, height: int, title: str, body: Iterable[str], kind: str = "mc-text", style: str = _TEXT_STYLE
+) -> str:
+    """A picture of its elements. title: for screen readers. kind: the class of the picture that `style` is about."""
+    label, lines = quoteattr(title), "\n".join(body)
+    text = escape(title)
+    return _SVG.format(
+        kind=kind, label=label, width=width, height=height, title=text, style=style, body=lines
     )
-    width, height = f"{40 + 7.8 * max(map(len, lines)):.0f}", 40 + 19 * len(lines)
-    return _SVG.format(label=quoteattr(title), title=escape(title), width=width, height=height, lines=shown)
 
 
 def check_kind(path: Path) -> None:

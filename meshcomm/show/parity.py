@@ -33,7 +33,7 @@ def parity_view(facts: Mapping[str, Any]) -> Group:
     table = Cells.of(
         rows,
         {
-            "quantity": lambda one: one["kind"],
+            "quantity": "kind",
             ">absolute": lambda one: None if one["relative"] is None else f"{one['absolute']:.1e}",
             ">relative": lambda one: None if one["relative"] is None else f"{one['relative']:.1e}",
             "step or parameter": lambda one: (

@@ -118,12 +118,12 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
         placement["calls"],
         {
             "dim": lambda call: f"{call['dim']} {call['ranks']:,} {call['link']}",
-            "operation": lambda call: call["operation"],
-            "what": lambda call: call["what"],
-            ">calls": lambda call: call["calls"],
+            "operation": "operation",
+            "what": "what",
+            ">calls": "calls",
             ">bytes": lambda call: bytes_text(call["bytes"]),
             ">time": lambda call: seconds_text(call["seconds"]),
-            "by": lambda call: call["algorithm"],
+            "by": "algorithm",
         },
         once=1,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from meshcomm.layout import Family, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
-from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.page import Cells, Column, Line, Part, page_view
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
@@ -152,8 +151,8 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
         text += f"; {view}: {coords_text(coords)}"
-    columns: dict[str, Callable[[Any], object]] = {
-        "dim": lambda group: group["name"],
+    columns: dict[str, Column] = {
+        "dim": "name",
         ">coord": lambda group: f"{group['coord']} of {group['size']}",
         ">prev": lambda group: _neighbour(group["prev"], group["first"]),
         ">next": lambda group: _neighbour(group["next"], group["last"]),
@@ -172,12 +171,12 @@ def _neighbour(rank: int | None, wraps: bool) -> str | None:
 
 def _dims_table(dims: list[Facts]) -> Cells:
     """One row for each dim, merged dim and view's dim."""
-    columns: dict[str, Callable[[Any], object]] = {
-        "dim": lambda dim: dim["name"],
+    columns: dict[str, Column] = {
+        "dim": "name",
         "kind": lambda dim: dim["kind"] + (" " + " ".join(dim["dims"])) * (dim["kind"] == "merged"),
-        ">size": lambda dim: dim["size"],
+        ">size": "size",
         ">stride": lambda dim: "uneven" if dim["stride"] is None and dim["size"] > 1 else dim["stride"],
-        ">groups": lambda dim: dim["groups"],
+        ">groups": "groups",
         "backend": _backend,
         ">timeout": lambda dim: f"{dim['timeout_s']:g} s",
     }

@@ -174,8 +174,3 @@ def _ruler(start: int, end: int, cell: int) -> str:
         if slot == start or (slot % step == 0 and slot - start >= step):
             line = line.ljust((slot - start) * cell) + str(slot)
     return line
-
-
-def schedule_view(facts: Facts) -> ScheduleView:
-    """`schedule_facts` for a rich console."""
-    return ScheduleView(facts)

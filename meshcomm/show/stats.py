@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.page import Cells, Column, Line, Part, page_view
 from meshcomm.show.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
     rows = facts["rows"]
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
     whole = facts["seconds"] or 1.0
-    columns: dict[str, Callable[[Any], object]] = {
+    columns: dict[str, Column] = {
         ">calls": lambda row: _number(row["calls"] / each),
         ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
         ">inside": lambda row: _seconds(row["seconds"], each),
@@ -51,7 +51,7 @@ def spread_page(facts: Facts) -> list[Part]:
     def by(row: Facts, who: str) -> str | None:
         return None if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
 
-    columns: dict[str, Callable[[Any], object]] = {
+    columns: dict[str, Column] = {
         ">ranks": lambda row: str(row["ranks"]),
         ">calls": lambda row: _number(row["calls"]),
         ">bytes": lambda row: bytes_text(row["nbytes"]) if row["nbytes"] else None,
@@ -73,24 +73,24 @@ def traffic_view(facts: Facts) -> Group:
     parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
     if not facts["dims"]:
         return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
-    numbers: dict[str, Callable[[Any], object]] = {
-        ">bytes": lambda row: row["bytes"],
+    numbers: dict[str, Column] = {
+        ">bytes": "bytes",
         ">largest rank": lambda row: str(row["largest_rank"]),
-        ">its bytes": lambda row: row["largest_bytes"],
+        ">its bytes": "largest_bytes",
     }
-    dim: dict[str, Callable[[Any], object]] = {"dim": lambda row: row["dim"]}
-    calls = dim | {"operation": lambda row: row["operation"], ">calls": lambda row: row["calls"]} | numbers
+    dim: dict[str, Column] = {"dim": "dim"}
+    calls = dim | {"operation": "operation", ">calls": "calls"} | numbers
     parts.append(Cells.of(facts["dims"], calls, once=1))
     if facts["links"] is not None:
         parts.append(Line("on links, collectives as rings in coord order", heading=True))
-        parts.append(Cells.of(facts["links"], dim | {"link": lambda row: row["link"]} | numbers, once=1))
+        parts.append(Cells.of(facts["links"], dim | {"link": "link"} | numbers, once=1))
     return page_view(parts)
 
 
-def _table(columns: Mapping[str, Callable[[Any], object]], rows: Sequence[Facts]) -> Part:
+def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> Part:
     if not rows:
         return Line("no call along a dim of two ranks or more")
-    return Cells.of(rows, {"dim": lambda row: row["dim"], "call": _call, **columns}, once=1)
+    return Cells.of(rows, {"dim": "dim", "call": _call, **columns}, once=1)
 
 
 def _call(row: Facts) -> str:

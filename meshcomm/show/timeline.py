@@ -62,9 +62,7 @@ def _letters(bars: Iterable[Bar]) -> dict[str, str]:
     """A letter for each kind: of its name where it is free."""
     found: dict[str, str] = {}
     for kind in dict.fromkeys(bar.kind for bar in bars):
-        wished = (
-            [_PASSES[kind]] if kind in _PASSES else [*filter(str.isalpha, kind.lower()), *ascii_lowercase]
-        )
+        wished = _PASSES.get(kind) or [*filter(str.isalpha, kind.lower()), *ascii_lowercase]
         found[kind] = next((letter for letter in wished if letter not in found.values()), "#")
     return found
 

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from meshcomm.config import TopologyConfig
-from meshcomm.errors import UnknownDim
 from meshcomm.layout import Plan, Ranks
-from meshcomm.layout.names import did_you_mean
 from meshcomm.layout.sizes import coords_text, fold
 
 if TYPE_CHECKING:
@@ -37,14 +35,7 @@ def tree_facts(
     Raises UnknownDim where the mesh has no such view.
     """
     layout = plan.layout
-    if view and view not in layout.views:
-        raise UnknownDim(
-            f"the mesh has no view {view!r}",
-            given=view,
-            expected="one of " + ", ".join(layout.views) if layout.views else "no view: the mesh has none",
-            hint=did_you_mean(view, layout.views) or "leave --view out",
-        )
-    dims = dict(layout.views[view] if view else layout.dims)
+    dims = {name: layout.size(name) for name in layout.coords(int(layout.ranks[0]), view or None)}
     inner = {name: size for name, size in dims.items() if size > 1} or dict(list(dims.items())[-1:])
     per_node = None if topology is None else topology.ranks_per_node
     return {
@@ -58,37 +49,31 @@ def tree_facts(
 
 
 def _inside(grid: Ranks, names: list[str], per_node: int | None, most: int | None) -> Facts:
-    """What is below one branch: more branches, or ranks."""
+    """What is below one branch: more branches, or ranks. grid: an axis for each name."""
     dim, *inner = names
     if not inner:
         return {"along": dim, "ranks": grid.tolist()}
     size = len(grid)
-    kept = size if most is None or size <= most + 1 else most - 1
-    branches: list[Facts] = [_branch(grid[coord], dim, inner, coord, per_node, most) for coord in range(kept)]
-    if kept < size:
-        branches.append({"dim": dim, "coord": kept, "left_out": size - 1 - kept})
-        branches.append(_branch(grid[-1], dim, inner, size - 1, per_node, most))
+    first = size if most is None or size <= most + 1 else most - 1
+    branches: list[Facts] = []
+    for coord in range(size) if first == size else [*range(first), size - 1]:
+        if coord > first:
+            branches.append({"dim": dim, "coord": first, "left_out": coord - first})
+        ranks = grid[coord]
+        nodes = None if per_node is None else ranks // per_node
+        branches.append(
+            {
+                "dim": dim,
+                "coord": coord,
+                "count": ranks.size,
+                "first": int(ranks.flat[0]),
+                "last": int(ranks.flat[-1]),
+                "contiguous": bool((np.diff(ranks.reshape(-1)) == 1).all()),
+                "nodes": None if nodes is None else {"first": int(nodes.min()), "last": int(nodes.max())},
+                **_inside(ranks, inner, per_node, most),
+            }
+        )
     return {"branches": branches}
-
-
-def _branch(
-    grid: Ranks, dim: str, inner: list[str], coord: int, per_node: int | None, most: int | None
-) -> Facts:
-    ends = (
-        None
-        if per_node is None
-        else {"first": int(grid.min()) // per_node, "last": int(grid.max()) // per_node}
-    )
-    return {
-        "dim": dim,
-        "coord": coord,
-        "count": grid.size,
-        "first": int(grid.flat[0]),
-        "last": int(grid.flat[-1]),
-        "contiguous": bool((np.diff(grid.reshape(-1)) == 1).all()),
-        "nodes": ends,
-        **_inside(grid, inner, per_node, most),
-    }
 
 
 def headline(facts: Facts) -> str:
@@ -101,38 +86,43 @@ def headline(facts: Facts) -> str:
 
 def tree_view(facts: Facts) -> Tree:
     """`tree_facts` of at most FOLDED branches for a rich console; a large tree is opened at its ends only."""
-    from rich.text import Text
     from rich.tree import Tree
 
-    def lines(branches: list[Facts]) -> int:
-        return sum(1 + lines(branch.get("branches", [])) for branch in branches)
-
-    def grow(tree: Tree, branches: list[Facts]) -> None:
-        for branch in branches:
-            grown = tree.add(Text(_line(branch)))
-            if everywhere or branch is branches[0] or branch is branches[-1]:
-                grow(grown, branch.get("branches", []))
-
-    root = Tree(Text(headline(facts)))
+    root = Tree(headline(facts), highlight=False)
     if "ranks" in facts:
-        root.add(Text(f"{facts['along']}: ranks {fold(facts['ranks'])}"))
+        root.add(f"{facts['along']}: ranks {fold(facts['ranks'])}")
     branches = facts.get("branches", [])
-    everywhere = lines(branches) <= _LINES
-    grow(root, branches)
+    _grow(root, branches, ends_only=_lines(branches) > _LINES)
     return root
 
 
+def _lines(branches: list[Facts]) -> int:
+    """Lines with every branch open."""
+    return sum(1 + _lines(branch.get("branches", [])) for branch in branches)
+
+
+def _grow(tree: Tree, branches: list[Facts], ends_only: bool) -> None:
+    for branch in branches:
+        grown = tree.add(_line(branch))
+        if not ends_only or branch is branches[0] or branch is branches[-1]:
+            _grow(grown, branch.get("branches", []), ends_only)
+
+
 def _line(branch: Facts) -> str:
-    first, last, at = branch.get("first"), branch.get("last"), f"{branch['dim']}={branch['coord']}"
+    at = f"{branch['dim']}={branch['coord']}"
     if "left_out" in branch:
-        left = branch["left_out"]
-        return f"{at} to {branch['coord'] + left - 1} ({left:,} not shown)"
+        return f"{at} to {branch['coord'] + branch['left_out'] - 1} ({branch['left_out']:,} not shown)"
+    first, last, number = branch["first"], branch["last"], branch["count"]
     if branch["contiguous"]:
-        ranks = f"{first}" if branch["count"] == 1 else f"{first} to {last}"
+        ranks = _span(first, last)
     else:
-        ranks = fold(branch["ranks"]) if "ranks" in branch else f"{first} .. {last} ({branch['count']:,})"
+        ranks = fold(branch["ranks"]) if "ranks" in branch else f"{first} .. {last} ({number:,})"
     text = f"{at}  {branch['along'] + ': ' if 'along' in branch else ''}ranks {ranks}"
     if branch["nodes"] is None:
         return text
     node, other = branch["nodes"]["first"], branch["nodes"]["last"]
-    return f"{text}, node {node}" if node == other else f"{text}, nodes {node} to {other}"
+    return f"{text}, node{'s' if node != other else ''} {_span(node, other)}"
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first} to {last}"

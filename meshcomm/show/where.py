@@ -13,7 +13,7 @@ from meshcomm.errors import LayoutError
 from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import check_coord, coords_text, fold
 from meshcomm.predict.lint import roles
-from meshcomm.show.page import Cells, Line, Part
+from meshcomm.show.page import Cells, Column, Line, Part
 from meshcomm.show.plan import plan_facts, rank_page
 
 Facts = dict[str, Any]
@@ -181,11 +181,11 @@ def where_page(facts: Facts) -> list[Part]:
     parts = rank_page(facts["rank"], Line(about))
     if facts["exchanges"]:
         said = " (by the dims' names)" if facts["exchanges"][0]["said_by"] == "name" else ""
-        columns = {
-            "part": lambda one: one["part"],
+        columns: dict[str, Column] = {
+            "part": "part",
             "along": lambda one: " ".join(one["dims"]),
-            "operation": lambda one: one["operation"],
-            "what": lambda one: one["what"],
+            "operation": "operation",
+            "what": "what",
             "with": _peers,
         }
         parts += [Line(f"in training{said}:"), Cells.of(facts["exchanges"], columns)]
@@ -202,7 +202,7 @@ def _several(facts: Facts) -> list[Part]:
     asked, ranks, listed = coords_text(facts["asked"]), facts["ranks"], facts["listed"]
     if not ranks:
         return [Line(f"no rank has {asked}", heading=True)]
-    columns = {
+    columns: dict[str, Column] = {
         ">rank": lambda one: str(one["rank"]),
         "coords": lambda one: coords_text(one["coords"]),
         ">node": lambda one: None if one["node"] is None else str(one["node"]),

@@ -34,7 +34,7 @@ from meshcomm.predict.passes import (
     timeline,
 )
 from meshcomm.predict.stages import model_stages, part_costs, split_layers, stages_of_rank
-from meshcomm.show.schedule import schedule_facts, schedule_view
+from meshcomm.show.schedule import ScheduleView, schedule_facts
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = cast(tuple[PipelineSchedule, ...], get_args(PipelineSchedule))
@@ -282,7 +282,7 @@ def facts(*overrides: str) -> dict[str, Any]:
 def drawn(what: dict[str, Any], width: int) -> list[str]:
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(schedule_view(what))
+        console.print(ScheduleView(what))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -336,7 +336,7 @@ def test_the_picture_fits_its_width_and_holds_every_pass(width: int) -> None:
 def test_stages_have_colours_of_their_own() -> None:
     console = Console(width=80, color_system="standard", force_terminal=True)
     with console.capture() as capture:
-        console.print(schedule_view(facts()))
+        console.print(ScheduleView(facts()))
     text = capture.get()
     assert "\x1b[36mF0" in text
     assert "\x1b[1;36mB0" in text

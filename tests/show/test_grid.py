@@ -14,10 +14,8 @@ import pytest
 from rich.console import Console
 
 from meshcomm.errors import LayoutError, UnknownDim
-from meshcomm.show.grid import RankGrid
-from meshcomm.show.grid.facts import grid_facts
-from meshcomm.show.grid.frame import PALETTE
-from meshcomm.show.grid.text import GridText
+from meshcomm.show.grid import RankGrid, grid_facts
+from meshcomm.show.grid.cells import PALETTE
 from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_facts
 from tests.show.shown import GPT, MESH, ROOT, SVG, WIDE, nodes, plan_at, plan_of, run
@@ -82,13 +80,13 @@ c=1 ┃ 14c   15d  ┃  18g   19h     22k   23l ┃
 
 def test_the_grid_of_four_dims() -> None:
     facts = grid_facts(plan_of(dims={"a": 2, "b": 3, "c": 2, "d": 2}), "a", nodes(8), 7)
-    lines = as_text(GridText(facts), 80).splitlines()
+    lines = as_text(RankGrid(facts), 80).splitlines()
     assert lines[:13] == FOUR.splitlines()
     assert lines[-2:] == ["and 4 more groups", "[ ] rank 7"]
 
 
 def test_a_large_mesh_is_folded_and_says_what_is_not_drawn() -> None:
-    text = as_text(GridText(grid_facts(BIG, "dp", nodes(8))), 40)
+    text = as_text(RankGrid(grid_facts(BIG, "dp", nodes(8))), 40)
     told = " ".join(text.split())
     assert "not drawn: pp=1 to pp=6 (6 of 8); dp=7 to dp=2046 (2,040 of 2,048); tp=1 to tp=6 (6 of 8)" in told
     assert "and 60 more groups" in told and "16,384 nodes, 8 ranks on each" in told
@@ -96,7 +94,7 @@ def test_a_large_mesh_is_folded_and_says_what_is_not_drawn() -> None:
     # First and last of every dim.
     assert {0, 7, 16_376, 16_383, 114_688, 131_071} <= numbers
     for rank in (0, 777, 65_536, 131_071):
-        drawn = as_text(GridText(grid_facts(BIG, "tp", nodes(8), rank)), 60)
+        drawn = as_text(RankGrid(grid_facts(BIG, "tp", nodes(8), rank)), 60)
         assert f"{rank}" in re.findall(r"\[ *(\d+)[a-z]*\]", drawn)
 
 
@@ -104,7 +102,7 @@ def test_a_large_mesh_is_folded_and_says_what_is_not_drawn() -> None:
 @pytest.mark.parametrize("sizes", [(16,), (4, 4), (2, 2, 4), (2, 2, 2, 2), (2, 2, 2, 1, 2), (8, 2)])
 def test_lines_are_where_nodes_end_and_nowhere_else(sizes: tuple[int, ...], per_node: int) -> None:
     plan = plan_of(dims={f"d{index}": size for index, size in enumerate(sizes)})
-    lines = as_text(GridText(grid_facts(plan, None, nodes(per_node))), 120).splitlines()
+    lines = as_text(RankGrid(grid_facts(plan, None, nodes(per_node))), 120).splitlines()
     found = {
         (row, match.end() - 1): int(match[1])
         for row, line in enumerate(lines)
@@ -124,10 +122,10 @@ def test_lines_are_where_nodes_end_and_nowhere_else(sizes: tuple[int, ...], per_
 
 
 def test_more_than_four_dims_share_a_direction_and_one_rank_is_a_grid() -> None:
-    text = as_text(GridText(grid_facts(plan_of(dims=dict.fromkeys("abcde", 2)), "b")), 80)
+    text = as_text(RankGrid(grid_facts(plan_of(dims=dict.fromkeys("abcde", 2)), "b")), 80)
     assert "more than four dims: a b go downwards as one" in text and "a=1 b=0" in text
     assert sorted(map(int, re.findall(r"(\d+)[a-p](?=\s)", text))) == list(range(32))
-    one = RankGrid(plan_of(dims={"dp": 1}), rank=0)
+    one = RankGrid(grid_facts(plan_of(dims={"dp": 1}), rank=0))
     assert "[0a]" in str(one) and "1 group of 1" in str(one) and "dp=1" in one.svg()
 
 
@@ -135,7 +133,7 @@ def coloured(facts: dict[str, Any], **environment: str) -> str:
     """What a terminal gets, escape codes and all."""
     file = StringIO()
     environment = {"TERM": "xterm-256color", "COLORTERM": "truecolor", **environment}
-    Console(file=file, force_terminal=True, width=80, _environ=environment).print(GridText(facts))
+    Console(file=file, force_terminal=True, width=80, _environ=environment).print(RankGrid(facts))
     return file.getvalue()
 
 
@@ -145,7 +143,7 @@ def test_a_group_is_a_colour_where_there_are_colours_and_else_a_letter() -> None
     cells = re.findall(r"\x1b\[38;2;(?:\d+;){3}48;2;(\d+);(\d+);(\d+)m +(\d+) \x1b", text)
     assert len(cells) == 8
     for red, green, blue, rank in cells:
-        wanted = PALETTE[facts["group"][int(rank)]][0]
+        wanted = PALETTE[facts["group"][int(rank)]]
         assert f"#{int(red):02x}{int(green):02x}{int(blue):02x}" == wanted
     for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         text = coloured(facts, **environment)
@@ -160,7 +158,7 @@ def test_a_console_of_ascii_gets_ascii() -> None:
     console = Console(file=StringIO(), width=80)
     options = console.options.update(width=80)
     options.encoding = "ascii"
-    lines = console.render_lines(GridText(grid_facts(plan_at(GPT, 1024), "tp", nodes(8))), options)
+    lines = console.render_lines(RankGrid(grid_facts(plan_at(GPT, 1024), "tp", nodes(8))), options)
     text = "\n".join("".join(segment.text for segment in line) for line in lines)
     assert text.isascii() and "+---" in text
 
@@ -169,7 +167,7 @@ def test_a_console_of_ascii_gets_ascii() -> None:
 
 
 def test_the_picture_names_every_rank_and_needs_nothing_else() -> None:
-    text = RankGrid(SMALL, "tp", nodes(4), 5).svg()
+    text = RankGrid(grid_facts(SMALL, "tp", nodes(4), 5)).svg()
     cells = [each for each in ElementTree.fromstring(text).iter(f"{SVG}g") if each.get("class") == "cell"]
     assert len(cells) == 8
     for cell in cells:
@@ -178,7 +176,7 @@ def test_the_picture_names_every_rank_and_needs_nothing_else() -> None:
         told = f"rank {rank}: {at} tp={rank % 2}\ngroup tp[{at}]\nnode {rank // 4}"
         assert cell.findtext(f"{SVG}title") == told
         rect = cell.find(f"{SVG}rect")
-        assert rect is not None and rect.get("fill") == PALETTE[rank // 2][0]
+        assert rect is not None and rect.get("fill") == PALETTE[rank // 2]
         assert (cell.find(f"{SVG}rect[@class='mine']") is not None) == (rank == 5)
     assert "prefers-color-scheme: dark" in text
     assert re.findall(r"(?:href|src|url)\b|@import|https?://(?!www\.w3\.org/2000/svg\")", text) == []
@@ -186,33 +184,32 @@ def test_the_picture_names_every_rank_and_needs_nothing_else() -> None:
 
 def test_the_picture_parts_nodes_where_they_end() -> None:
     plan = plan_of(dims={"p": 2, "t": 4})
-    root = ElementTree.fromstring(RankGrid(plan, "t", nodes(2)).svg())
+    root = ElementTree.fromstring(RankGrid(grid_facts(plan, "t", nodes(2))).svg())
     (path,) = (each for each in root.iter(f"{SVG}path") if each.get("class") == "node")
-    across = re.findall(r"M\d+ (\d+)H", path.get("d") or "")
-    down = re.findall(r"M(\d+) \d+V", path.get("d") or "")
+    across = re.findall(r"M-?\d+ (-?\d+)H", path.get("d") or "")
+    down = re.findall(r"M(-?\d+) -?\d+V", path.get("d") or "")
     # Above, between and below the rows; left, in the middle and right.
     assert [across.count(at) for at in sorted(set(across))] == [4, 4, 4]
     assert [down.count(at) for at in sorted(set(down))] == [2, 2, 2]
-    assert 'class="node"' not in RankGrid(plan, "t").svg()
+    assert 'class="node"' not in RankGrid(grid_facts(plan, "t")).svg()
 
 
-def test_colours_that_repeat_are_hatched_and_lettered_and_a_large_picture_stays_one() -> None:
-    root = ElementTree.fromstring(RankGrid(plan_of(dims={"p": 20, "t": 2}), "t").svg())
-    assert {each.get("id") for each in root.iter(f"{SVG}pattern")} == {"mc-hatch-1", "mc-hatch-2"}
+def test_colours_that_repeat_are_lettered_and_a_large_picture_stays_one() -> None:
+    root = ElementTree.fromstring(RankGrid(grid_facts(plan_of(dims={"p": 20, "t": 2}), "t")).svg())
     cell = next(c for c in root.iter(f"{SVG}g") if c.findtext(f"{SVG}text") == "18")
-    assert [rect.get("fill") for rect in cell.iter(f"{SVG}rect")] == [PALETTE[1][0], "url(#mc-hatch-1)"]
+    assert [rect.get("fill") for rect in cell.iter(f"{SVG}rect")] == [PALETTE[9 % 8]]
     assert [each.text for each in cell.iter(f"{SVG}text")] == ["18", "j"]
-    text = RankGrid(BIG, "dp", nodes(8), 777).svg()
+    text = RankGrid(grid_facts(BIG, "dp", nodes(8), 777)).svg()
     root = ElementTree.fromstring(text)
     assert float(root.get("width") or 0) < 1700 and float(root.get("height") or 0) < 1700
     assert len(text) < 300_000 and "not drawn: pp=1 to pp=6" in text and "outlined: rank 777" in text
 
 
 def test_markdown_is_the_picture_of_text() -> None:
-    grid = RankGrid(SMALL, "dp", nodes(2), 6)
+    grid = RankGrid(grid_facts(SMALL, "dp", nodes(2), 6))
     head, *lines = str(grid).splitlines()
     assert grid.markdown() == "\n".join([f"## {head}\n\n```text", *lines, "```\n"])
-    text = RankGrid(BIG, "dp", nodes(8)).markdown()
+    text = RankGrid(grid_facts(BIG, "dp", nodes(8))).markdown()
     assert len(text) < 20_000 and "\n bl  dp[" in text and "and 48 more groups" in text
 
 

@@ -19,8 +19,7 @@ from meshcomm.config import load
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_page
-from meshcomm.show.grid.facts import grid_facts
-from meshcomm.show.grid.text import GridText
+from meshcomm.show.grid import RankGrid, grid_facts
 from meshcomm.show.page import as_text, page_markdown, page_view
 from meshcomm.show.plan import plan_facts, plan_page, plan_view
 from meshcomm.show.stats import traffic_view
@@ -244,7 +243,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         places: tuple[Any, ...] = (rank, {next(iter(plan.layout.dims)): 1})
         shown += [plan_view(plan, rank, topology), tree_view(tree_facts(plan, "", topology, 4))]
         shown += [page_view(where_page(where_facts(settings, plan, place, topology))) for place in places]
-        shown += [GridText(grid_facts(plan, by, topology, rank)) for by in (*plan.layout.names, None)]
+        shown += [RankGrid(grid_facts(plan, by, topology, rank)) for by in (*plan.layout.names, None)]
     for view in shown:
         lines = as_text(view, width).splitlines()
         # A path is a word.
@@ -564,7 +563,7 @@ def test_a_live_mesh_shows_what_the_config_says() -> None:
     plan, topology = config.plan(4).on("cpu", "gloo"), config.topology
     for rank, (table, grid, facts) in enumerate(meshcomm.simulate(look, config)):
         assert table == as_text(plan_view(plan, rank, topology)) and "nodes" in table
-        assert grid == as_text(GridText(grid_facts(plan, "dp", topology, rank))) and f"[{rank}" in grid
+        assert grid == as_text(RankGrid(grid_facts(plan, "dp", topology, rank))) and f"[{rank}" in grid
         assert facts == grid_facts(plan, "tp", topology, rank)
 
 
