@@ -453,7 +453,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             _emulation().is_over(item)
 
 
-if not HOOK_NUMBERS:  # torch 2.13 and older: groups have no hooks
+if not hasattr(dist.ProcessGroup, "register_pre_hook"):  # torch 2.13 and older: groups have no hooks
     del EmulatedNCCL.register_pre_hook, EmulatedNCCL.register_post_hook
 for _method in _METHODS:
     if not hasattr(dist.ProcessGroup, _method):

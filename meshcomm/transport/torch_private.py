@@ -166,9 +166,12 @@ _HOOK: Any = 0x6D657368
 
 # The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
 _HOOKED_CALLS: Any = getattr(bindings, "HookOpName", None)
-HOOK_NAMES: dict[int, str] = {
-    int(member): name for name, member in getattr(_HOOKED_CALLS, "__members__", {}).items()
-}
+_MEMBERS: dict[str, Any] = getattr(_HOOKED_CALLS, "__members__", {})
+HOOK_NAMES: dict[int, str] = {int(member): name for name, member in _MEMBERS.items()}
+if not HOOK_NAMES:  # torch 2.13 and older has no hooks; a dry run calls ours by itself
+    _OLD = "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER GATHER ALLREDUCE_COALESCED"
+    _OLD += " ALLGATHER_BASE ALLGATHER_COALESCED ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE"
+    HOOK_NAMES = dict(enumerate(f"{_OLD} REDUCE_SCATTER_TENSOR_COALESCED ALLTOALL_BASE".split()))
 HOOK_NUMBERS: dict[str, int] = {name: number for number, name in HOOK_NAMES.items()}
 
 
@@ -180,7 +183,7 @@ class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
 
     before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
-    nothing is sent. after: gets name, work. Older torch has no such hooks; then this does nothing.
+    nothing is sent. after: gets name, work. Older torch has no such hooks; then this is of use to dry runs alone.
     group: None where it has no hooks, or has them no more.
     """
 
@@ -190,10 +193,10 @@ class GroupHooks:
         hooks: Any = group
         self.before, self.after = before, after
         self.group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
+        _HOOKED_GROUPS[str(group.group_name)] = self
         if self.group is not None:
             self.group.register_pre_hook(_HOOK, before)
             self.group.register_post_hook(_HOOK, after)
-            _HOOKED_GROUPS[str(group.group_name)] = self
             # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
             atexit.register(self.remove)
 
@@ -306,6 +309,13 @@ class ToldWork(Work):  # type: ignore[misc]
         return future
 
 
+def _name_of(boxed: Any) -> str:
+    """`sum`, of a ReduceOp as operators of c10d have it. torch 2.14 and newer gives it back as it was."""
+    unbox = getattr(dist.ReduceOp, "unbox", None)
+    op = dist.ReduceOp.RedOpType(boxed.op()) if unbox is None else unbox(boxed).op
+    return str(op.name).lower()
+
+
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
     """Call the hooks of a group, and say whether it has any, for a collective that a mode keeps from the backend, which would do so.
 
@@ -341,7 +351,7 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
         output_tensors=came,
         root=root,
         async_op=True,
-        op=op if isinstance(op, str) or op is None else dist.ReduceOp.unbox(op).op.name.lower(),
+        op=op if isinstance(op, str) or op is None else _name_of(op),
     )
     hooks.before(call)
     hooks.after(SimpleNamespace(name=call.name, work=work))

@@ -20,6 +20,7 @@ from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.testing import Pool
+from tests.group_hooks import needs_group_hooks
 from tests.models.families import folder_of
 
 WORLD = 4
@@ -224,6 +225,7 @@ def summing() -> torch.nn.Module:
     return Summing()
 
 
+@needs_group_hooks
 def test_functional_collectives(pool: Pool) -> None:
     config = config_of("dp=4", {"data": "dp"}, {}, {"build": "tests.dryrun.test_rank:summing"})
     compared(pool, config)

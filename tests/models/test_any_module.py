@@ -194,6 +194,9 @@ def _stepped(config: Config) -> str:
     return f"{failure.summary}\n{failure.text}"
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason=f"torch {torch.__version__} divides by zero in attention without heads"
+)
 def test_a_first_step_that_does_not_fit_its_split_names_the_part_the_line_and_a_cure(pool: Pool) -> None:
     pytest.importorskip("transformers")
     for text in pool.run(
