@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshcomm.config import Config, load
 from meshcomm.dryrun.rank import pretended_step
