@@ -455,7 +455,7 @@ def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) ->
 
 
 # What some version of torch from 2.11 to 2.15 has no formula for, by the operator's name.
-_MORE_FLOPS = {
+_MORE_FLOPS: dict[str, Callable[..., int]] = {
     "aten._grouped_mm": _grouped,
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
