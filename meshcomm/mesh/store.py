@@ -59,7 +59,7 @@ class MeshStore:
 
     def set(self, key: str, value: Value) -> None:
         """Set `key`, whether or not it was set."""
-        data = self._bytes("set", value)
+        data = self._bytes("set", key, value)
         self._run("set", [key], lambda: self._store.set(key, data))
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
@@ -74,12 +74,10 @@ class MeshStore:
         """
         held = self._peek("add", key)
         if held is not None and not re.fullmatch(rb"[+-]?[0-9]+", held):
-            raise self._refused(
-                "add", f'key "{key}" with the value {held[:40]!r}', "an integer, as add makes it"
-            )
+            raise self._refused("add", [key], f"the value {held[:40]!r}", "an integer, as add makes it")
         total = int(held or 0) + amount
         if not (-(2**63) <= amount < 2**63 and -(2**63) <= total < 2**63):
-            raise self._refused("add", f'{amount} to {int(held or 0)} in "{key}"', "a sum of 64 bits")
+            raise self._refused("add", [key], f"{amount} to {int(held or 0)}", "a sum of 64 bits")
         return self._run("add", [key], lambda: int(self._store.add(key, amount)))
 
     def append(self, key: str, value: Value) -> None:
@@ -92,7 +90,7 @@ class MeshStore:
                 expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
                 hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
             )
-        data = self._bytes("append", value)
+        data = self._bytes("append", key, value)
         self._run("append", [key], lambda: self._store.append(key, data))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
@@ -101,7 +99,7 @@ class MeshStore:
         A key that is not set holds nothing, b"", and stays unset where `expected` is something
         else; then `expected` is returned, as torch does.
         """
-        old, new = (self._bytes("compare_set", each) for each in (expected, desired))
+        old, new = (self._bytes("compare_set", key, each) for each in (expected, desired))
         return self._run("compare_set", [key], lambda: bytes(self._store.compare_set(key, old, new)))
 
     def delete_key(self, key: str) -> bool:
@@ -128,9 +126,11 @@ class MeshStore:
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Set several keys."""
-        data = [self._bytes("multi_set", value) for value in values]
-        if len(keys) != len(data):
-            raise self._refused("multi_set", f"{len(keys)} keys and {len(data)} values", "one for each")
+        if len(keys) != len(values):
+            raise self._refused(
+                "multi_set", keys, f"{len(keys)} keys and {len(values)} values", "one for each"
+            )
+        data = [self._bytes("multi_set", key, value) for key, value in zip(keys, values, strict=True)]
         self._run("multi_set", keys, lambda: self._store.multi_set(list(keys), data))
 
     def keys(self) -> list[str]:
@@ -186,33 +186,33 @@ class MeshStore:
         """What `act` returns, which is about `keys`; limit_s: seconds, `timeout` unless given."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-            raise self._refused(call, repr(keys), "a list of str")
+            raise self._refused(call, [], repr(keys), "a list of str")
         limit_s = limit_s or self._timeout_s
         try:
             # torch's client waits without end for a server that was cut off or stopped.
-            return within(limit_s + GRACE_S, act)
+            return within(limit_s + GRACE_S, act) if self.kind == "TCPStore" else act()
         except TimeoutError:
             raise StoreTimeout(
                 f"store.{call} on {self._label()}: the job's {self.kind} has not answered for {limit_s:g} s",
-                given=f"keys {_listed(keys)}",
+                given=_named(keys),
                 expected="a store that answers; it lives in rank 0 or the launcher",
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
             what = f"store.{call} on {self._label()}: the job's {self.kind} failed"
-            raise store_failed(what, error, f"keys {_listed(keys)}; ") from error
+            raise store_failed(what, error, f"{_named(keys)}; ") from error
 
-    def _refused(self, call: str, given: str, expected: str) -> StoreError:
-        return StoreError(f"store.{call} on {self._label()}", given=given, expected=expected)
+    def _refused(self, call: str, keys: Sequence[str], given: str, expected: str) -> StoreError:
+        return StoreError(f"store.{call} on {self._label()}: {_named(keys)}", given=given, expected=expected)
 
-    def _bytes(self, call: str, value: object) -> bytes:
+    def _bytes(self, call: str, key: str, value: object) -> bytes:
         if not isinstance(value, (str, bytes, bytearray)):
-            raise self._refused(call, f"a value of type {type(value).__name__}", "bytes or str")
+            raise self._refused(call, [key], f"a value of type {type(value).__name__}", "bytes or str")
         return value.encode() if isinstance(value, str) else bytes(value)
 
     def _seconds(self, timeout_s: float) -> float:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
-            raise self._refused("set_timeout", f"timeout {timeout_s!r}", "seconds, more than 0")
+            raise self._refused("set_timeout", [], f"timeout {timeout_s!r}", "seconds, more than 0")
         return float(timeout_s)
 
     def _open(self, call: str) -> None:
@@ -227,3 +227,7 @@ class MeshStore:
 
 def _listed(keys: Sequence[str]) -> str:
     return ", ".join(f'"{each}"' for each in keys[:8]) + f" and {len(keys) - 8} more" * (len(keys) > 8)
+
+
+def _named(keys: Sequence[str]) -> str:
+    return f"key {_listed(keys)}" if len(keys) == 1 else f"keys {_listed(keys)}".rstrip()

@@ -77,25 +77,22 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
 
     A TCPStore's client lets one call through at a time. A wait would keep out the thread that answers
     for this rank, and the others would take the rank for dead. So all but short waits have a client of
-    their own, for as long as they last. The other stores are asked again and again: the wait of torch's
-    FileStore takes whole seconds.
+    their own, for as long as they last. A FileStore is asked again and again: its own wait takes whole seconds.
     """
-    started = time.monotonic()
-    tcp = kind_of(store) == "TCPStore"
-    while not store.check(list(keys)):
+    kind, started = kind_of(store), time.monotonic()
+    waited_s = 0.0
+    while kind == "FileStore" or (kind == "TCPStore" and waited_s < _SOON_S):
+        if store.check(list(keys)):
+            return True
+        time.sleep(_POLL_S if waited_s < _SOON_S else 10 * _POLL_S)
         waited_s = time.monotonic() - started
         if waited_s >= timeout_s:
             return False
-        if tcp and waited_s >= _SOON_S:
-            return _waits(store.clone(), keys, timeout_s - waited_s)
-        time.sleep(_POLL_S if waited_s < _SOON_S else 10 * _POLL_S)
-    return True
-
-
-def _waits(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
+    if kind == "TCPStore":
+        store = store.clone()
     try:
         # torch counts whole milliseconds.
-        store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil(timeout_s * 1000))))
+        store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil((timeout_s - waited_s) * 1000))))
     except RuntimeError as error:
         if "timeout" in str(error).lower():
             return False
