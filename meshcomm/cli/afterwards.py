@@ -43,7 +43,7 @@ def doctor(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this host, installation and environment: what is wrong, and what to do. Under torchrun: all ranks at once.
+    """Find problems of this host, installation and environment, and propose remedies. Under torchrun: of all ranks.
 
     Exit code 1 where something would make the job fail.
     """

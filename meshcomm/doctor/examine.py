@@ -1,4 +1,4 @@
-"""Look at everything that one process can see, and say what is wrong."""
+"""Examine this process, its host and its installation, and list problems."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class OutsideGroups:
     """Watches torch's other groups while a mesh is open, including groups that are created meanwhile.
 
     A group is watched where all its ranks are in the mesh: all of them open and close it at the same point of the
-    program. It is held by its name, and let go of when torch does. A mesh that nobody closed goes on to compare until
+    program. It is held by its name, and let go of when torch does. A mesh that nobody closed compares calls until
     the default group ends, as its ranks are collected as garbage at different times.
 
     Args:

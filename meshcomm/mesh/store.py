@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, final
 
@@ -64,7 +65,11 @@ class MeshStore:
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
         """The value of `key`, waited for."""
-        return self._read("get", [key], timeout_s)[0]
+        seconds, deadline = self._until(timeout_s)
+        while (found := self._peek("get", key)) is None:
+            # Another rank may delete the key again between the wait and the look.
+            self._wait("get", [key], seconds, deadline)
+        return found
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return its new value. Counters have 64 bits.
@@ -104,7 +109,8 @@ class MeshStore:
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; return whether it was set."""
-        there = self.has_key(key)  # torch's FileStore deletes what is not there
+        # torch's FileStore says True for a key that was not set.
+        there = self.kind != "FileStore" or self.has_key(key)
         return self._run("delete_key", [key], lambda: bool(self._store.delete_key(key))) and there
 
     def has_key(self, key: str) -> bool:
@@ -117,12 +123,15 @@ class MeshStore:
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Return when all `keys` are set."""
-        seconds = self._timeout_s if timeout_s is None else self._seconds(timeout_s)
-        self._wait("wait", keys, seconds)
+        self._wait("wait", keys, *self._until(timeout_s))
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
         """The values of `keys`, waited for."""
-        return self._read("multi_get", keys, timeout_s)
+        seconds, deadline = self._until(timeout_s)
+        self._wait("multi_get", keys, seconds, deadline)
+        if self.kind == "TCPStore":
+            return self._run("multi_get", keys, lambda: [*map(bytes, self._store.multi_get(list(keys)))])
+        return [self.get(key, max(deadline - time.monotonic(), 0.001)) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Set several keys."""
@@ -156,12 +165,12 @@ class MeshStore:
         held = self._run(call, [key], lambda: bytes(self._store.compare_set(key, _NOBODY, _NOBODY)))
         return None if held == _NOBODY else held
 
-    def _read(self, call: str, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
+    def _until(self, timeout_s: float | None) -> tuple[float, float]:
+        """Seconds to wait, and the end of that."""
         seconds = self._timeout_s if timeout_s is None else self._seconds(timeout_s)
-        self._wait(call, keys, seconds)
-        return self._run(call, keys, lambda: [*map(bytes, self._store.multi_get(list(keys)))])
+        return seconds, time.monotonic() + seconds
 
-    def _wait(self, call: str, keys: Sequence[str], seconds: float) -> None:
+    def _wait(self, call: str, keys: Sequence[str], seconds: float, deadline: float) -> None:
         """Return when all `keys` are set; after the deadline say which were not within `seconds`."""
         missing = [key for key in keys if self._alone and not self.has_key(key)]
         if missing:
@@ -171,7 +180,8 @@ class MeshStore:
                 expected="keys that this rank has set",
                 hint="mesh.pretended is True in a dry run",
             )
-        if self._run(call, keys, lambda: wait_for(self._store, keys, seconds), seconds):
+        left_s = max(0.001, deadline - time.monotonic())
+        if self._run(call, keys, lambda: wait_for(self._store, keys, left_s), left_s):
             return
         missing = [key for key in keys if self._peek(call, key) is None]
         if missing:

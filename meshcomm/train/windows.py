@@ -32,6 +32,7 @@ class Windows:
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
         out = Path(train.out)
         self._first = done + 1
+        self._stack = contextlib.ExitStack()
         self._windows: list[tuple[int, int, _Make, contextlib.ExitStack]] = []
         if train.trace_steps:
             self._windows.append(
@@ -45,6 +46,7 @@ class Windows:
         """Open what begins with this step; a run that was resumed may begin inside."""
         for first, last, make, inside in self._windows:
             if step == max(first, self._first) <= last:
+                self._stack.push(inside)
                 inside.enter_context(make())
 
     def after(self, step: int) -> None:
@@ -57,10 +59,7 @@ class Windows:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            for *_, inside in self._windows:
-                stack.push(inside)
-            stack.__exit__(*raised)
+        self._stack.__exit__(*raised)
 
 
 @contextlib.contextmanager

@@ -190,6 +190,22 @@ def test_a_key_that_comes_late_is_waited_for(tmp_path: Path) -> None:
         assert store.get("late") == b"now"
 
 
+def test_a_key_that_is_deleted_after_the_wait_is_waited_for_again(
+    store: MeshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def waited(raw: Any, keys: list[str], timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if len(waits) == 2:
+            store.set(keys[0], "again")
+        return True
+
+    # The first wait ends, and the key is gone when it is read.
+    monkeypatch.setattr("meshcomm.mesh.store.wait_for", waited)
+    assert store.get("k", 5) == b"again" and len(waits) == 2
+
+
 def test_wrong_types_are_refused(store: MeshStore) -> None:
     for act, what in (
         (lambda: store.set("k", 3), "a value of type int"),

@@ -100,7 +100,7 @@ class Axis:
     """One direction of the picture: a dim, several merged ones, or none (size 1).
 
     sizes: its dims, outermost first. stride: places from one coord to the next.
-    coords: those that are drawn, in order; None: some are left out here.
+    coords: the drawn ones, in order, with None where coords are left out.
     """
 
     sizes: dict[str, int]
@@ -162,8 +162,8 @@ class Cell(NamedTuple):
 class Grid:
     """What is drawn of `grid_facts` in so much room; long dims are folded.
 
-    rows, columns: all that are drawn, from 0. cells: those of each row, none of a row that is left out.
-    down, across, inside_rows, inside_columns: the axes of the blocks, and those of the ranks in a block.
+    rows, columns: the drawn slots. cells: a list for each row, empty if the row is left out.
+    down, across: the axes of the blocks. inside_rows, inside_columns: the axes of the ranks in a block.
     lettered: there are more groups than colours.
     """
 
@@ -243,7 +243,7 @@ def widest_label(facts: Facts) -> int:
 
 
 def colours(group: int) -> tuple[str, str]:
-    """A group's colour, and that of text on it with the higher contrast."""
+    """The colour of a group, and black or white for text on it."""
     colour = PALETTE[group % len(PALETTE)]
     return colour, "#ffffff" if colour == "#0072b2" else "#000000"
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from meshcomm.train.report import Callback, Evaluation, Start, Step, Summary
 from meshcomm.train.run_files import TENSORBOARD, WANDB
 
 
-class MetricsWriter(Callback):
+class MetricsWriter(Callback, ABC):
     """Numbers by name, such as `train/loss`, to one `package`. Where it fails, stderr says so once, and the run goes on.
 
     Made on the rank that writes metrics.jsonl. folder: of the run. settings: its configuration, as config.json
@@ -49,17 +50,17 @@ class MetricsWriter(Callback):
         if self._writer is not None:
             self._attempt(self.close, error is not None)
 
+    @abstractmethod
     def open(self) -> Any:
         """The package's own writer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write numbers by name after a step; steps never go back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, failed: bool) -> None:
         """End the writer. failed: an error ended the run."""
-        raise NotImplementedError
 
     def _write(self, number: int, group: str, facts: Step | Evaluation) -> None:
         numbers = {
