@@ -184,7 +184,8 @@ def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Fi
                     continue
                 sends = direction == "send"
                 pair = (step.rank, other) if sends else (other, step.rank)
-                what = (span.shape, span.dtype, span.nbytes) if len(span.parts) == 1 else None
+                # Pipelines of torch 2.11 connect by a message of shape () that is received as (1,).
+                what = (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
                 ends[members, *pair, tag][not sends].append(_End(span, what))
     for (_, source, target, tag), (sent, received) in ends.items():
         tagged = f", tag {tag}," if tag else ""

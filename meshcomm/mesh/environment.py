@@ -143,6 +143,17 @@ def find_launch(env: Mapping[str, str]) -> Launch:
     return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
 
 
+def launch_by_arguments(env: Mapping[str, str]) -> Launch:
+    """The launch of a process whose program gives its rank and the world's size; the caller sets these two.
+
+    Ray and `multiprocessing` may set the address, as for `init_process_group(rank=..., world_size=...)`.
+    """
+    local = "LOCAL_RANK" in env
+    local_rank = _number(env, "LOCAL_RANK") if local else 0
+    address, job = env.get("MASTER_ADDR"), _ray_job(env)
+    return Launch("given", 0, 1, local_rank, 1, address, _port(env), placed=local, job=job)
+
+
 def _slurm(env: Mapping[str, str]) -> Launch:
     rank, world = _world(env, "SLURM_PROCID", "SLURM_NTASKS")
     if world == 1:
@@ -261,6 +272,10 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
         return _step(env)
     if (mpi := _mpi(env)) is not None and _same(env, mpi.rank, mpi.size, rank, world):
         return _job(env, mpi)
+    return _ray_job(env)
+
+
+def _ray_job(env: Mapping[str, str]) -> str:
     return f"Ray job {env['RAY_JOB_ID']}" if env.get("RAY_JOB_ID") else ""
 
 

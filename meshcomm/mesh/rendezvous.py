@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, ports_of
+from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, launch_by_arguments, ports_of
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback
 from meshcomm.mesh.job_store import (
     TWICE,
@@ -60,7 +60,7 @@ def meet(
     Rank 0 warns with ExposedRendezvous where all ranks are on this host and the address is one that others reach.
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
-        launch = replace(launch, kind="given")
+        launch = launch_by_arguments(os.environ)
     rank, world_size = (
         next(value for value in values if value is not None)
         for values in (
@@ -126,7 +126,7 @@ def _find_store(
     else:
         raise LaunchError(
             f"rank {rank} of {world_size} has no address at which to meet the others",
-            given=f"launcher {launch.kind}, no MASTER_ADDR and MASTER_PORT",
+            given=f"MASTER_ADDR {launch.address or 'not set'}, MASTER_PORT {launch.port or 'not set'}, launcher {launch.kind}",
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )

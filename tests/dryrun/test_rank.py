@@ -20,7 +20,7 @@ from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.testing import Pool
-from tests.group_hooks import needs_group_hooks
+from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.models.families import folder_of
 
 WORLD = 4
@@ -82,7 +82,9 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
     for rank in (0, world - 1):
         is_, was = pretended_step(config, rank, world), measured[rank]
         assert (is_.rank, is_.coords, is_.parameters) == (was.rank, was.coords, was.parameters)
-        assert sorted(is_.rows) == sorted(was.rows)
+        # Before torch 2.14 no real call of FSDP is seen; a dry run sees them on every version.
+        rows = is_.rows if HAS_HOOKS else [row for row in is_.rows if not row.call.endswith("(torch)")]
+        assert sorted(rows) == sorted(was.rows)
         assert sum(was.peak.parts.values()) == was.peak.nbytes
         for part, nbytes in was.peak.parts.items():
             assert abs(is_.peak.parts[part] - nbytes) < 0.1 * was.peak.nbytes, part

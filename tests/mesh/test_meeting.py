@@ -81,6 +81,12 @@ def by_store(path: str, port: int) -> list[int]:
     return total(MESH, store=dist.PrefixStore("mine", store), rank=alone(), world_size=2)
 
 
+def by_arguments(path: str, port: int) -> list[int]:
+    """As actors of Ray: the address is in the environment, as for `init_process_group(rank=..., world_size=...)`."""
+    rank = alone({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    return total(MESH, rank=rank, world_size=2)
+
+
 def by_slurm(path: str, port: int) -> list[int]:
     # A name that nobody could find: on one node no host is asked for.
     variables = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
@@ -128,6 +134,7 @@ WAYS = [
     by_tcp,
     by_tcp_under_an_agent,
     by_store,
+    by_arguments,
     by_slurm,
     by_mpi,
     in_initialised,

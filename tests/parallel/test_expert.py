@@ -512,6 +512,10 @@ def host_waits() -> list[int]:
         return [*found, syncs_of(mesh, "ep", None, False)]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason=f"torch {torch.__version__}: experts are a loop over counts on the host",
+)
 def test_how_often_the_host_waits_for_the_device(pool: Pool) -> None:
     """Once for the sizes of a dropless exchange, whose backward knows them; else not at all."""
     assert pool.run(host_waits, ranks=4) == [[0, 0, 0, 1]] * 4
