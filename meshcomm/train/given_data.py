@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, final
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.parallel.compose import Engine
+from meshcomm.train.data.batches import repeated
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 # What the step of this number is made of, from 1 on, or one step after the other.
@@ -40,8 +40,8 @@ def placed(engine: Engine, batch: Any, whose: str) -> Batch:
 
 
 @final
-class Given:
-    """Batches of the user's, called and told as `Batches` are.
+class GivenBatches:
+    """Batches of the user's, with the methods of `Batches`.
 
     after: the steps that were done before this attempt; of an iterable, theirs are taken first.
     """
@@ -49,7 +49,7 @@ class Given:
     def __init__(self, data: Data, engine: Engine, after: int) -> None:
         self._engine, self._of = engine, data
         if isinstance(data, Iterable):
-            follow = _again(data)
+            follow = repeated(data)
             for _ in range(after):
                 next(follow)
             self._of = lambda step: next(follow)
@@ -62,23 +62,3 @@ class Given:
     def read(self, step: int) -> None:
         """Where in its data a step ends: only the steps are counted."""
         return
-
-
-def _again(data: Iterable[Batch]) -> Iterator[Batch]:
-    """The data over and over; what has an epoch, such as the sampler of a DataLoader, is told which one begins."""
-    of_torch = (getattr(data, name, None) for name in ("sampler", "batch_sampler"))
-    told: list[Any] = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
-    for epoch in count():
-        for each in told:
-            each.set_epoch(epoch)
-        empty = True
-        for each in data:
-            empty = False
-            yield each
-        if empty:
-            raise TrainingError(
-                "the data have ended before the training",
-                given="an iterable that gives nothing more",
-                expected="train.steps batches, or an iterable that can begin again, such as a DataLoader or a list",
-                hint="a class with __iter__ in place of a generator",
-            )

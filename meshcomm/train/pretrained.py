@@ -18,7 +18,7 @@ from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
 from meshcomm.models import model_of
-from meshcomm.models.declared import Declared
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.tensor import whole
@@ -74,7 +74,7 @@ def save_pretrained(
     what = f"write {target}"
     named = engine.sections.model
     source = None if named is None else named.pretrained
-    if source is None or not isinstance(model, Declared):
+    if source is None or not isinstance(model, SpecModel):
         raise _not_pretrained("the model of this trainer")
     parameters = dict(engine.own_parameters())
     draft = target.with_name(f".{target.name}.part")
@@ -194,7 +194,7 @@ def export_pretrained(
     return Moved(folder, target, lock.step, len(places), _bytes(shards))
 
 
-def _model(known: Mapping[str, Any]) -> Declared:
+def _model(known: Mapping[str, Any]) -> SpecModel:
     """The model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
         # Trained or not, what is dropped in training is no part of the weights.
@@ -207,11 +207,11 @@ def _model(known: Mapping[str, Any]) -> Declared:
             DataConfig(sequence=8),
             TrainConfig(steps=1, global_batch=1, microbatch=1),
         )
-    assert isinstance(made, Declared)
+    assert isinstance(made, SpecModel)
     return made
 
 
-def pieces_of(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
+def pieces_of(model: SpecModel, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
     """The tensors of the folder that a parameter becomes. sizes: of its parts, where it is kept by units."""
     names, transposed = model.stored(name)
     shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:]) if sizes else kind.shape

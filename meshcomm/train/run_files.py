@@ -18,8 +18,8 @@ from meshcomm.config.report import plain
 from meshcomm.config.section import Table
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
+from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
 from meshcomm.train.checkpoint_folder import FOLDER, replace
-from meshcomm.train.report import Evaluation, Start, Step, Summary
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"

@@ -18,11 +18,10 @@ from meshcomm.predict.stages import part_costs
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
 from meshcomm.train import Callback, Summary, Trainer, run
+from meshcomm.train import cost as cost_module
 from meshcomm.train.agree import agree, agreed_corpus
+from meshcomm.train.cost import Cost, FlopCounter, known_peak, peak_flops, peak_memory
 from meshcomm.train.loop import batches_of
-from meshcomm.train.metrics import cost as cost_module
-from meshcomm.train.metrics.cost import Cost, peak_memory
-from meshcomm.train.metrics.flops import FlopCounter, known_peak, peak_flops
 from tests.train.test_trainer import BATCH, loss, net, samples, sections
 
 BASE: dict[str, Any] = {

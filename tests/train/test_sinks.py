@@ -16,8 +16,7 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Summary, run
-from meshcomm.train.metrics import sinks
+from meshcomm.train import Callback, Summary, run, sinks
 from tests.train.test_evaluate import on
 
 # `import wandb` and `import tensorboard` are tried only where they are there.
