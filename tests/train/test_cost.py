@@ -280,7 +280,7 @@ def test_a_step_that_logs_nothing_waits_for_nothing_in_a_run(pool: Pool, tmp_pat
         "mesh.validate_calls=2",
         f'mesh.backend="{NAME}"',
     )
-    config = sections("{ dp = 2 }", '{ data = "dp" }', tmp_path, *more)
+    config = sections("dp=2", tmp_path, *more)
     for found in pool.run(syncs, config, ranks=2):
         assert found[10] == found[5]
 
