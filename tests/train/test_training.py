@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +27,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, run
 from meshcomm.train.run_files import MetricsFile, put_aside
 from meshcomm.train.screen import TrainingReporter
+from tests.train.runs import metrics, run_json
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -180,7 +180,7 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     assert calls[-1][1] == summary
     assert summary.steps == len(summary.losses) == 4
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     told = [dataclasses.asdict(value) for name, value in calls if name == "step"]
     # A CPU's MFU is not known.
     assert [{**line, "fault": "", "mfu": None, "hfu": None} for line in lines] == told
@@ -206,37 +206,6 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
 def spans(lines: list[dict[str, Any]]) -> list[float]:
     ends = [0.0, *(line["seconds"] for line in lines)]
     return [b - a for a, b in pairwise(ends)]
-
-
-def diverge(config: Config) -> tuple[str, list[tuple[str, Any]]]:
-    notes = Notes()
-    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
-        run(mesh, config, notes)
-    return str(caught.value), notes.calls
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    overrides = ["mesh.dims={ pp = 2, dp = 1, tp = 1 }", f'train.out="{tmp_path}"', "train.lr=1e30"]
-    results = pool.run(diverge, tiny(*overrides), ranks=2)
-    assert len({message for message, _ in results}) == 1
-    message, calls = results[0]
-    step = calls[-1][1].steps + 1
-    assert calls[-1][0] == "interrupted"
-    assert re.fullmatch(
-        rf"the (loss|gradient norm) of step {step} is (nan|inf)\n"
-        r"  given:    rank \d \(pp=. dp=0 tp=.\): (nan|inf) in the gradient of \S+(, and of \d+ more of its \d+ "
-        r"parameters)?\n"
-        r"(            .*\n)*"
-        r"            loss [\w.+]+, gradient norm (nan|inf), lr [\d.e+]+\n"
-        r"  expected: finite numbers on every rank; this step is not applied, and nothing is saved after it\n"
-        r"  try:      go on from the last checkpoint \(train.resume = true\) with a smaller train.lr than 1e\+30, "
-        r'or with train.nonfinite = "skip"',
-        message,
-    )
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == calls[-1][1].steps
-    about = json.loads((tmp_path / "run.json").read_text())
-    assert (about["state"], about["ended"]["steps"]) == ("stopped", step - 1)
-    assert re.fullmatch(rf"TrainingError: the .* of step {step} is (nan|inf)", about["ended"]["reason"])
 
 
 def disagree(files: list[str], out: str) -> list[str]:
@@ -294,8 +263,8 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
     for calls in pool.run(interrupt, config, ranks=2):
         assert [name for name, _ in calls] == ["start", "step", "step", "interrupted"]
         assert calls[-1][1].steps == 2
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert json.loads((tmp_path / "run.json").read_text())["ended"]["reason"] == "interrupted"
+    assert len(metrics(tmp_path)) == 2
+    assert run_json(tmp_path)["ended"]["reason"] == "interrupted"
 
 
 # -- what a person sees ---------------------------------------------------------------------------
