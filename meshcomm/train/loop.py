@@ -16,8 +16,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.train.agree import Facts
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints, resume
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.given_data import Data, GivenBatches
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches
 from meshcomm.train.lock import Lock, best_of, lock_of, samples_read
 from meshcomm.train.run_files import check_folder
 from meshcomm.train.sinks import check_sinks

@@ -23,8 +23,7 @@ from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train.data import Batches
-from meshcomm.train.given_data import GivenBatches
+from meshcomm.train.data import Batches, GivenBatches
 from meshcomm.train.original import compare_forward
 from meshcomm.train.trainer import RECORDER, Recorder, Trainer
 

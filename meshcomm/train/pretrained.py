@@ -25,7 +25,7 @@ from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts
 from meshcomm.train.checkpoint_reader import Kind, Saved
-from meshcomm.train.export import Moved, find_checkpoint, write_file
+from meshcomm.train.export import Moved, could_not, find_checkpoint, write_file
 from meshcomm.train.lock import PRETRAINED, Lock
 from meshcomm.train.trainer import Trainer
 
@@ -138,16 +138,10 @@ def export_pretrained(
     out = _Target(target, Path(came), known, _dtype(kinds, dtype))
     out.begin()
     try:
-        for file, shard in zip(names, shards, strict=True):
-            _write(out.draft / file, shard, _values(shard, lambda name: saved.load(f"model.{name}")))
-        out.finish(places := _places(names, shards), _bytes(shards))
-    except OSError as error:
-        raise TrainingError(
-            f"could not write {target}",
-            given=f"{error.strerror or error}: {error.filename or out.draft}",
-            expected="a folder that can be written to, with space for the weights",
-            hint="make space, or name another folder",
-        ) from error
+        with could_not(f"write {target}"):
+            for file, shard in zip(names, shards, strict=True):
+                _write(out.draft / file, shard, _values(shard, lambda name: saved.load(f"model.{name}")))
+            out.finish(places := _places(names, shards), _bytes(shards))
     finally:
         shutil.rmtree(out.draft, ignore_errors=True)
     return Moved(folder, target, lock.step, len(places), _bytes(shards))

@@ -20,8 +20,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.cost import Cost
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.given_data import GivenBatches
+from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import METRICS, MetricsFile, recorded, settings_of
 from meshcomm.train.sinks import SINKS

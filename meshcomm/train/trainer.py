@@ -31,8 +31,7 @@ from meshcomm.train import checkpoint, loop
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.given_data import Data, GivenBatches, placed
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, placed
 from meshcomm.train.lock import lock_of
 from meshcomm.train.steps import learning_rate
 

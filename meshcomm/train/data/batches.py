@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+# The batch of a step by its number, from 1 on; or one step after the other.
+Data: TypeAlias = Callable[[int], Batch] | Iterable[Batch]
 
 T = TypeVar("T")
 Indices = NDArray[np.int64]
@@ -242,3 +247,50 @@ class Batches:
             # From pinned memory it is copied beside the program; from any other the copy waits for the device.
             both = [each.pin_memory().to(self._device, non_blocking=True) for each in both]
         return both[0], both[1]
+
+
+def placed(engine: Engine, batch: Any, whose: str) -> Batch:
+    """Inputs and targets on the device of the mesh, those of a floating type in train.dtype.
+
+    whose: "step 3". Raises TrainingError for what is not two tensors.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+        held = batch if isinstance(batch, (tuple, list)) else ()
+        kinds = ", ".join(type(each).__name__ for each in held[:4])
+        raise TrainingError(
+            f"the data of {whose} are not inputs and targets",
+            given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
+            expected="two tensors, each with this rank's samples of the step along axis 0",
+            hint="a generator that yields (inputs, targets)",
+        )
+    device, dtype = engine.mesh.device, engine.split.dtype
+    inputs, targets = (
+        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        for each in batch
+    )
+    return inputs, targets
+
+
+@final
+class GivenBatches:
+    """Batches of the user's, with the methods of `Batches`.
+
+    after: the steps that were done before this attempt; of an iterable, theirs are taken first.
+    """
+
+    def __init__(self, data: Data, engine: Engine, after: int) -> None:
+        self._engine, self._of = engine, data
+        if isinstance(data, Iterable):
+            follow = repeated(data)
+            for _ in range(after):
+                next(follow)
+            self._of = lambda step: next(follow)
+
+    def __call__(self, step: int) -> Batch:
+        """Raises TrainingError where there is nothing, or for what is not two tensors."""
+        assert callable(self._of)
+        return placed(self._engine, self._of(step), f"step {step}")
+
+    def read(self, step: int) -> None:
+        """Where in its data a step ends: only the steps are counted."""
+        return
