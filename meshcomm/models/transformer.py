@@ -51,17 +51,8 @@ class BuiltIn(Model):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
         train = self._train
-        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         with on_meta():
-            module = Transformer(
-                splits,
-                self._config,
-                stage,
-                self._sequence,
-                seed=train.seed,
-                compute=compute,
-                recompute=train.recompute,
-            )
+            module = Transformer(splits, self._config, stage, self._sequence, train)
         if train.compile:
             for block in module.layers.values():
                 block.compile()
@@ -208,10 +199,9 @@ class Transformer(nn.Module):
         splits: how it is split.
         config, stage: what it is, and which part of it.
         sequence: tokens of a whole sample.
-        seed: what dropout follows from, with `step` and the samples' numbers.
-        compute: the type of matrix products, and of activations from the embedding to the logits, so also of
-            what ranks send each other of them; None: that of the parameters.
-        recompute: which blocks run again in backward, and what is kept of them.
+        train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, of matrix
+            products and of activations from the embedding to the logits, also where ranks send them; and its
+            recompute. None: seed 0, the type of the parameters, and no block is computed again.
     """
 
     rotary: Tensor
@@ -223,19 +213,18 @@ class Transformer(nn.Module):
         config: ModelConfig,
         stage: Stage,
         sequence: int,
-        *,
-        seed: int = 0,
-        compute: torch.dtype | None = None,
-        recompute: Recompute = False,
+        train: TrainConfig | None = None,
     ) -> None:
         super().__init__()
         self.splits = splits
         self.split = split = splits.tensor
-        self.seed = seed
-        self.step = 0
+        self.seed, self.step = 0 if train is None else train.seed, 0
         self.dropout = config.dropout
-        self.compute = compute
-        self.recompute = recompute
+        compute = (
+            None if train is None or train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        )
+        self.compute: torch.dtype | None = compute
+        self.recompute: Recompute = False if train is None else train.recompute
         vocab, width = config.vocabulary, config.width
         self.embed = VocabParallelEmbedding(split, vocab, width, dtype=compute) if stage.is_first else None
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
