@@ -1,4 +1,4 @@
-"""What a module that knows nothing of meshes must say about itself, to be cut into stages, split, and filled."""
+"""ModelSpec: how a module that knows nothing of meshes is cut into stages, split, and filled with weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks train the same thing on the same data, and how many share this host?"""
+"""Agreement before the first step: all ranks train the same settings on the same data. Also counts ranks per host."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Summary:
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
     traffic: Stats | None = None
-    """What the rank that is told sent in the steps of this attempt; None where it had no step."""
+    """What this rank sent in the steps of this attempt; None where it had no step."""
     traffic_steps: int = 0
     """How many steps those are."""
     skipped: int = 0
@@ -133,11 +133,11 @@ class Summary:
 
 
 class Callback:
-    """Hears what a run does, on every rank. This one does nothing: for ranks that do not print.
+    """Called during a run, on every rank. This one does nothing: for ranks that do not print.
 
     trainer: the Trainer that it was given to.
     stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
-    reason:  why, for the screen and run.json; "": the class's name is told.
+    reason:  why, for the screen and run.json; "": the name of the class.
     """
 
     trainer: Any = None

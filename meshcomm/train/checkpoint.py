@@ -1,4 +1,4 @@
-"""How a run saves its checkpoints, beside the training or between two steps, and what it begins with."""
+"""The checkpoints of a run: saved in the background or between two steps, found and loaded when it starts."""
 
 from __future__ import annotations
 

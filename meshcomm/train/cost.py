@@ -36,7 +36,7 @@ class Rates(NamedTuple):
 
 @final
 class Cost:
-    """Of one training step. Every rank of the mesh has one, and all are told the same.
+    """Of one training step. Every rank of the mesh has one, with the same results.
 
     FLOPs are those of the first step that was counted; peak memory is that of the last comparison.
     """
@@ -61,7 +61,7 @@ class Cost:
             yield
 
     def looked(self) -> None:
-        """A line is about to be told: compare ranks at the first two. Called by: every rank."""
+        """Before a line is reported: compare ranks at the first two. Called by: every rank."""
         if self._comparisons_due:
             self._comparisons_due -= 1
             self.compare()

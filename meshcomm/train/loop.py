@@ -1,4 +1,4 @@
-"""What comes before the first step of a run: data, weights, and where an earlier run had come."""
+"""The start of a run: data, weights, and the progress of an earlier run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a model that was taken apart by a ModelSpec compute what the module itself computes?"""
+"""Compare a model that a ModelSpec takes apart with the module itself."""
 
 from __future__ import annotations
 

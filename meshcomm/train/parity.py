@@ -1,4 +1,4 @@
-"""The first steps of a training, on a mesh and on one process: what each gave, and how far they are apart."""
+"""Records of the first steps of a training, on a mesh and on one process, and their differences."""
 
 from __future__ import annotations
 

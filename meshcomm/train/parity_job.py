@@ -356,7 +356,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     try:
         part = only(config, dims)
     except ConfigError:
-        # This training cannot run so; then it cannot be told either.
+        # This training cannot run on such a mesh, so nothing can be compared.
         return None
     ranks = math.prod(part.mesh.dims.values())
     try:

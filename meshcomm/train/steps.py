@@ -200,7 +200,7 @@ class Steps:
             self._seconds = now - began
             if logs:
                 self._cost.looked()
-            if self._tell(results, (step - logged_step) / (now - logged)):
+            if self._report(results, (step - logged_step) / (now - logged)):
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
@@ -214,9 +214,9 @@ class Steps:
     def _logs(self, step: int) -> bool:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def _tell(self, results: list[Done], steps_per_s: float) -> bool:
-        """Note what steps gave, and tell of those that are logged; whether there was one."""
-        told = False
+    def _report(self, results: list[Done], steps_per_s: float) -> bool:
+        """Keep the losses of steps, and report those that are logged; whether there was one."""
+        logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
         for done in results:
@@ -227,7 +227,7 @@ class Steps:
                 raise _nothing_finite(done, self._train)
             if not done.fault and not self._logs(done.number):
                 continue
-            told = True
+            logged = True
             line = Step(
                 step=done.number,
                 loss=done.loss,
@@ -246,7 +246,7 @@ class Steps:
                 self._metrics.write(line)
             for callback in self._callbacks:
                 callback.on_step(line)
-        return told
+        return logged
 
     def _evaluate(self, step: int) -> None:
         held = self._reading.held

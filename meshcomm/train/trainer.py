@@ -1,4 +1,4 @@
-"""What users train with: a mesh, a configuration, and whichever of model, optimiser, loss and data is theirs."""
+"""The Trainer: a mesh, a configuration, and the user's own model, optimiser, loss or data."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Trainer:
             `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
             as often as there were steps, and then gives it the state that was saved; where its settings are others
             now, these count, and the state follows from the number of steps alone.
-        callbacks: told what happens, on every rank, in this order.
+        callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
     Raises:    ConfigError, LayoutError where config, model and mesh do not fit; TrainingError where ranks have

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshcomm.config import TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.run_files import PROFILE, TRACE, told
+from meshcomm.train.run_files import PROFILE, TRACE, naming
 from meshcomm.transport.torch_private import profiling
 
 _OPERATORS = 20
@@ -76,7 +76,7 @@ def profiled(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         watched.stop()
-    with told(folder):
+    with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         watched.export_chrome_trace(str(folder / f"rank{rank}.json"))
         by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"

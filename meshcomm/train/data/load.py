@@ -1,4 +1,4 @@
-"""From `[data]` to what is read: text, token files, folders of datasets, functions."""
+"""Open the data that `[data]` names: text, token files, folders of datasets, functions."""
 
 from __future__ import annotations
 
@@ -167,6 +167,6 @@ def _token_file(path: Path, config: DataConfig, vocabulary: int | None) -> Strea
         ) from error
     stream = Stream(tokens, config.sequence, str(path), vocabulary)
     if len(stream):
-        # The ends, so that a wrong type or vocabulary is told before the first step.
+        # The ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
     return stream
