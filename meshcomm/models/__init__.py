@@ -1,6 +1,6 @@
-"""Models that a configuration can name, and what any other must say about itself."""
+"""Models that a configuration can name, and ModelSpec, which describes any other."""
 
-from meshcomm.models.door import model_of
+from meshcomm.models.build import model_of
 from meshcomm.models.spec import Attend, Here, ModelSpec
 
 __all__ = ["Attend", "Here", "ModelSpec", "model_of"]

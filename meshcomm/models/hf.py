@@ -18,8 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.models.drawn import normal
-from meshcomm.models.spec import Attend
+from meshcomm.models.spec import Attend, normal
 
 ATTENTION = "meshcomm"
 # Arguments of an attention layer that say nothing about what it computes.

@@ -1,12 +1,14 @@
-"""What a module that knows nothing of meshes must say about itself, to be cut into stages, split, and filled."""
+"""ModelSpec: how a module that knows nothing of meshes is cut into stages, split, and filled with weights."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +137,15 @@ def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """The whole parameter, float32, from (seed, name) alone: the same on every mesh."""
+    # NumPy's generators give the same numbers on every kind of processor; torch's need not.
+    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
+    return torch.from_numpy(
+        np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
+    )
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:

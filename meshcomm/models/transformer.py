@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
-from meshcomm.models.drawn import normal
-from meshcomm.models.rms_norm import rms_norm
+from meshcomm.models.spec import normal
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.meta import on_meta
@@ -51,17 +51,8 @@ class BuiltIn(Model):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
         train = self._train
-        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         with on_meta():
-            module = Transformer(
-                splits,
-                self._config,
-                stage,
-                self._sequence,
-                seed=train.seed,
-                compute=compute,
-                recompute=train.recompute,
-            )
+            module = Transformer(splits, self._config, stage, self._sequence, train)
         if train.compile:
             for block in module.layers.values():
                 block.compile()
@@ -70,6 +61,38 @@ class BuiltIn(Model):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
         initialise(module, self._config, self._train.seed)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(..., width), (width,) -> (..., width), in x's type. Zhang and Sennrich 2019."""
+    narrow = x.dtype not in (torch.float32, torch.float64)
+    if x.device.type != "cpu" or narrow or torch.compiler.is_compiling() or weight.dtype != x.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps).to(x.dtype)
+    y: Tensor = _RMSNormOnCPU.apply(x, weight, eps)
+    return y
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """rms_norm in few passes over memory: torch 2.15 has no kernel for CPU, and takes three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vector_norm(x, 2, -1, True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        y: Tensor = (x * inverse).mul_(weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        normal = x * inverse
+        dweight = (dy * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, None
+        dx = dy * weight
+        mean = (dx * normal).mean(-1, keepdim=True)
+        return dx.addcmul_(normal, mean, value=-1).mul_(inverse), dweight, None
 
 
 class RMSNorm(nn.Module):
@@ -176,10 +199,9 @@ class Transformer(nn.Module):
         splits: how it is split.
         config, stage: what it is, and which part of it.
         sequence: tokens of a whole sample.
-        seed: what dropout follows from, with `step` and the samples' numbers.
-        compute: the type of matrix products, and of activations from the embedding to the logits, so also of
-            what ranks send each other of them; None: that of the parameters.
-        recompute: which blocks run again in backward, and what is kept of them.
+        train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, of matrix
+            products and of activations from the embedding to the logits, also where ranks send them; and its
+            recompute. None: seed 0, the type of the parameters, and no block is computed again.
     """
 
     rotary: Tensor
@@ -191,19 +213,18 @@ class Transformer(nn.Module):
         config: ModelConfig,
         stage: Stage,
         sequence: int,
-        *,
-        seed: int = 0,
-        compute: torch.dtype | None = None,
-        recompute: Recompute = False,
+        train: TrainConfig | None = None,
     ) -> None:
         super().__init__()
         self.splits = splits
         self.split = split = splits.tensor
-        self.seed = seed
-        self.step = 0
+        self.seed, self.step = 0 if train is None else train.seed, 0
         self.dropout = config.dropout
-        self.compute = compute
-        self.recompute = recompute
+        compute = (
+            None if train is None or train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        )
+        self.compute: torch.dtype | None = compute
+        self.recompute: Recompute = False if train is None else train.recompute
         vocab, width = config.vocabulary, config.width
         self.embed = VocabParallelEmbedding(split, vocab, width, dtype=compute) if stage.is_first else None
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks train the same thing on the same data, and how many share this host?"""
+"""Agreement before the first step: all ranks train the same settings on the same data. Also counts ranks per host."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _SHOWN = 8
 class Facts:
     """What the ranks agreed on."""
 
+    config: Config
     sections: Sections
     ranks_here: int
     """Ranks of the mesh on this rank's host, itself included."""
@@ -51,7 +52,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
     own = hosts[ranks_of(mesh).index(mesh.rank)]
     lowest = min(rank for rank, host in zip(ranks_of(mesh), hosts, strict=True) if host == own)
-    return Facts(known, hosts.count(own), mesh.rank == lowest)
+    return Facts(config, known, hosts.count(own), mesh.rank == lowest)
 
 
 def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:

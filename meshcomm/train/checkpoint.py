@@ -1,4 +1,4 @@
-"""How a run saves its checkpoints, beside the training or between two steps, and what it begins with."""
+"""The checkpoints of a run: saved in the background or between two steps, found and loaded when it starts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, of_every_rank, together
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
+from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
@@ -32,7 +33,6 @@ from meshcomm.train.checkpoint_folder import (
 from meshcomm.train.checkpoint_reader import Saved
 from meshcomm.train.checkpoint_writer import Save, Shares
 from meshcomm.train.lock import Lock, compare
-from meshcomm.train.report import Resumed
 from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are complete, and how a folder becomes one: whole, or not at all.
+"""The folder of a run's checkpoints: which are complete, and how a draft becomes one atomically.
 
     <train.out>/checkpoints/
         job                  the job that writes here, so that its restarts know their own

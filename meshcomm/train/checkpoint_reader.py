@@ -1,4 +1,4 @@
-"""What tensors does a checkpoint's folder hold? Read by one process, without running code from it.
+"""Read the tensors of a checkpoint in one process, without running code from it.
 
 DCP's metadata is a pickle: here it goes through a reader that knows the few classes that metadata of
 tensors is made of and refuses everything else, so that a checkpoint from elsewhere cannot run code.

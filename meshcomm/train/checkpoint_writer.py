@@ -1,4 +1,4 @@
-"""One folder that holds tensors which lie spread over ranks: written by all of them, read on any mesh.
+"""Write sharded tensors into one folder, each rank its part; any mesh can read it.
 
 The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
 `async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,

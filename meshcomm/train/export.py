@@ -81,7 +81,7 @@ def export_checkpoint(source: Path, target: Path, *, weights: bool = False) -> M
     else:
         kinds, load = saved.kinds, saved.load
     metadata = {"format": "pt"} if weights else {"format": "pt", _LOCK: replace(lock, metadata="").text()}
-    with _told(f"export {folder} to {target}"):
+    with could_not(f"export {folder} to {target}"):
         size = write_file(target, kinds, metadata, load)
     return Moved(folder, target, lock.step, len(kinds), size)
 
@@ -147,7 +147,7 @@ def import_checkpoint(source: Path, out: Path) -> Moved:
                 expected="a run that the imported one is the last of",
                 hint="import into another folder, and train.out = that one",
             )
-        with _told(f"import {source} into {path}"):
+        with could_not(f"import {source} into {path}"):
             write_checkpoint(path, lock, kinds, partial(_loaded, file))
     return Moved(source, path, lock.step, len(kinds), sum(part.stat().st_size for part in path.iterdir()))
 
@@ -250,8 +250,8 @@ def _loaded(file: Any, name: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Whatever is raised becomes a TrainingError."""
+def could_not(what: str) -> Iterator[None]:
+    """Raise what another library or the disk raises as a TrainingError: could not `what`."""
     try:
         yield
     except MeshcommError:

@@ -1,4 +1,4 @@
-"""What was trained when a checkpoint was made: its lock file, and how a run that resumes differs."""
+"""The lock file of a checkpoint: the settings that it was trained with, and how a resumed run differs."""
 
 from __future__ import annotations
 

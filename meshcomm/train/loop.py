@@ -1,74 +1,55 @@
-"""What comes before the first step of a run: data, weights, and where an earlier run had come."""
+"""The start of a run: data, weights, and the progress of an earlier run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from meshcomm.config import Config
-from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import is_first, together
 from meshcomm.parallel.compose import Engine
-from meshcomm.train.agree import Facts, agreed_corpus
+from meshcomm.train.agree import Facts
+from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints, resume
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.given_data import Data, Given
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches
 from meshcomm.train.lock import Lock, best_of, lock_of, samples_read
-from meshcomm.train.metrics.sinks import check_sinks
-from meshcomm.train.report import Callback, Summary
 from meshcomm.train.run_files import check_folder
-from meshcomm.train.steps import Reading, Steps
+from meshcomm.train.sinks import check_sinks
+from meshcomm.train.steps import Progress, Reading, Steps
 
 
 def run(
     mesh: Mesh,
-    config: Config,
     facts: Facts,
     make: Callable[[bool], Engine],
     callbacks: Sequence[Callback],
-    *,
-    vocabulary: int,
-    data: Data | None,
+    data: Data | Corpus,
     attempt: Attempt,
 ) -> Summary:
-    """See Trainer.run. make: the engine, its weights filled or about to be read from a checkpoint.
-
-    vocabulary: of the model; 0: not known.
-    """
+    """See Trainer.run. make: the engine, its weights filled or about to be read from a checkpoint."""
     train = facts.sections.train
-    before = torch.get_num_threads()
-    precise: str | None = None
-    try:
-        corpus = None
-        if data is None:
-            needs_data(config, facts)
-            corpus = agreed_corpus(mesh, facts, vocabulary)
 
-        def writable() -> None:
-            if is_first(mesh):
-                check_sinks(train)
-                check_folder(Path(train.out))
+    def writable() -> None:
+        if is_first(mesh):
+            check_sinks(train)
+            check_folder(Path(train.out))
 
-        together(mesh, "start the training", writable)
-        if mesh.device.type == "cpu":
-            # More threads than cores slow each other down; ranks on one host share its cores.
-            torch.set_num_threads(max(1, _cores() // facts.ranks_here))
+    together(mesh, "start the training", writable)
+    corpus = data if isinstance(data, Corpus) else None
+    with _threads_and_precision(mesh, facts):
         checkpoints = Checkpoints(mesh, train)
-        start = lock_of(mesh, config, b"" if corpus is None else corpus.digest)
+        start = lock_of(mesh, facts.config, b"" if corpus is None else corpus.digest)
         resumed, lock = checkpoints.begin(attempt, start)
         # What a checkpoint has is not read from elsewhere, nor drawn, before.
         engine = make(not lock.step)
         losses: list[float] = []
         if resumed is not None and lock.step:
             resume(mesh, engine, resumed.folder, losses)
-        if (wanted := train.float32_matmul_precision) is not None:
-            precise = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(wanted)
         # What it is from now on, and how far it has come.
         lock = dataclasses.replace(
             start,
@@ -80,24 +61,32 @@ def run(
         )
         validation = None if corpus is None else corpus.validation
         held = None if validation is None else batches_of(engine, validation)
-        reading = Reading(batches_for(engine, corpus, data, lock), corpus, held)
-        steps = Steps(engine, config, reading, callbacks, checkpoints, lock, resumed, losses)
-        return steps.run()
+        reading = Reading(batches_for(engine, data, lock), corpus, held)
+        progress = Progress(lock, losses, resumed)
+        return Steps(engine, facts.config, reading, callbacks, checkpoints, progress).run()
+
+
+@contextlib.contextmanager
+def _threads_and_precision(mesh: Mesh, facts: Facts) -> Iterator[None]:
+    """Set torch's threads and `train.float32_matmul_precision`, until the run has ended."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        if mesh.device.type == "cpu":
+            # More threads than cores slow each other down; ranks on one host share its cores.
+            torch.set_num_threads(max(1, _cores() // facts.ranks_here))
+        torch.set_float32_matmul_precision(facts.sections.train.float32_matmul_precision or precision)
+        yield
     finally:
-        if precise is not None:
-            torch.set_float32_matmul_precision(precise)
-        torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
 
 
-def batches_for(
-    engine: Engine, corpus: Corpus | None, data: Data | None, after: Lock | None = None
-) -> Batches | Given:
+def batches_for(engine: Engine, data: Data | Corpus, after: Lock | None = None) -> Batches | GivenBatches:
     """What each step is made of. after: how far the run has come."""
     step, samples = (0, 0) if after is None else (after.step, after.samples or 0)
-    if data is not None:
-        return Given(data, engine, step)
-    assert corpus is not None
-    return batches_of(engine, corpus, (step, samples))
+    if isinstance(data, Corpus):
+        return batches_of(engine, data, (step, samples))
+    return GivenBatches(data, engine, step)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
@@ -118,17 +107,6 @@ def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) 
         device=engine.mesh.device,
         dtype=engine.split.dtype,
     )
-
-
-def needs_data(config: Config, facts: Facts) -> None:
-    """Raise ConfigError where the configuration has none."""
-    if facts.sections.data is None:
-        raise ConfigError(
-            "no data are given, and the configuration names none",
-            given=f"{config.source} without [data]",
-            expected="one of both",
-            hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
-        )
 
 
 def _cores() -> int:

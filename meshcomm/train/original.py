@@ -1,4 +1,4 @@
-"""Does a model that was taken apart by a ModelSpec compute what the module itself computes?"""
+"""Compare a model that a ModelSpec takes apart with the module itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import TrainingError
-from meshcomm.models.declared import Declared
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.tensor import whole
@@ -32,7 +32,7 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
     Raises:      TrainingError where they differ.
     """
     model = engine.model
-    if not isinstance(model, Declared):
+    if not isinstance(model, SpecModel):
         return ""
     spec, name = model.spec, "transformers"
     if spec.original is not None:
@@ -99,7 +99,7 @@ def _values(engine: Engine) -> dict[str, Tensor]:
     return {name: joined(value, sizes[name]) if name in sizes else value for name, value in found.items()}
 
 
-def _as_stored(engine: Engine, model: Declared) -> dict[str, Tensor]:
+def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
     """The tensors that a folder of these weights would have."""
     return {
         piece.name: piece.take(value)

@@ -1,4 +1,4 @@
-"""The first steps of a training, on a mesh and on one process: what each gave, and how far they are apart."""
+"""Records of the first steps of a training, on a mesh and on one process, and their differences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 import random
 import runpy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
@@ -22,11 +23,8 @@ from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train.agree import corpus_of
-from meshcomm.train.data import Corpus
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import Batches, GivenBatches
 from meshcomm.train.original import compare_forward
-from meshcomm.train.schedule import learning_rate
 from meshcomm.train.trainer import RECORDER, Recorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
@@ -61,14 +59,11 @@ class Record:
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
         """The loss, then the norm of each step."""
         found: dict[tuple[Kind, str], Tensor] = {}
-        for step in range(max(len(self.losses), len(self.norms))):
-            values: tuple[tuple[Kind, tuple[float, ...]], ...] = (
-                ("loss", self.losses),
-                ("gradient norm", self.norms),
-            )
-            for kind, of_steps in values:
-                if step < len(of_steps):
-                    found[kind, f"step {step + 1}"] = torch.tensor(of_steps[step], dtype=torch.float64)
+        kinds: tuple[Kind, ...] = ("loss", "gradient norm")
+        for step, values in enumerate(zip_longest(self.losses, self.norms), 1):
+            for kind, value in zip(kinds, values, strict=True):
+                if value is not None:
+                    found[kind, f"step {step}"] = torch.tensor(value, dtype=torch.float64)
         return found
 
 
@@ -77,23 +72,21 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
 
     Raises ConfigError where `config` describes no training.
     """
-    if config.train is None:
+    train, parallel = config.train, config.parallel
+    if train is None:
         raise _no_training(config)
-    changes: list[str] = []
-    said: list[str] = []
-    if config.train.compute_dtype is not None:
-        changes.append("train.compute_dtype=")
-        said.append(f'train.compute_dtype left out, was "{config.train.compute_dtype}"')
-    if config.parallel is not None and config.parallel.reduce_dtype is not None:
-        changes.append("parallel.reduce_dtype=")
-        said.append(f'parallel.reduce_dtype left out, was "{config.parallel.reduce_dtype}"')
-    if config.train.float32_matmul_precision is not None:
-        changes.append("train.float32_matmul_precision=")
-        said.append(f'train.float32_matmul_precision left out, was "{config.train.float32_matmul_precision}"')
-    if config.train.dtype != "float64":
+    narrow = {
+        "train.compute_dtype": train.compute_dtype,
+        "parallel.reduce_dtype": None if parallel is None else parallel.reduce_dtype,
+        "train.float32_matmul_precision": train.float32_matmul_precision,
+    }
+    narrow = {key: value for key, value in narrow.items() if value is not None}
+    changes = [f"{key}=" for key in narrow]
+    words = [f'{key} left out, was "{value}"' for key, value in narrow.items()]
+    if train.dtype != "float64":
         changes.append('train.dtype="float64"')
-        said.append(f'train.dtype = "float64", was "{config.train.dtype}"')
-    return (load(config, changes) if changes else config), tuple(said)
+        words.append(f'train.dtype = "float64", was "{train.dtype}"')
+    return (load(config, changes) if changes else config), tuple(words)
 
 
 def reference(config: Config) -> Config:
@@ -122,29 +115,57 @@ class _Enough(BaseException):
 
 @final
 class _Recorder(Recorder):
-    def __init__(self, config: Config, steps: int) -> None:
+    """script: the program may end before the last step. original, copies: see `record`."""
+
+    def __init__(
+        self, config: Config, steps: int, *, script: bool, original: bool, copies: int | None = None
+    ) -> None:
         self.config, self._steps = load(config, ['train.nonfinite="skip"']), steps
-        self.done: list[Done] = []
-        self.found: Record | None = None
-        self.error: TrainingError | None = None
-        self._original: str | None = None
+        self._script, self._compares, self._copies = script, original, copies
+        self._original = ""
+        self._done: list[Done] = []
+        self._found: Record | None = None
+        self._error: TrainingError | None = None
+
+    def reads(self, engine: Engine, batches: Batches | GivenBatches) -> None:
+        """See Recorder."""
+        if self._copies is not None and isinstance(batches, Batches) and _has_batch_norms(engine):
+            batches.divide_as(self._copies, engine.microbatches)
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:
-        if self._original is None:
-            self._original = ""
-            if all(size == 1 for size in engine.mesh.dims.values()):
-                some = inputs[: engine.sections.train.microbatch]
-                try:
-                    self._original = compare_forward(engine, some, from_folder=False)
-                except TrainingError as error:
-                    self.error = error
-                    raise _Enough from error
+        """See Recorder."""
+        if self._compares and all(size == 1 for size in engine.mesh.dims.values()):
+            some = inputs[: engine.sections.train.microbatch]
+            try:
+                self._original = compare_forward(engine, some, from_folder=not self._script)
+            except TrainingError as error:
+                self._error = error
+                raise _Enough from error
+        self._compares = False
 
     def stepped(self, engine: Engine) -> None:
-        self.done += engine.look()
-        self.found = replace(_recorded(engine, self.done), original=self._original or "")
-        if len(self.done) >= self._steps:
+        """See Recorder."""
+        self._done += engine.look()
+        if not self._script:
+            engine.mesh.step(len(self._done))
+        last = len(self._done) >= self._steps
+        if last or self._script:
+            self._found = replace(_recorded(engine, self._done), original=self._original)
+        if last:
             raise _Enough
+
+    def run(self, program: Callable[[], object]) -> Record | None:
+        """Run the program; the record of the last step of its Trainer, or None."""
+        token = RECORDER.set(self)
+        try:
+            program()
+        except _Enough:
+            pass
+        finally:
+            RECORDER.reset(token)
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 def record_script(script: Path, arguments: Sequence[str], config: Config, steps: int) -> Record | None:
@@ -154,36 +175,25 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
                of the last step that was done. None where it has no Trainer, as on a rank that a mesh leaves out.
     Raises:    TrainingError where, on one process, its ModelSpec computes something else than the module itself.
     """
-    recorder = _Recorder(config, steps)
     seed = 0 if config.train is None else config.train.seed
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    token = RECORDER.set(recorder)
-    try:
+
+    def program() -> None:
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.resolve().parent))
-        runpy.run_path(str(script), run_name="__main__")
-    except _Enough:
-        pass
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    finally:
-        RECORDER.reset(token)
-    if recorder.error is not None:
-        raise recorder.error
-    return recorder.found
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+
+    return _Recorder(config, steps, script=True, original=True).run(program)
 
 
 def record(
-    mesh: Mesh,
-    config: Config,
-    steps: int,
-    corpus: Corpus | None = None,
-    copies: int | None = None,
-    *,
-    original: bool = False,
+    mesh: Mesh, config: Config, steps: int, copies: int | None = None, *, original: bool = False
 ) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
@@ -194,26 +204,10 @@ def record(
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
     """
-    # What is not finite is compared too.
-    engine = Trainer(mesh, load(config, ['train.nonfinite="skip"'])).engine
-    train = engine.sections.train
-    if engine.sections.data is None:
-        raise _no_training(config)
-    if corpus is None:
-        corpus = corpus_of(mesh, engine.sections, engine.model.vocabulary)
-    batches = batches_of(engine, corpus)
-    if copies is not None and _has_batch_norms(engine):
-        batches.divide_as(copies, engine.microbatches)
-    done: list[Done] = []
-    said = ""
-    for step in range(1, steps + 1):
-        inputs, targets = batches(step)
-        if original and step == 1:
-            said = compare_forward(engine, inputs[: train.microbatch], from_folder=True)
-        engine.step(inputs, targets, learning_rate(train, step), step)
-        done += engine.look()
-        mesh.step(step)
-    return replace(_recorded(engine, done), original=said)
+    recorder = _Recorder(config, steps, script=False, original=original, copies=copies)
+    found = recorder.run(lambda: Trainer(mesh, config).run())
+    assert found is not None
+    return found
 
 
 def _recorded(engine: Engine, done: Sequence[Done]) -> Record:

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -148,43 +148,28 @@ def prove(
             hint="--set mesh.dims.dp=2",
         )
     with tempfile.TemporaryDirectory(prefix="meshcomm-parity-") as name:
-        folder = Path(name)
-        known = _alone(exact, count, folder, start, script)
-        joined: Callable[[Config], Config] = lambda config: config  # noqa: E731
+        runs = _Runs(exact, count, Path(name), start, script)
+        known = runs.alone()
         if known.batch_norms and _copies(exact) > 1:
-            joined = partial(_joined, exact, script=script)
-            known = _alone(joined(only(exact, ())), count, folder, start, script, _copies(exact))
+            runs = replace(runs, batch_norms=True)
+            known = runs.alone()
             notes += (
-                f"train.microbatch = {_together(exact)} on one process: batch norms see all ranks' samples",
+                f"train.microbatch = {runs.together} on one process: batch norms see all ranks' samples",
             )
-        for (kind, name), value in known.steps().items():
+        for (kind, step), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"on one process {name} gives nothing that a mesh could be compared with",
+                    f"on one process {step} gives nothing that a mesh could be compared with",
                     given=f"{kind} {value.item()}",
                     expected="finite numbers",
-                    hint=f"a smaller train.lr, or --steps {max(1, int(name.split()[1]) - 1)}",
+                    hint=f"a smaller train.lr, or --steps {max(1, int(step.split()[1]) - 1)}",
                 )
-        known.save(folder / _REFERENCE)
-        on_mesh = partial(_on_mesh, steps=count, reference=known, folder=folder, start=start, script=script)
-
-        def run(part: Config) -> list[Difference]:
-            return on_mesh(joined(part), copies=_copies(exact))
-
+        known.save(runs.folder / _REFERENCE)
+        run = partial(runs.on_mesh, list(known.weights))
         found = run(exact)
         ahead = first(found, tolerance)
         blamed = None if ahead is None else blame(exact, run, tolerance)
     return Parity(exact, count, tolerance, notes, tuple(found), ahead, blamed, known.original)
-
-
-def _alone(
-    config: Config, steps: int, folder: Path, start: Start, script: Script | None, copies: int = 1
-) -> Record:
-    """What the steps give on one process."""
-    if script is not None:
-        return Record.read(_job(only(config, ()), steps, folder, start, script, copies) / _REFERENCE)
-    with init(one := reference(config)) as mesh:
-        return record(mesh, one, steps, copies=copies, original=True)
 
 
 def _copies(config: Config) -> int:
@@ -192,66 +177,85 @@ def _copies(config: Config) -> int:
     return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
 
 
-def _together(config: Config) -> int:
-    """Samples of one micro-batch over all ranks."""
-    assert config.train is not None
-    return config.train.microbatch * _copies(config)
+@final
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
-
-def _joined(whole: Config, part: Config, script: Script | None) -> Config:
-    """`part` of a mesh with micro-batches that are, over all ranks, as large as on the whole one.
-
-    Raises UnsupportedOp for a script with several of them in a step, whose samples nobody can put into their order.
+    folder:      for the files of all of them.
+    batch_norms: the model has some; micro-batches are then, over all ranks, as large as on the whole mesh.
     """
-    assert whole.train is not None
-    together = _together(whole)
-    if script is not None and whole.train.global_batch != together:
-        raise UnsupportedOp(
-            "a script with batch norms and several micro-batches in a step cannot be compared with one process",
-            given=f"train.global_batch = {whole.train.global_batch}, train.microbatch = {whole.train.microbatch} on "
-            f"{_copies(whole)} ranks along data and shard",
-            expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
-            hint=f"--set train.microbatch={whole.train.global_batch // _copies(whole)}",
-        )
-    return load(part, [f"train.microbatch={together // _copies(part)}"])
 
+    config: Config
+    steps: int
+    folder: Path
+    start: Start
+    script: Script | None
+    batch_norms: bool = False
 
-def _on_mesh(
-    config: Config,
-    *,
-    steps: int,
-    reference: Record,
-    folder: Path,
-    start: Start,
-    script: Script | None,
-    copies: int,
-) -> list[Difference]:
-    place = _job(config, steps, folder, start, script, copies)
-    of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
-    return worst([[Difference(**each) for each in found] for found in of_ranks], reference.weights)
+    @property
+    def together(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        assert self.config.train is not None
+        return self.config.train.microbatch * _copies(self.config)
 
+    def alone(self) -> Record:
+        """The record of one process."""
+        if self.script is not None:
+            return Record.read(self._job(self._sized(only(self.config, ()))) / _REFERENCE)
+        one = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
+        with init(one) as mesh:
+            return record(mesh, one, self.steps, self._copies, original=True)
 
-def _job(config: Config, steps: int, folder: Path, start: Start, script: Script | None, copies: int) -> Path:
-    """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    facts = config.model_dump(mode="json", exclude_unset=True)
-    job: dict[str, Any] = {"config": facts, "steps": steps, "copies": copies}
-    if script is not None:
-        (place / _CONFIG).write_text(json.dumps(facts))
-        job["script"] = [str(script[0]), list(script[1])]
-    (place / _JOB).write_text(json.dumps(job))
-    code = start(config, ["-m", "meshcomm.train.parity_job", str(place)])
-    if code:
-        dims = " ".join(f"{dim}={size}" for dim, size in config.mesh.dims.items())
-        raise LaunchError(
-            f"there is nothing to compare: the run on {dims} failed",
-            given=f"exit code {code}; what was the cause stands above",
-            expected=f"{steps} steps of training",
-            hint="meshcomm train with the same configuration"
-            if script is None
-            else "meshcomm run CONFIG SCRIPT",
-        )
-    return place
+    def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
+        """The worst differences of a part of the mesh from the reference, whose parameters are `names`."""
+        place = self._job(self._sized(part))
+        of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
+        return worst([[Difference(**each) for each in found] for found in of_ranks], names)
+
+    @property
+    def _copies(self) -> int:
+        return _copies(self.config) if self.batch_norms else 1
+
+    def _sized(self, part: Config) -> Config:
+        """`part` with micro-batches for batch norms.
+
+        Raises UnsupportedOp for a script with several of them in a step, whose samples nobody can put into their order.
+        """
+        if not self.batch_norms:
+            return part
+        train, copies = self.config.train, _copies(self.config)
+        assert train is not None
+        if self.script is not None and train.global_batch != self.together:
+            raise UnsupportedOp(
+                "a script with batch norms and several micro-batches in a step cannot be compared with one process",
+                given=f"train.global_batch = {train.global_batch}, train.microbatch = {train.microbatch} on "
+                f"{copies} ranks along data and shard",
+                expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
+                hint=f"--set train.microbatch={train.global_batch // copies}",
+            )
+        return load(part, [f"train.microbatch={self.together // _copies(part)}"])
+
+    def _job(self, part: Config) -> Path:
+        """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        facts = part.model_dump(mode="json", exclude_unset=True)
+        job: dict[str, Any] = {"config": facts, "steps": self.steps, "copies": self._copies}
+        if self.script is not None:
+            (place / _CONFIG).write_text(json.dumps(facts))
+            job["script"] = [str(self.script[0]), list(self.script[1])]
+        (place / _JOB).write_text(json.dumps(job))
+        code = self.start(part, ["-m", "meshcomm.train.parity_job", str(place)])
+        if code:
+            dims = " ".join(f"{dim}={size}" for dim, size in part.mesh.dims.items())
+            command = "train with the same configuration" if self.script is None else "run CONFIG SCRIPT"
+            raise LaunchError(
+                f"there is nothing to compare: the run on {dims} failed",
+                given=f"exit code {code}; what was the cause stands above",
+                expected=f"{self.steps} steps of training",
+                hint=f"meshcomm {command}",
+            )
+        return place
 
 
 def _steps(config: Config, given: int | None) -> int:
@@ -280,14 +284,11 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
             MeshcommError of it counts as a difference.
     """
     suspects = suspected(config)
-    if len(suspects) == 1:
-        return _tried(config, suspects, run, tolerance) or Blame((), 0, None)
     for count in (1, 2):
-        if count == len(suspects):
+        if count == len(suspects) > 1:
             break
         for dims in combinations(suspects, count):
-            found = _tried(config, dims, run, tolerance)
-            if found is not None:
+            if found := _tried(config, dims, run, tolerance):
                 return found
     return Blame((), 0, None)
 
@@ -355,7 +356,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     try:
         part = only(config, dims)
     except ConfigError:
-        # This training cannot run so; then it cannot be told either.
+        # This training cannot run on such a mesh, so nothing can be compared.
         return None
     ranks = math.prod(part.mesh.dims.values())
     try:
@@ -376,45 +377,42 @@ def differences(
     with init(config) as mesh:
         if not mesh.is_member:
             return None
-        return compare(record(mesh, config, steps, copies=copies), Record.read(reference), mesh.rank)
-
-
-def _of_script(
-    folder: Path, facts: dict[str, Any], reference: Path | None, rank: int
-) -> list[Difference] | None:
-    """As `differences`, of what a script trains. Without a reference its record is written instead."""
-    os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
-    path, arguments = facts["script"]
-    found = record_script(Path(path), arguments, load(facts["config"]), facts["steps"])
-    if reference is not None:
-        return None if found is None else compare(found, Record.read(reference), rank)
-    if found is None:
-        raise TrainingError(
-            "the script makes no step of a Trainer, so there is nothing to compare",
-            given=path,
-            expected="meshcomm.train.Trainer, and run() or step()",
-            hint="with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
-        )
-    found.save(folder / _REFERENCE)
-    return None
+        return compare(record(mesh, config, steps, copies), Record.read(reference), mesh.rank)
 
 
 def main(folder: Path) -> None:
-    """Run as a rank, and leave its differences in `folder`."""
+    """Run as a rank, and leave its differences in `folder`; of a script without a reference, its record."""
     here = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
+    config, steps, known = load(facts["config"]), facts["steps"], folder.parent / _REFERENCE
 
     def body() -> None:
-        known = folder.parent / _REFERENCE
-        if "script" in facts:
-            found = _of_script(folder, facts, known if known.is_file() else None, here.rank)
+        if "script" not in facts:
+            found = differences(config, steps, known, facts["copies"])
         else:
-            found = differences(load(facts["config"]), facts["steps"], known, facts["copies"])
+            os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
+            path, arguments = facts["script"]
+            ours = record_script(Path(path), arguments, config, steps)
+            if not known.is_file():
+                _save(ours, folder, path)
+                return
+            found = None if ours is None else compare(ours, Record.read(known), here.rank)
         if found is not None:
             # Read in the order of the ranks: of equal differences, the first rank's counts.
             (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))
 
     as_rank(body, here, lambda: f"rank {here.rank}")
+
+
+def _save(found: Record | None, folder: Path, script: str) -> None:
+    if found is None:
+        raise TrainingError(
+            "the script makes no step of a Trainer, so there is nothing to compare",
+            given=script,
+            expected="meshcomm.train.Trainer, and run() or step()",
+            hint="with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
+        )
+    found.save(folder / _REFERENCE)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
 from meshcomm.models import model_of
-from meshcomm.models.declared import Declared
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts
 from meshcomm.train.checkpoint_reader import Kind, Saved
-from meshcomm.train.export import Moved, find_checkpoint, write_file
+from meshcomm.train.export import Moved, could_not, find_checkpoint, write_file
 from meshcomm.train.lock import PRETRAINED, Lock
 from meshcomm.train.trainer import Trainer
 
@@ -69,76 +69,46 @@ def save_pretrained(
     Raises:      ConfigError where the model is of no such folder; TrainingError on every rank where one of them could
                  not write, or `folder` is there. Nothing is left of it then.
     """
-    engine = trainer.engine
-    target, mesh, model = Path(folder), trainer.mesh, engine.model
-    what = f"write {target}"
-    named = engine.sections.model
-    source = None if named is None else named.pretrained
-    if source is None or not isinstance(model, Declared):
+    engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
+    named, model, what = engine.sections.model, engine.model, f"write {Path(folder)}"
+    if named is None or named.pretrained is None or not isinstance(model, SpecModel):
         raise _not_pretrained("the model of this trainer")
+    source = Path(named.pretrained)
     parameters = dict(engine.own_parameters())
-    draft = target.with_name(f".{target.name}.part")
 
-    def plan() -> tuple[dict[str, Any], list[list[_Piece]]]:
-        known = json.loads((Path(source) / CONFIG).read_text())
+    def plan() -> tuple[_Target, list[list[_Piece]]]:
         fused: dict[str, tuple[int, ...]] = {}
         for module in engine.modules:
             fused |= fused_sizes(module)
-        pieces = [
-            piece
-            for name, each in parameters.items()
-            for piece in pieces_of(model, name, Kind(dtype or each.dtype, tuple(each.shape)), fused.get(name))
-        ]
+        kinds = {name: Kind(each.dtype, tuple(each.shape)) for name, each in parameters.items()}
+        out = _Target(target, source, json.loads((source / CONFIG).read_text()), _dtype(kinds, dtype))
         if is_first(mesh):
-            _begin(target, draft)
-        return known, _shards(pieces, shard_bytes)
+            out.begin()
+        return out, _shards(model, kinds, fused, dtype, shard_bytes)
 
-    known, shards = together(mesh, what, plan)
+    out, shards = together(mesh, what, plan)
     pipeline = engine.sections.parallel.pipeline
     writes = all(coord == 0 for dim, coord in mesh.coords.items() if dim != pipeline)
     counts = of_every_rank(mesh, len(shards) if writes else 0)
     first = sum(counts[: ranks_of(mesh).index(mesh.rank)])
     names = [_file_name(first + place, sum(counts)) for place in range(len(shards))]
-    failure: Exception | None = None
-    for file, shard in zip(names, shards, strict=True):
-        # Gathered by every rank that has a part, whatever becomes of the file.
-        values = _values(shard, lambda name: whole(parameters[name]).cpu())
-        if writes and failure is None:
-            try:
-                _write(draft / file, shard, values)
-            except Exception as error:
-                failure = error
-        for _ in values:
-            pass
+    failure = _write_own(
+        out.draft if writes else None, names, shards, lambda name: whole(parameters[name]).cpu()
+    )
 
     def end() -> None:
         if failure is not None:
             raise failure
 
-    places = {piece.name: file for file, shard in zip(names, shards, strict=True) for piece in shard}
     try:
         together(mesh, what, end)
-        every = of_every_rank(mesh, places if writes else {})
-        files = {name: file for each in every for name, file in each.items()}
-        sizes = of_every_rank(mesh, _bytes(shards) if writes else 0)
-
-        def finish() -> None:
-            if is_first(mesh):
-                _finish(
-                    draft,
-                    target,
-                    known,
-                    files,
-                    sum(sizes),
-                    next(iter(parameters.values())).dtype,
-                    dtype,
-                    Path(source),
-                )
-
-        together(mesh, what, finish)
+        table = of_every_rank(mesh, [_places(names, shards), _bytes(shards)] if writes else [{}, 0])
+        files = {name: file for places, _ in table for name, file in places.items()}
+        size = sum(size for _, size in table)
+        together(mesh, what, lambda: out.finish(files, size) if is_first(mesh) else None)
     except BaseException:
         if is_first(mesh):
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(out.draft, ignore_errors=True)
         raise
     return target
 
@@ -163,38 +133,64 @@ def export_pretrained(
     kinds = {
         name.removeprefix("model."): kind for name, kind in saved.kinds.items() if name.startswith("model.")
     }
-    pieces = [
-        piece
-        for name, kind in kinds.items()
-        for piece in pieces_of(model, name, Kind(dtype or kind.dtype, kind.shape), fused.get(name))
-    ]
-
-    def load(name: str) -> Tensor:
-        return saved.load(f"model.{name}")
-
-    draft, shards = target.with_name(f".{target.name}.part"), _shards(pieces, shard_bytes)
-    _begin(target, draft)
+    shards = _shards(model, kinds, fused, dtype, shard_bytes)
+    names = [_file_name(place, len(shards)) for place in range(len(shards))]
+    out = _Target(target, Path(came), known, _dtype(kinds, dtype))
+    out.begin()
     try:
-        places: dict[str, str] = {}
-        for place, shard in enumerate(shards):
-            file = _file_name(place, len(shards))
-            _write(draft / file, shard, _values(shard, load))
-            places |= {piece.name: file for piece in shard}
-        own = next(iter(kinds.values())).dtype
-        _finish(draft, target, known, places, _bytes(shards), own, dtype, Path(came))
-    except OSError as error:
-        raise TrainingError(
-            f"could not write {target}",
-            given=f"{error.strerror or error}: {error.filename or draft}",
-            expected="a folder that can be written to, with space for the weights",
-            hint="make space, or name another folder",
-        ) from error
+        with could_not(f"write {target}"):
+            for file, shard in zip(names, shards, strict=True):
+                _write(out.draft / file, shard, _values(shard, lambda name: saved.load(f"model.{name}")))
+            out.finish(places := _places(names, shards), _bytes(shards))
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(out.draft, ignore_errors=True)
     return Moved(folder, target, lock.step, len(places), _bytes(shards))
 
 
-def _model(known: Mapping[str, Any]) -> Declared:
+@final
+class _Target:
+    """A folder while it is written. source, known: the folder that the model came from, and its config.json."""
+
+    def __init__(self, path: Path, source: Path, known: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._path, self._source, self._known, self._dtype = path, source, known, dtype
+        self.draft = path.with_name(f".{path.name}.part")
+
+    def begin(self) -> None:
+        """Make the draft, an empty folder. Raises TrainingError where the folder is there."""
+        if self._path.exists():
+            raise TrainingError(
+                f"{self._path} is there already",
+                given=f"{self._path}, which is a {'folder' if self._path.is_dir() else 'file'}",
+                expected="the name of a folder that is not there yet",
+                hint="another name; or remove it first",
+            )
+        shutil.rmtree(self.draft, ignore_errors=True)
+        self.draft.mkdir(parents=True)
+
+    def finish(self, places: Mapping[str, str], size: int) -> None:
+        """Write what belongs to the weights, and give the folder its name. places: the file of each tensor."""
+        files = set(places.values())
+        if lacking := sorted(file for file in files if not (self.draft / file).is_file()):
+            raise TrainingError(
+                f"files of {self._path} are missing",
+                given=", ".join(lacking),
+                expected="what every stage's first rank has written",
+                hint="a folder on a file system that all hosts share",
+            )
+        texts: dict[str, Any] = {}
+        if len(files) > 1:
+            texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        texts[CONFIG] = {k: v for k, v in self._known.items() if k not in ("torch_dtype", "_name_or_path")}
+        texts[CONFIG]["dtype"] = str(self._dtype).removeprefix("torch.")
+        for name, content in texts.items():
+            (self.draft / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name in _BESIDE:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(self._source / name, self.draft / name)
+        self.draft.rename(self._path)
+
+
+def _model(known: Mapping[str, Any]) -> SpecModel:
     """The model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
         # Trained or not, what is dropped in training is no part of the weights.
@@ -207,11 +203,11 @@ def _model(known: Mapping[str, Any]) -> Declared:
             DataConfig(sequence=8),
             TrainConfig(steps=1, global_batch=1, microbatch=1),
         )
-    assert isinstance(made, Declared)
+    assert isinstance(made, SpecModel)
     return made
 
 
-def pieces_of(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
+def pieces_of(model: SpecModel, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
     """The tensors of the folder that a parameter becomes. sizes: of its parts, where it is kept by units."""
     names, transposed = model.stored(name)
     shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:]) if sizes else kind.shape
@@ -225,28 +221,64 @@ def pieces_of(model: Declared, name: str, kind: Kind, sizes: Sequence[int] | Non
         return
     for place, row in enumerate(names):
         rows = shape[1] // len(row)
+        part = (rows, *shape[2:])
+        stored = Kind(kind.dtype, part[::-1] if transposed else part)
         for run, each in enumerate(row):
             at = (place, slice(run * rows, (run + 1) * rows))
-            form = (rows, *shape[2:])
-            yield _Piece(
-                each,
-                Kind(kind.dtype, form[::-1] if transposed else form),
-                name,
-                partial(taken, at=at),
-            )
+            yield _Piece(each, stored, name, partial(taken, at=at))
 
 
-def _shards(pieces: Sequence[_Piece], most: int) -> list[list[_Piece]]:
+def _write_own(
+    folder: Path | None,
+    names: Sequence[str],
+    shards: Sequence[Sequence[_Piece]],
+    load: Callable[[str], Tensor],
+) -> Exception | None:
+    """Write this rank's files, or none without a folder, and return the error that ended it.
+
+    Every value is loaded, whatever becomes of the file: all ranks that have a part of it take part in that.
+    """
+    failure: Exception | None = None
+    for file, shard in zip(names, shards, strict=True):
+        values = _values(shard, load)
+        if folder is not None and failure is None:
+            try:
+                _write(folder / file, shard, values)
+            except Exception as error:
+                failure = error
+        for _ in values:
+            pass
+    return failure
+
+
+def _dtype(kinds: Mapping[str, Kind], wanted: torch.dtype | None) -> torch.dtype:
+    return wanted or next(iter(kinds.values())).dtype
+
+
+def _shards(
+    model: SpecModel,
+    kinds: Mapping[str, Kind],
+    fused: Mapping[str, Sequence[int]],
+    dtype: torch.dtype | None,
+    most: int,
+) -> list[list[_Piece]]:
+    """The tensors of each file, of `most` bytes or a single one. fused: sizes of the parts of weights that are fused."""
     found: list[list[_Piece]] = []
     used = 0
-    for piece in pieces:
-        size = _bytes([[piece]])
-        if not found or used + size > most:
-            found.append([])
-            used = 0
-        found[-1].append(piece)
-        used += size
+    for name, kind in kinds.items():
+        for piece in pieces_of(model, name, Kind(dtype or kind.dtype, kind.shape), fused.get(name)):
+            size = _bytes([[piece]])
+            if not found or used + size > most:
+                found.append([])
+                used = 0
+            found[-1].append(piece)
+            used += size
     return found
+
+
+def _places(files: Sequence[str], shards: Sequence[Sequence[_Piece]]) -> dict[str, str]:
+    """The file of each tensor."""
+    return {piece.name: file for file, shard in zip(files, shards, strict=True) for piece in shard}
 
 
 def _bytes(shards: Sequence[Sequence[_Piece]]) -> int:
@@ -270,49 +302,6 @@ def _write(path: Path, shard: Sequence[_Piece], values: Iterator[Tensor]) -> Non
 
 def _file_name(place: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{place + 1:05}-of-{count:05}.safetensors"
-
-
-def _begin(target: Path, draft: Path) -> None:
-    if target.exists():
-        raise TrainingError(
-            f"{target} is there already",
-            given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
-            expected="the name of a folder that is not there yet",
-            hint="another name; or remove it first",
-        )
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-
-
-def _finish(
-    draft: Path,
-    target: Path,
-    known: Mapping[str, Any],
-    places: Mapping[str, str],
-    size: int,
-    own: torch.dtype,
-    dtype: torch.dtype | None,
-    source: Path,
-) -> None:
-    """Write what belongs to the weights, and give the folder its name."""
-    files = set(places.values())
-    if lacking := sorted(file for file in files if not (draft / file).is_file()):
-        raise TrainingError(
-            f"files of {target} are missing",
-            given=", ".join(lacking),
-            expected="what every stage's first rank has written",
-            hint="a folder on a file system that all hosts share",
-        )
-    if len(files) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    left = {name: value for name, value in known.items() if name not in ("torch_dtype", "_name_or_path")}
-    left["dtype"] = str(dtype or own).removeprefix("torch.")
-    (draft / CONFIG).write_text(json.dumps(left, indent=2) + "\n")
-    for name in _BESIDE:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(source / name, draft / name)
-    draft.rename(target)
 
 
 def _not_pretrained(what: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What a run leaves in `train.out` beside its checkpoints: metrics.jsonl, and config.json and run.json."""
+"""The files of a run in `train.out`, checkpoints aside: metrics.jsonl, config.json and run.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshcomm.config.report import plain
 from meshcomm.config.section import Table
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
+from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
 from meshcomm.train.checkpoint_folder import FOLDER, replace
-from meshcomm.train.report import Evaluation, Start, Step, Summary
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
@@ -94,13 +94,13 @@ class MetricsFile:
             for key, value in asdict(step).items()
             if value not in ("", None)
         }
-        with told(self.path):
+        with naming(self.path):
             self._file.write(json.dumps(facts) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
         """Have every line on the disk: what a checkpoint goes on from must not be lost."""
-        with told(self.path):
+        with naming(self.path):
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
@@ -200,13 +200,13 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with told(path):
+    with naming(path):
         replace(path, json.dumps(content, indent=2))
 
 
 @contextlib.contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Have what cannot be written raise a TrainingError that names `path`."""
+def naming(path: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a TrainingError that names `path`."""
     try:
         yield
     except OSError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import final
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -23,11 +24,11 @@ from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.train.metrics.cost import Memory, Rates
-from meshcomm.train.report import Callback, Evaluation, Resumed, Start, Step, Summary
+from meshcomm.show.units import bytes_text
+from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
+from meshcomm.train.cost import Rates
 
-_ROWS = 10
-_COLUMNS = 60
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", " .:-=+*#"
 _QUIET_S = 30.0
 
 
@@ -110,27 +111,20 @@ class TrainingReporter(Callback):
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Close the bar, and print the summary or how far the run came."""
-        if error is not None:
-            self._interrupted(summary)
-            return
-        self._close()
-        self._console.print(summary_panel(summary, braille=self._console.encoding.startswith("utf")))
-        if summary.traffic is not None and summary.traffic.rows:
-            self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
-
-    def _interrupted(self, summary: Summary) -> None:
-        self._close()
-        steps = self._start.steps if self._start else 0
-        loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
-        self._say(f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-    def _close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if error is not None:
+            steps = self._start.steps if self._start else 0
+            loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
+            self._say(f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}")
+            return
+        self._console.print(summary_panel(summary, unicode=self._console.encoding.startswith("utf")))
+        if summary.traffic is not None and summary.traffic.rows:
+            self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def resumed_lines(resumed: Resumed) -> list[str]:
@@ -149,7 +143,7 @@ def resumed_lines(resumed: Resumed) -> list[str]:
     return [first, *(f"  {line}" for line in resumed.differences)]
 
 
-def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
+def summary_panel(summary: Summary, *, unicode: bool = True) -> Panel:
     """Final loss, speed, time and the loss curve of a run that did at least one step."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}")
@@ -162,7 +156,8 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
     if summary.rates is not None:
         facts.add_row("model FLOP/s", _flops(summary.rates))
     if summary.memory is not None:
-        facts.add_row("peak memory", _memory(summary.memory))
+        memory = summary.memory
+        facts.add_row("peak memory", f"{bytes_text(memory.nbytes)} on rank {memory.rank}, {memory.kind}")
     if summary.stopped:
         facts.add_row("ended early", summary.stopped)
     facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
@@ -170,8 +165,9 @@ def summary_panel(summary: Summary, *, braille: bool = True) -> Panel:
         late = (f"{dim}: rank {rank}, {mean * 1e3:.1f} ms" for dim, (rank, mean) in summary.late.items())
         facts.add_row("latest to come", "; ".join(late))
     facts.add_row("metrics", str(summary.metrics))
-    plot = Text("\n".join(curve(summary.losses, braille=braille)))
-    return Panel(Group(facts, Text(), plot), title="training finished", expand=False)
+    if line := curve(summary.losses, BARS if unicode else ASCII_BARS):
+        facts.add_row("curve", Text(line))
+    return Panel(facts, title="training finished", expand=False)
 
 
 def speed(step: Step) -> str:
@@ -180,28 +176,10 @@ def speed(step: Step) -> str:
 
 
 def _flops(rates: Rates) -> str:
-    shares = ((name, getattr(rates, name.lower())) for name in ("MFU", "HFU"))
-    told = [f"{name} {100 * share:.3g}%" for name, share in shares if share is not None]
-    return ", ".join([f"{_scaled(rates.model_flops_per_s, 1000)}FLOP/s a rank", *told])
-
-
-def _memory(memory: Memory) -> str:
-    return f"{_scaled(memory.nbytes, 1024)}B on rank {memory.rank}, {memory.kind}"
-
-
-def _scaled(number: float, base: int) -> str:
-    """With a prefix: "1.23 T" of 1000s, "1.23 Ti" of 1024s.
-
-    >>> _scaled(1234567, 1000), _scaled(3 * 2**30, 1024), _scaled(12, 1024)
-    ('1.23 M', '3.00 Gi', '12.00 ')
-    """
-    power = 0
-    while number >= base and power < 6:
-        number /= base
-        power += 1
-    return f"{number:.2f} {('', 'k' if base == 1000 else 'K', 'M', 'G', 'T', 'P', 'E')[power]}" + (
-        "i" if base == 1024 and power else ""
-    )
+    shares = [
+        f"{name} {100 * share:.3g}%" for name, share in (("MFU", rates.mfu), ("HFU", rates.hfu)) if share
+    ]
+    return ", ".join([f"{bytes_text(rates.model_flops_per_s).removesuffix('B')}FLOP/s a rank", *shares])
 
 
 def data_line(start: Start) -> str:
@@ -225,45 +203,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def curve(
-    losses: Sequence[float], *, columns: int = _COLUMNS, rows: int = _ROWS, braille: bool = True
-) -> list[str]:
-    """The losses over the steps as text: `rows` lines of plot, an axis and its labels.
+def curve(losses: Sequence[float], bars: str = BARS, columns: int = 60) -> str:
+    """The losses over the steps as one line of `bars`, lowest first. A bar is the mean of the steps that it covers.
 
-    The highest and lowest value drawn are the labels of the top and bottom line. A column of dots
-    is the mean of the steps that fall into it, or the step it falls into. Braille has 2 x 4 dots
-    per character; without it a dot is a "*".
+    >>> curve([4.0, 3.0, 2.0, 1.0]), curve([1.0, 3.0, 5.0, 7.0], "_^", 2), curve([2.0, math.nan])
+    ('█▆▃▁', '_^', '▁')
     """
-    # A step that was left out may have no loss: the line goes on as it was.
-    losses, last = list(losses), next(filter(math.isfinite, losses), 0.0)
-    for index, loss in enumerate(losses):
-        losses[index] = last = loss if math.isfinite(loss) else last
-    across, down = (2, 4) if braille else (1, 1)
-    wide, high, count = columns * across, rows * down, len(losses)
-    means = []
-    for x in range(wide):
-        first = x * count // wide
-        part = losses[first : max(first + 1, (x + 1) * count // wide)]
-        means.append(sum(part) / len(part))
-    low, top = min(means), max(means)
-    scale = (high - 1) / (top - low) if top > low else 0.0
-    levels = [round((top - value) * scale) for value in means]
-
-    # Unicode numbers the dots of a braille cell column by column, the lowest row last.
-    bits = (0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)
-    cells = [[0] * columns for _ in range(rows)]
-    for x, (before, level) in enumerate(zip([levels[0], *levels], levels, strict=False)):
-        # A line to the column before, so that a steep fall is not a gap.
-        for y in range(min(level, before + (before < level)), max(level, before - (before > level)) + 1):
-            cells[y // down][x // across] |= bits[y % down][x % across]
-
-    labels = {0: f"{top:.2f}", rows - 1: f"{low:.2f}"}
-    margin = max(map(len, labels.values()))
-    dots = [chr(0x2800 + code) if braille else "*" for code in range(256)]
-    side, corner, line = "┤└─" if braille else "|+-"
-    plot = [
-        f"{labels.get(row, ''):>{margin}} {side}{''.join(dots[code] if code else ' ' for code in codes)}".rstrip()
-        for row, codes in enumerate(cells)
-    ]
-    ends = "1" + f"step {count}".rjust(columns - 1)
-    return [*plot, " " * margin + f" {corner}{line * columns}", " " * (margin + 2) + ends]
+    losses = [loss for loss in losses if math.isfinite(loss)]
+    count = len(losses)
+    columns = min(columns, count)
+    means = [fmean(losses[x * count // columns : (x + 1) * count // columns]) for x in range(columns)]
+    low, top = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(bars) - 1) / (top - low) if top > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)

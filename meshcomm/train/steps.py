@@ -1,9 +1,10 @@
-"""The steps of a run: made, told, evaluated and saved one after the other, and what ends them early."""
+"""The steps of a run: computed, reported, evaluated and saved one after the other, and their learning rate."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,26 +17,51 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh.together import is_first
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
+from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Checkpoints, state_of
-from meshcomm.train.data import Batches, Corpus
-from meshcomm.train.early_stop import Best, EarlyStop
-from meshcomm.train.given_data import Given
+from meshcomm.train.cost import Cost
+from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
-from meshcomm.train.metrics.cost import Cost
-from meshcomm.train.metrics.sinks import SINKS
-from meshcomm.train.report import Callback, Callbacks, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.run_files import METRICS, MetricsFile, recorded, settings_of
-from meshcomm.train.schedule import learning_rate
+from meshcomm.train.sinks import SINKS
 from meshcomm.train.windows import Windows
 
 # Steps that may be left out one after the other: more of them are no accident.
 _IN_A_ROW = 10
 
 
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Of step 1, 2, ..., train.steps: a pure function of the configuration, so no state to save.
+
+    Linear up to `lr` at `warmup_steps`. Then, by `schedule`, half a cosine wave or a straight line down
+    to `lr * min_lr_ratio` at the last step, or `lr` to the end. With wsd (warm-up, stable, decay: Hu et al. 2024)
+    the straight line begins after the step `steps - decay_steps`.
+
+    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch=1, microbatch=1, lr=1.0, min_lr_ratio=0.2)
+    >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
+    [0.25, 0.5, 0.75, 1.0, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]
+    >>> linear, constant = (train.model_copy(update={"schedule": name}) for name in ("linear", "constant"))
+    >>> [(round(learning_rate(linear, step), 3), learning_rate(constant, step)) for step in (8, 12)]
+    [(0.6, 1.0), (0.2, 1.0)]
+    >>> wsd = train.model_copy(update={"schedule": "wsd", "decay_steps": 4})
+    >>> [round(learning_rate(wsd, step), 3) for step in range(7, 13)]
+    [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    """
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    first = train.warmup_steps
+    if train.schedule == "wsd":
+        first = max(first, train.steps - (train.decay_steps or max(1, train.steps // 10)))
+    done = max(0.0, (step - first) / max(1, train.steps - first))
+    falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    least = 1.0 if train.schedule == "constant" else train.min_lr_ratio
+    return train.lr * (least + (1 - least) * falls.get(train.schedule, 1 - done))
+
+
 class Reading(NamedTuple):
     """What steps are made of. corpus: of [data], None of data that come from code; held: its validation part."""
 
-    batches: Batches | Given
+    batches: Batches | GivenBatches
     corpus: Corpus | None
     held: Batches | None
 
@@ -54,12 +80,17 @@ class Reading(NamedTuple):
         return min(whole, train.eval_batches or whole)
 
 
+class Progress(NamedTuple):
+    """How far a run has come: the lock and the losses of its last checkpoint; resumed: None at its first step."""
+
+    lock: Lock
+    losses: list[float]
+    resumed: Resumed | None
+
+
 @final
 class Steps:
-    """The steps that follow those of `losses`, after which the lock was `lock`. Every rank of the mesh has them.
-
-    resumed: None where the run begins at its first step.
-    """
+    """The steps of a run that follow `progress`. Every rank of the mesh has them."""
 
     def __init__(
         self,
@@ -68,12 +99,11 @@ class Steps:
         reading: Reading,
         callbacks: Sequence[Callback],
         checkpoints: Checkpoints,
-        lock: Lock,
-        resumed: Resumed | None,
-        losses: list[float],
+        progress: Progress,
     ) -> None:
         _, _, data, train = engine.sections
         mesh, corpus = engine.mesh, reading.corpus
+        lock, losses, resumed = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading, self._eval_batches = reading, reading.evaluated(train)
         self._checkpoints, self._lock = checkpoints, lock
@@ -88,7 +118,7 @@ class Steps:
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
             sinks = [SINKS[name](self._out, settings, self._first) for name in train.log_to]
-        self._callbacks = Callbacks([self._early, *callbacks, *sinks])
+        self._callbacks = (self._early, *callbacks, *sinks)
         self._start = Start(
             steps=train.steps,
             tokens_per_step=train.global_batch * (1 if data is None else data.sequence),
@@ -114,24 +144,29 @@ class Steps:
                 ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
             stack.enter_context(self._checkpoints)
             windows = stack.enter_context(Windows(mesh, train, self._first))
-            self._callbacks.call("on_start", self._start)
+            for callback in self._callbacks:
+                callback.on_start(self._start)
             before = mesh.stats()
             try:
                 self._make(windows)
                 self._checkpoints.finish()
             except BaseException as error:
                 ended.append(self._summary())
-                self._callbacks.call("on_end", ended[-1], error)
+                for callback in self._callbacks:
+                    callback.on_end(ended[-1], error)
                 raise
             traffic = mesh.stats().since(before)
             late = dict(mesh.stragglers().latest)
             self._cost.compare()
-            whole = dataclasses.replace(self._summary(), late=late, stopped=self._stopped())
-            if len(self._losses) > self._first:
-                steps = len(self._losses) - self._first
-                whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=steps)
+            done = len(self._losses)
+            whole = dataclasses.replace(
+                self._summary(), late=late, stopped=self._stopped() if done < train.steps else ""
+            )
+            if done > self._first:
+                whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=done - self._first)
             ended.append(whole)
-        self._callbacks.call("on_end", whole, None)
+        for callback in self._callbacks:
+            callback.on_end(whole, None)
         return whole
 
     # -- inside -----------------------------------------------------------------------------------
@@ -142,7 +177,7 @@ class Steps:
         began = logged - self._lock.seconds
         logged_step = self._first
         for step in range(self._first + 1, train.steps + 1):
-            if self._callbacks.stopped:
+            if self._stopped():
                 break
             self._checkpoints.poll()
             lr = learning_rate(train, step) if scheduler is None else None
@@ -165,12 +200,12 @@ class Steps:
             self._seconds = now - began
             if logs:
                 self._cost.looked()
-            if self._tell(results, (step - logged_step) / (now - logged)):
+            if self._report(results, (step - logged_step) / (now - logged)):
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
             # The last one, where something ends the run.
-            if saves or (train.checkpoint_every and self._callbacks.stopped):
+            if saves or (train.checkpoint_every and self._stopped()):
                 self._save(step)
 
     def _due(self, every: int, step: int) -> bool:
@@ -179,9 +214,9 @@ class Steps:
     def _logs(self, step: int) -> bool:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def _tell(self, results: list[Done], steps_per_s: float) -> bool:
-        """Note what steps gave, and tell of those that are logged; whether there was one."""
-        told = False
+    def _report(self, results: list[Done], steps_per_s: float) -> bool:
+        """Keep the losses of steps, and report those that are logged; whether there was one."""
+        logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
         for done in results:
@@ -192,7 +227,7 @@ class Steps:
                 raise _nothing_finite(done, self._train)
             if not done.fault and not self._logs(done.number):
                 continue
-            told = True
+            logged = True
             line = Step(
                 step=done.number,
                 loss=done.loss,
@@ -209,8 +244,9 @@ class Steps:
             )
             if self._metrics is not None:
                 self._metrics.write(line)
-            self._callbacks.call("on_step", line)
-        return told
+            for callback in self._callbacks:
+                callback.on_step(line)
+        return logged
 
     def _evaluate(self, step: int) -> None:
         held = self._reading.held
@@ -222,7 +258,8 @@ class Steps:
         self._cost.compare()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
-        self._callbacks.call("on_eval", self._evaluation)
+        for callback in self._callbacks:
+            callback.on_eval(self._evaluation)
 
     def _save(self, step: int) -> None:
         if self._metrics is not None:
@@ -236,10 +273,14 @@ class Steps:
             best=self._early.best,
         )
         folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses))
-        self._callbacks.call("on_save", step, folder)
+        for callback in self._callbacks:
+            callback.on_save(step, folder)
 
     def _stopped(self) -> str:
-        return self._callbacks.stopped if len(self._losses) < self._train.steps else ""
+        """Why a callback ends the run; "": none does."""
+        return next(
+            (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
+        )
 
     def _summary(self) -> Summary:
         """Of what is done so far."""

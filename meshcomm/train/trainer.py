@@ -1,4 +1,4 @@
-"""What users train with: a mesh, a configuration, and whichever of model, optimiser, loss and data is theirs."""
+"""The Trainer: a mesh, a configuration, and the user's own model, optimiser, loss or data."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
-from meshcomm.models.declared import Declared
-from meshcomm.models.given import Given
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.compose import Engine, LossOf, Sections, sections
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint, loop
-from meshcomm.train.agree import agree, corpus_of
+from meshcomm.train.agree import agree, agreed_corpus, corpus_of
+from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt
-from meshcomm.train.given_data import Data, placed
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, placed
 from meshcomm.train.lock import lock_of
-from meshcomm.train.report import Callback, Summary
-from meshcomm.train.schedule import learning_rate
+from meshcomm.train.steps import learning_rate
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -48,6 +48,9 @@ class Recorder(ABC):
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
         """Before each step."""
+
+    def reads(self, engine: Engine, batches: Batches | GivenBatches) -> None:  # noqa: B027
+        """Before the first step of `Trainer.run`."""
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
@@ -82,7 +85,7 @@ class Trainer:
             `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
             as often as there were steps, and then gives it the state that was saved; where its settings are others
             now, these count, and the state follows from the number of steps alone.
-        callbacks: told what happens, on every rank, in this order.
+        callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
     Raises:    ConfigError, LayoutError where config, model and mesh do not fit; TrainingError where ranks have
@@ -158,25 +161,14 @@ class Trainer:
                    train.nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
                    called differently in a step.
         """
+        source = self._corpus() if data is None else data
         if self._recorder is not None:
-            corpus = None
-            if data is None:
-                loop.needs_data(self._config, self._facts)
-                corpus = corpus_of(self._mesh, self._facts.sections, self._model.vocabulary)
-            batches = loop.batches_for(self.engine, corpus, data)
+            batches = loop.batches_for(self.engine, source)
+            self._recorder.reads(self.engine, batches)
             # The recorder ends it.
             for step in count(1):
                 self.step(*batches(step))
-        return loop.run(
-            self._mesh,
-            self._config,
-            self._facts,
-            self._make,
-            self.callbacks,
-            vocabulary=self._model.vocabulary,
-            data=data,
-            attempt=attempt or Attempt(),
-        )
+        return loop.run(self._mesh, self._facts, self._make, self.callbacks, source, attempt or Attempt())
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """One step of a loop of your own; `look` tells what it gave.
@@ -250,6 +242,19 @@ class Trainer:
         """
         checkpoint.resume(self.mesh, self._make(False), Path(folder))
 
+    def _corpus(self) -> Corpus:
+        facts = self._facts
+        if facts.sections.data is None:
+            raise ConfigError(
+                "no data are given, and the configuration names none",
+                given=f"{facts.config.source} without [data]",
+                expected="one of both",
+                hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
+            )
+        if self._recorder is not None:
+            return corpus_of(self._mesh, facts.sections, self._model.vocabulary)
+        return agreed_corpus(self._mesh, facts, self._model.vocabulary)
+
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
             engine = Engine(self._mesh, self._config, self._model, self._optimizer, filled=filled)
@@ -283,8 +288,8 @@ def _model(
     sequence = 1 if known.data is None else known.data.sequence
     if isinstance(given, ModelSpec):
         spec = given if loss is None else replace(given, loss=loss)
-        return Declared(spec, known.train, sequence)
-    return Given(given, known.parallel, known.train, loss)
+        return SpecModel(spec, known.train, sequence)
+    return WrappedModule(given, known.parallel, known.train, loss)
 
 
 def _of_the_job(config: Config | None) -> Config:

@@ -1,12 +1,12 @@
-"""Which steps are looked at closely: traced on all ranks together, or watched by torch's profiler."""
+"""Windows of steps that are traced on all ranks together, or watched by torch's profiler."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,52 +14,41 @@ from torch.profiler import ProfilerActivity, profile
 from meshcomm.config import TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.run_files import PROFILE, TRACE, told
+from meshcomm.train.run_files import PROFILE, TRACE, naming
 from meshcomm.transport.torch_private import profiling
 
 _OPERATORS = 20
 
-_Make: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
-
 
 @final
-class Windows:
+class Windows(contextlib.ExitStack):
     """`train.trace_steps` and `train.profile_steps` of a run whose first `done` steps are over.
 
     Called by: every rank, `before` and `after` each step. Leaving it ends what is open.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
-        out = Path(train.out)
-        self._first = done + 1
-        self._stack = contextlib.ExitStack()
-        self._windows: list[tuple[int, int, _Make, contextlib.ExitStack]] = []
+        super().__init__()
+        out, self._first = Path(train.out), done + 1
+        self._windows: list[tuple[tuple[int, int], partial[Any], contextlib.ExitStack]] = []
         if train.trace_steps:
-            self._windows.append(
-                (*train.trace_steps, lambda: mesh.trace(out / TRACE), contextlib.ExitStack())
-            )
+            trace = partial(mesh.trace, out / TRACE)
+            self._windows.append((train.trace_steps, trace, contextlib.ExitStack()))
         if train.profile_steps and (not train.profile_ranks or mesh.rank in train.profile_ranks):
             profiles = partial(profiled, out / PROFILE, mesh.rank, mesh.device)
-            self._windows.append((*train.profile_steps, profiles, contextlib.ExitStack()))
+            self._windows.append((train.profile_steps, profiles, contextlib.ExitStack()))
 
     def before(self, step: int) -> None:
         """Open what begins with this step; a run that was resumed may begin inside."""
-        for first, last, make, inside in self._windows:
+        for (first, last), make, window in self._windows:
             if step == max(first, self._first) <= last:
-                self._stack.push(inside)
-                inside.enter_context(make())
+                self.enter_context(window).enter_context(make())
 
     def after(self, step: int) -> None:
         """Close what ends with this step."""
-        for _, last, _, inside in self._windows:
+        for (_, last), _, window in self._windows:
             if step == last:
-                inside.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
+                window.close()
 
 
 @contextlib.contextmanager
@@ -87,7 +76,7 @@ def profiled(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         watched.stop()
-    with told(folder):
+    with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         watched.export_chrome_trace(str(folder / f"rank{rank}.json"))
         by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"

@@ -15,7 +15,7 @@ from meshcomm.config import Config, TrainConfig, load
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.rank_failure import failure_of
 from meshcomm.models import Here, ModelSpec
-from meshcomm.models.declared import Declared
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
@@ -72,7 +72,7 @@ def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     spec = ModelSpec(module=Net, loss=F.cross_entropy)
     with meshcomm.init(config) as mesh:
         assert config.train is not None
-        trainer = Engine(mesh, config, Declared(spec, config.train, 8))
+        trainer = Engine(mesh, config, SpecModel(spec, config.train, 8))
         each = IMAGES // trainer.data_size
         here = slice(trainer.data_coord * each, (trainer.data_coord + 1) * each)
         losses = []
@@ -119,7 +119,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
         module=Net, layers="block", first=("embedding",), split={"blocks.*": "column", "blocks.*.up": "row"}
     )
     with pytest.raises(ConfigError) as caught:
-        Declared(spec, TrainConfig(steps=1, global_batch=1, microbatch=1), 4)
+        SpecModel(spec, TrainConfig(steps=1, global_batch=1, microbatch=1), 4)
     assert str(caught.value.given).splitlines() == [
         "layers = 'block'",
         "first: 'embedding'",

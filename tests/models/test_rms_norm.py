@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshcomm.models.rms_norm import rms_norm
+from meshcomm.models.transformer import rms_norm
 
 
 @pytest.mark.parametrize("trained", ["both", "x", "weight"])

@@ -44,6 +44,7 @@ from meshcomm.train.checkpoint import Checkpoints, find_attempt, resume
 from meshcomm.train.checkpoint_reader import Saved, unpickle
 from meshcomm.train.lock import Lock, compare, samples_read
 from meshcomm.train.run_files import MetricsFile
+from tests.train import runs
 
 TINY: dict[str, Any] = {
     "mesh": {"dims": {"pp": 2, "dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0},
@@ -58,6 +59,10 @@ ONE = "mesh.dims={ pp = 1, dp = 1, tp = 1 }"
 
 def tiny(out: Path, *overrides: str) -> Config:
     return load(TINY, [f'train.out="{out}"', *overrides])
+
+
+SLURM = {"SLURM_JOB_ID": "7"}
+AGENT = {"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 class Notes(Callback):
@@ -84,8 +89,7 @@ def run_once(config: Config, attempt: Attempt | None = None) -> tuple[Summary, R
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without times and memory."""
     measured = ("tokens_per_s", "seconds", "model_flops_per_s", "peak_memory_bytes", "peak_memory_rank")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+    return [{k: v for k, v in line.items() if k not in measured} for line in runs.metrics(out)]
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
@@ -150,7 +154,7 @@ def test_on_the_same_mesh_a_resumed_run_is_the_undisturbed_one_bit_by_bit(
         # train.keep and train.checkpoint_async are among those that change nothing.
         assert resumed == Resumed(4, at_step_4 / "checkpoints" / "step-000004", ())
     assert metrics(at_step_4) == metrics(out)
-    seconds = [json.loads(line)["seconds"] for line in (at_step_4 / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in runs.metrics(at_step_4)]
     assert seconds == sorted(seconds)
     assert names(at_step_4) == ["job", "latest", "step-000008", "step-000010"]
     assert (at_step_4 / "checkpoints" / "latest").read_text() == "step-000010\n"
@@ -224,31 +228,14 @@ def test_a_checkpoint_fits_any_mesh(
 
 # -- jobs: a killed rank, a full disk -------------------------------------------------------------
 
-JOB = """
-[mesh]
-dims = { pp = 1, dp = 2, tp = 1 }
-device = "cpu"
-timeout_s = 30.0
-[parallel]
-data = "dp"
-tensor = "tp"
-pipeline = "pp"
-[model]
-layers = 2
-width = 32
-heads = 8
-kv_heads = 4
-ff = 64
-[data]
-sequence = 32
-max_bytes = 200_000
-[train]
-steps = 30
-global_batch = 8
-microbatch = 4
-checkpoint_every = 5
-out = "run"
-"""
+
+def job(folder: Path) -> Path:
+    """A file with TINY as a job of 30 steps on two ranks, which writes into "run"."""
+    every = ("train.steps=30", "train.warmup_steps=0", "train.microbatch=4", "train.checkpoint_every=5")
+    path = folder / "job.json"
+    path.write_text(tiny(Path("run"), TWO, *every).model_dump_json(exclude_unset=True))
+    return path
+
 
 # Imported by every process at its start. Rank 1 of the first attempt ends itself as soon as the checkpoint is
 # there: no step can be made without it, however long the machine takes to run a thread.
@@ -289,13 +276,13 @@ def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.faults
 def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
+    path = job(tmp_path)
     # A run from before, with a checkpoint further on, that a restart must not take for its own.
     before = ["train.steps=2", "train.checkpoint_every=1", ONE, f'train.out="{tmp_path}/run"']
-    pool.run(run_once, load(tmp_path / "job.toml", before), Attempt("another"), ranks=1)
+    pool.run(run_once, load(path, before), Attempt("another"), ranks=1)
 
     (tmp_path / "sitecustomize.py").write_text(KILLER)
-    done = started(tmp_path, sys.executable, "-m", "meshcomm", "train", "--max-restarts", "1", "job.toml")
+    done = started(tmp_path, sys.executable, "-m", "meshcomm", "train", "--max-restarts", "1", "job.json")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"^meshcomm: rank 1 \(.*\) was ended by SIGKILL; restart 1 of 1$", done.stderr, re.MULTILINE
@@ -305,7 +292,7 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
     assert line == f"restart 1: resumed after step {step} from run/checkpoints/step-{step:06d}"
     assert 10 <= step < 30
 
-    pool.run(run_once, load(tmp_path / "job.toml", [f'train.out="{tmp_path}/other"']), ranks=2)
+    pool.run(run_once, load(path, [f'train.out="{tmp_path}/other"']), ranks=2)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
     assert len(metrics(tmp_path / "run")) == 30
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
@@ -332,10 +319,10 @@ exit $code
 def test_a_file_system_that_fills_up_while_saving_loses_nothing(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("this machine refuses user namespaces, in which a test may mount a file system")
-    (tmp_path / "job.toml").write_text(JOB)
+    job(tmp_path)
     for name in ("run", "left"):
         (tmp_path / name).mkdir()
-    train = (sys.executable, "-m", "meshcomm", "train", "job.toml")
+    train = (sys.executable, "-m", "meshcomm", "train", "job.json")
     done = started(tmp_path, "unshare", "-rm", "sh", "-c", FULL, "sh", *train)
     assert done.returncode not in (0, 77, 78), done.stderr
     *older, newest = complete = [name for name in names(tmp_path / "left") if name.startswith("step-")]
@@ -397,16 +384,20 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     assert left() == sorted(f"{name}{n}{end}" for n in ("", ".1", ".2", ".3") for name, end in files)
 
 
-def test_the_launcher_says_which_attempt_this_is() -> None:
-    assert find_attempt({}) == Attempt("", 0)
-    assert find_attempt({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}) == Attempt("", 2)
-    assert find_attempt({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}) == Attempt("x1", 1)
-    # A requeued job keeps its number, and a torchrun in its script has a new name.
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    assert find_attempt(step) == Attempt("Slurm job 7, step 0", 0)
-    assert find_attempt({**step, "SLURM_RESTART_COUNT": "2"}) == Attempt("Slurm job 7, step 0", 2)
-    agent = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert find_attempt({**agent, "SLURM_RESTART_COUNT": "2"}) == Attempt("Slurm job 7", 3)
+@pytest.mark.parametrize(
+    ("env", "attempt"),
+    [
+        ({}, Attempt("", 0)),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}, Attempt("", 2)),
+        ({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}, Attempt("x1", 1)),
+        # A requeued job keeps its number, and a torchrun in its script has a new name.
+        ({**SLURM, "SLURM_STEP_ID": "0"}, Attempt("Slurm job 7, step 0", 0)),
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7, step 0", 2)),
+        ({**SLURM, **AGENT, "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7", 3)),
+    ],
+)
+def test_the_launcher_says_which_attempt_this_is(env: dict[str, str], attempt: Attempt) -> None:
+    assert find_attempt(env) == attempt
 
 
 # -- a rank that is killed while it saves ---------------------------------------------------------
@@ -532,18 +523,11 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def refused(config: Config) -> tuple[str, str]:
-    with meshcomm.init(config) as mesh, pytest.raises((ConfigError, TrainingError)) as caught:
-        run(mesh, config, Callback())
-    return type(caught.value).__name__, str(caught.value)
-
-
 def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Path) -> None:
     folder = at_step_4 / "checkpoints" / "step-000004"
     before, metrics = content(folder), (at_step_4 / "metrics.jsonl").read_bytes()
     config = tiny(at_step_4, TWO, "train.resume=true", "model.ff=32", "train.seed=8", "train.lr=0.1")
-    for kind, text in pool.run(refused, config, ranks=2):
-        assert kind == "ConfigError"
+    for text in pool.run(runs.losses_or_error, config, ranks=2):
         assert text == (
             "this configuration trains something else than the checkpoint: model.ff, train.seed\n"
             f"  given:    model.ff = 32, and 64 in {folder}\n"
@@ -676,19 +660,8 @@ def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> N
     for name, value in content(undisturbed[0]).items():
         assert b"s3cret" not in value and b"SOME_API" not in value, name
     lock = json.loads((undisturbed[0] / "checkpoints" / "step-000004" / "lock.json").read_text())
-    facts = {
-        "format",
-        "step",
-        "seconds",
-        "fingerprint",
-        "plan",
-        "config",
-        "versions",
-        "skipped",
-        "samples",
-        "best",
-    }
-    assert lock.keys() == facts | {"metadata", "sha256"}
+    facts = {"format", "step", "seconds", "fingerprint", "plan", "config", "versions", "skipped"}
+    assert lock.keys() == facts | {"samples", "best", "metadata", "sha256"}
     assert lock["config"].keys() == {"mesh", "parallel", "model", "data", "train"}
     assert lock["plan"]["dims"] == {"pp": 2, "dp": 1, "tp": 2}
 
@@ -789,10 +762,10 @@ def test_a_tensor_of_another_shape_is_refused(undisturbed: tuple[Path, Summary])
 def test_restarts_are_the_launchers_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
+    path = job(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, ["train", "--max-restarts", "2", str(tmp_path / "job.toml")])
+    done = CliRunner().invoke(app, ["train", "--max-restarts", "2", str(path)])
     assert done.exit_code == 2
     assert done.stderr.startswith("--max-restarts 2 inside a job that torchrun started\n")
 

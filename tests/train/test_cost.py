@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config
 from meshcomm.predict.stages import part_costs
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
 from meshcomm.train import Callback, Summary, Trainer, run
+from meshcomm.train import cost as cost_module
 from meshcomm.train.agree import agree, agreed_corpus
+from meshcomm.train.cost import Cost, FlopCounter, known_peak, peak_flops, peak_memory
 from meshcomm.train.loop import batches_of
-from meshcomm.train.metrics import cost as cost_module
-from meshcomm.train.metrics.cost import Cost, peak_memory
-from meshcomm.train.metrics.flops import FlopCounter, known_peak, peak_flops
+from tests.train.runs import config_on, metrics, run_json
 from tests.train.test_trainer import BATCH, loss, net, samples, sections
 
 BASE: dict[str, Any] = {
@@ -34,9 +33,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def on(dims: dict[str, int], *overrides: str, out: Path | str = "unused", **parallel: Any) -> Config:
-    data = {**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}
-    return load(data, [f'train.out="{out}"', *overrides])
+def on(dims: str, *overrides: str, out: Path | str = "unused", **parallel: Any) -> Config:
+    return config_on(BASE, dims, f'train.out="{out}"', *overrides, **parallel)
 
 
 def counted(config: Config) -> tuple[float, float, int]:
@@ -70,30 +68,26 @@ def by_hand(config: Config) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("dims", "parallel"),
     [
-        ({"one": 1}, {}),
-        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp", "sequence_parallel": True}),
-        ({"fs": 2, "cp": 2}, {"shard": "fs", "context": "cp", "attention": "ulysses"}),
-        ({"pp": 2, "fs": 2}, {"pipeline": "pp", "shard": "fs"}),
-        (
-            {"pp": 2, "tp": 2},
-            {"pipeline": "pp", "tensor": "tp", "schedule": "zero_bubble", "stages_per_rank": 2},
-        ),
+        ("one=1", {}),
+        ("dp=2 tp=2", {"sequence_parallel": True}),
+        ("fsdp=2 cp=2", {"attention": "ulysses"}),
+        ("pp=2 fsdp=2", {}),
+        ("pp=2 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_the_model_has_six_flops_for_each_multiply_add_on_every_mesh(
-    pool: Pool, dims: dict[str, int], parallel: dict[str, Any]
+    pool: Pool, dims: str, parallel: dict[str, Any]
 ) -> None:
     config = on(dims, **parallel)
     macs, _, scores = by_hand(config)
-    for model, hardware, _ in pool.run(counted, config, ranks=math.prod(dims.values())):
+    for model, hardware, _ in pool.run(counted, config, ranks=math.prod(config.mesh.dims.values())):
         assert model == 6 * macs
         # Fused attention computes its scores again in backward: one product of the two that a forward pass has.
         assert hardware == 6 * macs + scores
 
 
 def test_what_is_computed_again_counts_for_the_hardware_alone(pool: Pool) -> None:
-    config = on({"dp": 2}, "train.recompute=true", data="dp")
+    config = on("dp=2", "train.recompute=true")
     macs, layers, scores = by_hand(config)
     # torch.utils.checkpoint ends where backward has what it needs: before a layer's last matrix.
     again = layers - 4 * 32 * 64 * (8 * 16)
@@ -101,19 +95,20 @@ def test_what_is_computed_again_counts_for_the_hardware_alone(pool: Pool) -> Non
         assert (model, hardware) == (6 * macs, 6 * macs + scores + 2 * again)
 
 
-def test_a_ring_counts_the_blocks_that_it_computes(pool: Pool) -> None:
-    config = on({"cp": 2}, context="cp")
+@pytest.mark.parametrize(
+    ("dims", "more", "share"),
+    [
+        # Around a ring, of four blocks of scores, two by the diagonal, and two halves.
+        ("cp=2", [], 1 / 4),
+        # Of experts, those that a token goes to.
+        ("dp=2", ["model.experts=4", "model.experts_per_token=2"], 0),
+    ],
+)
+def test_what_a_rank_leaves_out_is_not_counted(pool: Pool, dims: str, more: list[str], share: float) -> None:
+    config = on(dims, *more)
     macs, _, scores = by_hand(config)
     for model, _, _ in pool.run(counted, config, ranks=2):
-        # Of four blocks, two by the diagonal, and two halves.
-        assert model == 6 * (macs - scores / 4)
-
-
-def test_experts_count_those_that_a_token_goes_to(pool: Pool) -> None:
-    config = on({"dp": 2}, "model.experts=4", "model.experts_per_token=2", data="dp")
-    macs, _, _ = by_hand(config)
-    for model, _, _ in pool.run(counted, config, ranks=2):
-        assert model == 6 * macs
+        assert model == 6 * (macs - scores * share)
 
 
 def convolved() -> tuple[int, int]:
@@ -168,7 +163,7 @@ def test_recomputing_is_told_from_backward_inside_of_an_autograd_function() -> N
 
 @pytest.mark.parity
 def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
-    config = on({"one": 1}, "train.compile=true", "model.layers=1")
+    config = on("one=1", "train.compile=true", "model.layers=1")
     macs, _, _ = by_hand(config)
     ((model, _, _),) = pool.run(counted, config, ranks=1)
     assert model == 6 * macs
@@ -205,7 +200,7 @@ def test_peaks_are_those_of_the_whole_device_in_the_type_of_the_products(
 
 
 def test_a_cpu_has_no_peak_unless_the_config_says_one() -> None:
-    train = on({"one": 1}).train
+    train = on("one=1").train
     assert train is not None and peak_flops(train, torch.device("cpu")) is None
     assert peak_flops(train.model_copy(update={"peak_flops": 2e11}), torch.device("cpu")) == 2e11
 
@@ -222,26 +217,22 @@ def trained(config: Config) -> Summary:
         return run(mesh, config, Callback())
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("peak", [None, 2e9])
 def test_mfu_is_told_where_the_peak_is_known_and_never_else(
     pool: Pool, tmp_path: Path, peak: float | None
 ) -> None:
     more = [] if peak is None else [f"train.peak_flops={peak}"]
-    config = on({"dp": 2}, *more, out=tmp_path, data="dp")
+    config = on("dp=2", *more, out=tmp_path)
     macs, _, _ = by_hand(config)
     summaries = pool.run(trained, config, ranks=2)
-    for line in lines(tmp_path):
+    for line in metrics(tmp_path):
         each = 6 * macs / (8 * 16) * line["tokens_per_s"] / 2
         assert line["model_flops_per_s"] == pytest.approx(each)
         assert (line["peak_memory_bytes"], line["peak_memory_rank"]) == (1001, 1)
         assert ("mfu" in line, "hfu" in line) == (peak is not None,) * 2
         if peak is not None:
             assert line["mfu"] == pytest.approx(each / peak) and line["mfu"] < line["hfu"]
-    ended = json.loads((tmp_path / "run.json").read_text())["ended"]
+    ended = run_json(tmp_path)["ended"]
     for summary in summaries:
         assert summary.rates is not None and summary.memory is not None
         assert summary.memory == (1001, 1, "planted")
@@ -259,14 +250,10 @@ def gathers(config: Config) -> int:
 
 
 def test_ranks_are_compared_twice_however_many_steps_there_are(pool: Pool, tmp_path: Path) -> None:
-    for steps in (2, 6):
-        config = on({"dp": 2}, f"train.steps={steps}", out=tmp_path, data="dp")
-        assert len(set(pool.run(gathers, config, ranks=2))) == 1
     few, many = (
-        pool.run(gathers, on({"dp": 2}, f"train.steps={n}", out=tmp_path, data="dp"), ranks=2)[0]
-        for n in (2, 6)
+        set(pool.run(gathers, on("dp=2", f"train.steps={n}", out=tmp_path), ranks=2)) for n in (2, 6)
     )
-    assert few == many
+    assert len(few) == 1 and few == many
 
 
 def syncs(config: Config) -> list[int]:
@@ -293,7 +280,7 @@ def test_a_step_that_logs_nothing_waits_for_nothing_in_a_run(pool: Pool, tmp_pat
         "mesh.validate_calls=2",
         f'mesh.backend="{NAME}"',
     )
-    config = sections("{ dp = 2 }", '{ data = "dp" }', tmp_path, *more)
+    config = sections("dp=2", tmp_path, *more)
     for found in pool.run(syncs, config, ranks=2):
         assert found[10] == found[5]
 

@@ -17,7 +17,7 @@ from meshcomm.config import DataConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train import data as text
 from meshcomm.train.data import Batches, Corpus, Stream
-from meshcomm.train.data.order import Order, permuted
+from meshcomm.train.data.batches import Order, permuted
 
 TEXT = np.arange(1000, dtype=np.int64).astype(np.uint8)
 ABC = Corpus((Stream(TEXT, 7),), b"")
@@ -484,5 +484,5 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
 def test_a_generator_that_ends_is_told(loaders: None) -> None:
     flow = Batches(text.load(named("generator")), global_batch=2, seed=0)
     flow(1)
-    with pytest.raises(TrainingError, match="gives no more samples"):
+    with pytest.raises(TrainingError, match="the data have ended before the training"):
         flow(2)

@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import meshcomm
-from meshcomm.config import Config, ParallelConfig, load
+from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.inputs import check_inputs
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Summary, Trainer, run
+from meshcomm.train import Trainer
+from tests.train.runs import config_on, losses_or_error, trained
 from tests.train.test_data import tokenizer
 
 BASE: dict[str, Any] = {
@@ -29,8 +30,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def on(dims: dict[str, int], *overrides: str, **parallel: Any) -> Config:
-    return load({**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}, overrides)
+def on(dims: str, *overrides: str, **parallel: Any) -> Config:
+    return config_on(BASE, dims, *overrides, **parallel)
 
 
 # -- rank and world of the data -------------------------------------------------------------------
@@ -42,18 +43,13 @@ def shares(config: Config) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("dims", "parallel", "expected"),
-    [
-        ({"dp": 2, "tp": 2}, {"data": "dp", "tensor": "tp"}, [0, 0, 1, 1]),
-        ({"fsdp": 2, "dp": 2}, {"data": "dp", "shard": "fsdp"}, [0, 2, 1, 3]),
-        ({"pp": 2, "cp": 2}, {"pipeline": "pp", "context": "cp"}, [0, 0, 0, 0]),
-    ],
-    ids=["tensor", "hybrid", "no data dim"],
+    ("dims", "expected"),
+    [("dp=2 tp=2", [0, 0, 1, 1]), ("fsdp=2 dp=2", [0, 2, 1, 3]), ("pp=2 cp=2", [0, 0, 0, 0])],
 )
 def test_the_rank_and_world_of_the_data_follow_from_the_roles(
-    pool: Pool, dims: dict[str, int], parallel: dict[str, str], expected: list[int]
+    pool: Pool, dims: str, expected: list[int]
 ) -> None:
-    found = pool.run(shares, on(dims, **parallel), ranks=4)
+    found = pool.run(shares, on(dims), ranks=4)
     assert [data_rank for _, data_rank, _ in sorted(found)] == expected
     assert {world for *_, world in found} == {max(expected) + 1}
 
@@ -186,10 +182,10 @@ def test_other_samples_along_a_dim_that_divides_none_are_named(along: str, part:
 
 
 def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) -> None:
-    config = on({"dp": 2, "tp": 2}, data="dp", tensor="tp")
+    config = on("dp=2 tp=2")
     losses = set(pool.run(with_a_sampler, config, True, ranks=4))
     assert len(losses) == 1
-    (alone,) = pool.run(with_a_sampler, on({"one": 1}), True, ranks=1)
+    (alone,) = pool.run(with_a_sampler, on("one=1"), True, ranks=1)
     # The same samples in the first step, in another order.
     assert losses.pop() == pytest.approx(alone, rel=1e-12)
     texts = set(pool.run(with_a_sampler, config, False, ranks=4))
@@ -203,11 +199,6 @@ def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) 
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def trained(config: Config) -> Summary:
-    with meshcomm.init(config) as mesh:
-        return run(mesh, config, Callback())
-
-
 def samples(out: Path, step: int) -> int:
     found: int = json.loads((out / f"checkpoints/step-{step:06d}/lock.json").read_text())["samples"]
     return found
@@ -216,26 +207,24 @@ def samples(out: Path, step: int) -> int:
 def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_another_batch(
     pool: Pool, tmp_path: Path
 ) -> None:
-    (undisturbed,) = pool.run(trained, on({"one": 1}, f'train.out="{tmp_path}/a"'), ranks=1)
+    (undisturbed,) = pool.run(trained, on("one=1", f'train.out="{tmp_path}/a"'), ranks=1)
     assert len(set(undisturbed.losses)) == 6
     out = f'train.out="{tmp_path}/b"'
-    short = on(
-        {"dp": 2}, out, "train.steps=2", "train.checkpoint_every=1", 'train.schedule="constant"', data="dp"
-    )
+    short = on("dp=2", out, "train.steps=2", "train.checkpoint_every=1", 'train.schedule="constant"')
     pool.run(trained, short, ranks=2)
     assert samples(tmp_path / "b", 2) == 16
     more = [out, "train.checkpoint_every=1", "train.resume=true", 'train.schedule="constant"']
-    on_four = on({"pp": 2, "tp": 2}, *more, "train.steps=4", pipeline="pp", tensor="tp")
+    on_four = on("pp=2 tp=2", *more, "train.steps=4")
     results = pool.run(trained, on_four, ranks=4)
     (again,) = pool.run(
         trained,
-        on({"one": 1}, f'train.out="{tmp_path}/c"', "train.steps=4", 'train.schedule="constant"'),
+        on("one=1", f'train.out="{tmp_path}/c"', "train.steps=4", 'train.schedule="constant"'),
         ranks=1,
     )
     assert results[0].losses == pytest.approx(again.losses, rel=1e-10)
     assert samples(tmp_path / "b", 4) == 32
     # Another batch goes on behind the samples that were read.
-    larger = on({"dp": 2}, *more, "train.global_batch=12", 'train.resume_changed=["global_batch"]', data="dp")
+    larger = on("dp=2", *more, "train.global_batch=12", 'train.resume_changed=["global_batch"]')
     pool.run(trained, larger, ranks=2)
     assert (samples(tmp_path / "b", 5), samples(tmp_path / "b", 6)) == (44, 56)
 
@@ -243,24 +232,17 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_anothe
 # -- a tokenizer ----------------------------------------------------------------------------------
 
 
-def run_or_error(config: Config) -> Any:
-    try:
-        return trained(config).losses
-    except TrainingError as error:
-        return str(error)
-
-
 def test_ranks_train_on_text_that_was_tokenised_once(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three " * 40)
     words = tokenizer(tmp_path / "model")
     data = [f'data.files=["{tmp_path}/a.txt"]', f'data.tokenizer="{words}"', "data.max_bytes=4000"]
     more = ["data.sequence=4", "train.steps=2", f'train.out="{tmp_path}/out"']
-    config = on({"dp": 2, "tp": 2}, *data, *more, "model.vocabulary=6", data="dp", tensor="tp")
-    losses = pool.run(run_or_error, config, ranks=4)
+    config = on("dp=2 tp=2", *data, *more, "model.vocabulary=6")
+    losses = pool.run(losses_or_error, config, ranks=4)
     assert len(set(losses)) == 1 and len(losses[0]) == 2
     assert len(list((tmp_path / "out").glob("*tokens-*"))) == 1
-    small = on({"dp": 2, "tp": 2}, *data, *more, "model.vocabulary=4", data="dp", tensor="tp")
-    texts = pool.run(run_or_error, small, ranks=4)
+    small = on("dp=2 tp=2", *data, *more, "model.vocabulary=4")
+    texts = pool.run(losses_or_error, small, ranks=4)
     assert all("the data has token 4, and the model's vocabulary is 0 to 3" in text for text in texts)
     assert all(f"4 at position 120 of {tmp_path}/a.txt" in text for text in texts)
     assert all(f"{words} has 5 tokens" in text for text in texts)

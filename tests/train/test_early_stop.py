@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +12,11 @@ from meshcomm.errors import ConfigError
 from meshcomm.parallel.compose import Engine
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Step, Summary, run
+from tests.train.runs import run_json, trained
 from tests.train.test_evaluate import on
 
 # Of evaluations, one after the other; as each rank but the first sees them, a little higher or lower.
 FALLS_TWICE = [3.0, 2.0, 2.5, 1.99, 2.5, 2.5, 2.5, 2.5]
-
-
-class Nothing(Callback):
-    """Hears of nothing."""
 
 
 def evaluated(config: Config, planted: list[float] | None) -> Summary:
@@ -30,21 +25,12 @@ def evaluated(config: Config, planted: list[float] | None) -> Summary:
         if planted is not None:
             left = iter(planted)
             patch.setattr(Engine, "evaluate", lambda *_: next(left) + 0.02 * mesh.rank)
-        return run(mesh, config, Nothing())
+        return run(mesh, config, Callback())
 
 
-def about(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "run.json").read_text())
-    return found
-
-
-PIPELINE: dict[str, Any] = {"dims": {"pp": 2}, "parallel": {"pipeline": "pp"}}
-MESH: dict[str, Any] = {"dims": {"pp": 2, "tp": 2}, "parallel": {"pipeline": "pp", "tensor": "tp"}}
-
-
-def stopping(out: Path, *overrides: str, mesh: dict[str, Any] = PIPELINE) -> Config:
+def stopping(out: Path, *overrides: str, dims: str = "pp=2") -> Config:
     every = ("train.steps=20", "train.eval_every=2", "train.checkpoint_every=100")
-    return on(mesh["dims"], out, *every, *overrides, **mesh["parallel"])
+    return on(dims, out, *every, *overrides)
 
 
 def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_path: Path) -> None:
@@ -53,7 +39,7 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
     results = pool.run(evaluated, config, FALLS_TWICE, ranks=2)
     why = "the validation loss has not fallen by more than 0.1 in 2 evaluations: it was 2.0000 after step 4"
     assert {(each.steps, each.stopped) for each in results} == {(8, why)}
-    found = about(tmp_path)
+    found = run_json(tmp_path)
     assert (found["state"], found["ended"]["steps"], found["ended"]["reason"]) == ("finished", 8, why)
     # The last step has a checkpoint, wherever it is.
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000008\n"
@@ -82,7 +68,7 @@ def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
     pool: Pool, tmp_path: Path
 ) -> None:
     # Only the first rank is there after step 8.
-    config = stopping(tmp_path, "train.target_loss=1.995", mesh=MESH)
+    config = stopping(tmp_path, "train.target_loss=1.995", dims="pp=2 tp=2")
     for each in pool.run(evaluated, config, FALLS_TWICE, ranks=4):
         assert (each.steps, each.stopped) == (8, "the validation loss is 1.9900, train.target_loss = 1.995")
 
@@ -107,15 +93,10 @@ class Stops(Callback):
         self.stop = step.step == 3
 
 
-def stopped(config: Config) -> Summary:
-    with meshcomm.init(config) as mesh:
-        return run(mesh, config, Stops())
-
-
 def test_a_callback_that_ends_a_run_is_named_and_its_last_step_is_saved(pool: Pool, tmp_path: Path) -> None:
-    for each in pool.run(stopped, stopping(tmp_path), ranks=2):
+    for each in pool.run(trained, stopping(tmp_path), Stops(), ranks=2):
         assert (each.steps, each.stopped) == (3, "Stops.stop")
-    assert about(tmp_path)["ended"]["reason"] == "Stops.stop"
+    assert run_json(tmp_path)["ended"]["reason"] == "Stops.stop"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
 
 

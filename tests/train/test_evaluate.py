@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import Config, load
-from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.config import Config
+from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Summary, Trainer, run
+from meshcomm.train import Summary, Trainer, learning_rate
 from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.loop import batches_of
+from tests.train.runs import config_on, losses_or_error, metrics, trained
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
@@ -34,14 +34,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def on(dims: dict[str, int], out: Path | str, *overrides: str, **parallel: Any) -> Config:
-    data = {**BASE, "mesh": {**BASE["mesh"], "dims": dims}, "parallel": parallel}
-    return load(data, [f'train.out="{out}"', *overrides])
-
-
-def trained(config: Config) -> Summary:
-    with meshcomm.init(config) as mesh:
-        return run(mesh, config, Callback())
+def on(dims: str, out: Path | str, *overrides: str, **parallel: Any) -> Config:
+    return config_on(BASE, dims, f'train.out="{out}"', *overrides, **parallel)
 
 
 def by_hand(config: Config) -> tuple[float, float]:
@@ -50,8 +44,6 @@ def by_hand(config: Config) -> tuple[float, float]:
         corpus = agreed_corpus(mesh, agree(mesh, config), 0)
         trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, corpus)
-        from meshcomm.train import learning_rate
-
         train = trainer.sections.train
         for step in (1, 2):
             trainer.step(*batches(step), learning_rate(train, step), step)
@@ -70,14 +62,13 @@ def by_hand(config: Config) -> tuple[float, float]:
 
 
 def validation(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "validation_loss" in line]
+    return [line for line in metrics(out) if "validation_loss" in line]
 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Summary, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("alone")
-    (summary,) = pool.run(trained, on({"one": 1}, out), ranks=1)
+    (summary,) = pool.run(trained, on("one=1", out), ranks=1)
     return summary, validation(out)
 
 
@@ -89,49 +80,35 @@ def test_it_is_the_mean_loss_over_the_held_samples_in_eval_mode(
     assert (
         summary.evaluation is not None and summary.evaluation.validation_loss == lines[1]["validation_loss"]
     )
-    ((by_torch, ours),) = pool.run(by_hand, on({"one": 1}, tmp_path), ranks=1)
+    ((by_torch, ours),) = pool.run(by_hand, on("one=1", tmp_path), ranks=1)
     assert ours == pytest.approx(by_torch, rel=1e-12) == lines[0]["validation_loss"]
 
 
 def test_evaluating_changes_nothing_of_the_training(
     pool: Pool, tmp_path: Path, alone: tuple[Summary, list[dict[str, Any]]]
 ) -> None:
-    without = on({"one": 1}, tmp_path, "train.eval_every=0", "train.eval_batches=")
+    without = on("one=1", tmp_path, "train.eval_every=0", "train.eval_batches=")
     assert pool.run(trained, without, ranks=1)[0].losses == alone[0].losses
 
 
 @pytest.mark.parametrize(
     ("dims", "parallel"),
     [
+        pytest.param("dp=2 tp=2", {"sequence_parallel": True}, marks=pytest.mark.parity),
+        pytest.param("fsdp=2 cp=2", {}, marks=pytest.mark.parity),
+        ("pp=2 dp=2", {}),
+        pytest.param("pp=2 fsdp=2", {"schedule": "gpipe"}, marks=pytest.mark.parity),
         pytest.param(
-            {"dp": 2, "tp": 2},
-            {"data": "dp", "tensor": "tp", "sequence_parallel": True},
-            marks=pytest.mark.parity,
+            "pp=2 tp=2", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, marks=pytest.mark.parity
         ),
-        pytest.param({"fsdp": 2, "cp": 2}, {"shard": "fsdp", "context": "cp"}, marks=pytest.mark.parity),
-        ({"pp": 2, "dp": 2}, {"pipeline": "pp", "data": "dp"}),
-        pytest.param(
-            {"pp": 2, "fsdp": 2},
-            {"pipeline": "pp", "shard": "fsdp", "schedule": "gpipe"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            {"pp": 2, "tp": 2},
-            {"pipeline": "pp", "tensor": "tp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
-            marks=pytest.mark.parity,
-        ),
-        (
-            {"pp": 2, "fsdp": 2},
-            {"pipeline": "pp", "shard": "fsdp", "schedule": "zero_bubble", "stages_per_rank": 2},
-        ),
+        ("pp=2 fsdp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_it_is_equal_on_every_mesh(
     pool: Pool,
     tmp_path: Path,
     alone: tuple[Summary, list[dict[str, Any]]],
-    dims: dict[str, int],
+    dims: str,
     parallel: dict[str, Any],
 ) -> None:
     # Also with checkpoints between: what was gathered for the evaluation has been let go of.
@@ -142,20 +119,14 @@ def test_it_is_equal_on_every_mesh(
     assert ours == pytest.approx(theirs, rel=1e-10)
 
 
-def refused(config: Config) -> str:
-    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
-        run(mesh, config, Callback())
-    return str(caught.value)
-
-
 def test_too_little_or_nothing_to_evaluate_is_told(pool: Pool, tmp_path: Path) -> None:
-    (text,) = pool.run(refused, on({"one": 1}, tmp_path, "data.validation=0.001"), ranks=1)
+    (text,) = pool.run(losses_or_error, on("one=1", tmp_path, "data.validation=0.001"), ranks=1)
     assert "there is too little to evaluate" in text and "1 samples for validation" in text
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        on({"one": 1}, tmp_path, "data.validation=0.0")
+        on("one=1", tmp_path, "data.validation=0.0")
     with pytest.raises(ConfigError, match="no effect: nothing is evaluated"):
         on(
-            {"one": 1},
+            "one=1",
             tmp_path,
             *("data.validation=", 'data.validation_files=["x"]', "train.eval_every=0", "train.eval_batches="),
         )

@@ -18,6 +18,7 @@ from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Step, Summary, run
 from meshcomm.train import trainer as trainers
+from tests.train.runs import metrics, run_json
 from tests.train.test_checkpoint import TINY, names
 
 Plant = tuple[str, int, str, range]
@@ -133,6 +134,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
         'or with train.nonfinite = "skip"',
     ]
     assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002"]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    about = run_json(tmp_path)
+    assert (about["state"], about["ended"]["steps"]) == ("stopped", 2)
+    assert about["ended"]["reason"] == f"TrainingError: {lines[0]}"
     # And from there it goes on to the end, as if nothing had been.
     good = load(config, ["train.resume=true"])
     for summary, _ in pool.run(spoilt, good, (*plant[:3], range(0)), ranks=4):
@@ -150,7 +155,7 @@ def test_such_a_step_can_be_left_out_on_all_ranks_alike(pool: Pool, tmp_path: Pa
         assert isinstance(other, Summary) and (other.steps, other.skipped, told) == (5, 1, faults)
         assert other.losses == summary.losses
     assert faults == ["\n".join(where)]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     assert [(line["step"], line["skipped"], line["gradient_norm"] is None) for line in lines] == [
         (1, 0, False),
         (3, 1, True),

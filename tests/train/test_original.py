@@ -19,7 +19,7 @@ from meshcomm.config import Config, load
 from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, new_job
-from meshcomm.models import Here, ModelSpec, declared, given, llama
+from meshcomm.models import Here, ModelSpec, families, spec_model, wrapped
 from meshcomm.models.families import FAMILIES as KNOWN
 from meshcomm.models.hf import _attention
 from meshcomm.testing import Pool
@@ -104,7 +104,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
 def added(config: Config, kind: str) -> str:
     """A type that somebody added in one line, its keys taken for understood."""
     known = replace_keys(kind)
-    with patch.dict(TYPES, {kind: known}), patch.dict(KNOWN, {kind: llama.spec}):
+    with patch.dict(TYPES, {kind: known}), patch.dict(KNOWN, {kind: families.llama}):
         return original(load(config, []))
 
 
@@ -255,7 +255,7 @@ def real_tables(config: Config) -> str:
             module.to(device=device, dtype=dtype)
             module.freqs_cis = module.freqs_cis.to(torch.complex128)  # type: ignore[assignment]
 
-    with patch.object(declared, "cast", cast), patch.object(given, "cast", cast):
+    with patch.object(spec_model, "cast", cast), patch.object(wrapped, "cast", cast):
         return original(config)
 
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import meshcomm
 from meshcomm.config import Config
-from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, run
+from tests.train.runs import losses_or_error, trained
 from tests.train.test_cost import on
-
-
-def trained(config: Config) -> None:
-    with meshcomm.init(config) as mesh:
-        run(mesh, config, Callback())
 
 
 @pytest.mark.parametrize(("ranks", "found"), [("[]", [0, 1]), ("[1]", [1])])
@@ -26,7 +21,7 @@ def test_the_steps_of_the_window_are_in_the_trace(
     pool: Pool, tmp_path: Path, ranks: str, found: list[int]
 ) -> None:
     more = ("train.profile_steps=[2, 4]", f"train.profile_ranks={ranks}")
-    pool.run(trained, on({"dp": 2}, *more, out=tmp_path, data="dp"), ranks=2)
+    pool.run(trained, on("dp=2", *more, out=tmp_path), ranks=2)
     folder = tmp_path / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
         f"rank{rank}.{kind}" for rank in found for kind in ("json", "txt")
@@ -40,18 +35,13 @@ def test_the_steps_of_the_window_are_in_the_trace(
         assert "Self CPU %" in table and "aten::mm" in table
 
 
-def watched_twice(config: Config) -> str:
-    with (
-        meshcomm.init(config) as mesh,
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    ):
-        with pytest.raises(TrainingError) as caught:
-            run(mesh, config, Callback())
-        return str(caught.value)
+def watched_twice(config: Config) -> Any:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        return losses_or_error(config)
 
 
 def test_another_profiler_in_the_process_is_an_error_with_a_way_out(pool: Pool, tmp_path: Path) -> None:
-    config = on({"one": 1}, "train.profile_steps=[2, 3]", out=tmp_path)
+    config = on("one=1", "train.profile_steps=[2, 3]", out=tmp_path)
     (text,) = pool.run(watched_twice, config, ranks=1)
     assert text.startswith("torch.profiler cannot be started on rank 0\n")
     assert "try:      remove train.profile_steps, or the other one" in text
@@ -59,8 +49,8 @@ def test_another_profiler_in_the_process_is_an_error_with_a_way_out(pool: Pool, 
 
 def test_windows_and_ranks_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="steps 3 to 9 are no steps of this training"):
-        on({"dp": 2}, "train.profile_steps=[3, 9]", data="dp")
+        on("dp=2", "train.profile_steps=[3, 9]")
     with pytest.raises(ConfigError, match=r"no effect without train.profile_steps"):
-        on({"dp": 2}, "train.profile_ranks=[0]", data="dp")
+        on("dp=2", "train.profile_ranks=[0]")
     with pytest.raises(ConfigError, match="rank 2 is not in the mesh"):
-        on({"dp": 2}, "train.profile_steps=[2, 3]", "train.profile_ranks=[0, 2]", data="dp")
+        on("dp=2", "train.profile_steps=[2, 3]", "train.profile_ranks=[0, 2]")

@@ -83,16 +83,9 @@ def test_simulated_ranks_train_what_one_process_trains(seed: int) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        small({"cp": 2, "tp": 2}, context="cp", tensor="tp", sequence_parallel=True),
-        small({"dp": 2, "tp": 2}, data="dp", tensor="tp", sequence_parallel=True, overlap=True),
-        small(
-            {"dp": 2, "tp": 2},
-            {"expert": {"edp": 1, "ep": 2, "tp": 2}},
-            experts=True,
-            data="dp",
-            tensor="tp",
-            expert="ep",
-        ),
+        small("cp=2 tp=2", sequence_parallel=True),
+        small("dp=2 tp=2", sequence_parallel=True, overlap=True),
+        small("dp=2 tp=2", "edp=1 ep=2 tp=2"),
     ],
     ids=["cp2 tp2 sequence", "dp2 tp2 overlap", "ep2 tp2"],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -16,8 +15,8 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Summary, run
-from meshcomm.train.metrics import sinks
+from meshcomm.train import Callback, Summary, run, sinks
+from tests.train.runs import metrics, run_json
 from tests.train.test_evaluate import on
 
 # `import wandb` and `import tensorboard` are tried only where they are there.
@@ -38,10 +37,6 @@ def _full(*_: Any) -> None:
     raise OSError(28, "no space left")
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def written(out: Path) -> dict[str, list[tuple[int, float]]]:
     """By tag, steps and values of all event files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -56,18 +51,18 @@ def test_tensorboard_has_the_numbers_of_metrics_also_of_a_run_that_goes_on(
     pool: Pool, tmp_path: Path
 ) -> None:
     more = ('train.log_to=["tensorboard"]', "train.checkpoint_every=2", "train.peak_flops=1e12")
-    pool.run(told, on({"dp": 2}, tmp_path, "train.steps=4", *more, data="dp"), ranks=2)
+    pool.run(told, on("dp=2", tmp_path, "train.steps=4", *more), ranks=2)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     # From step 4 on there are other lines.
-    pool.run(told, on({"dp": 2}, tmp_path, "train.steps=6", "train.resume=true", *more, data="dp"), ranks=2)
+    pool.run(told, on("dp=2", tmp_path, "train.steps=6", "train.resume=true", *more), ranks=2)
     found = written(tmp_path)
-    steps = [line for line in lines(tmp_path) if "loss" in line]
+    steps = [line for line in metrics(tmp_path) if "loss" in line]
     for key in ("loss", "gradient_norm", "lr", "tokens_per_s", "mfu", "peak_memory_bytes"):
         assert found[f"train/{key}"] == [
             (line["step"], pytest.approx(line[key], rel=1e-6)) for line in steps
         ], key
     losses = [
-        (line["step"], line["validation_loss"]) for line in lines(tmp_path) if "validation_loss" in line
+        (line["step"], line["validation_loss"]) for line in metrics(tmp_path) if "validation_loss" in line
     ]
     assert found["validation/loss"] == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses]
     assert [step for step, _ in losses] == [2, 4, 6]
@@ -75,15 +70,15 @@ def test_tensorboard_has_the_numbers_of_metrics_also_of_a_run_that_goes_on(
 
 @needs_tensorboard
 def test_one_that_fails_is_said_once_and_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:
-    config = on({"dp": 2}, tmp_path, 'train.log_to=["tensorboard"]', data="dp")
+    config = on("dp=2", tmp_path, 'train.log_to=["tensorboard"]')
     ends = pool.call(told, (config, True), ranks=2, timeout_s=60.0, capture=True)
     said = [
         end.err.count("meshcomm: metrics no longer go to tensorboard, and the run goes on: OSError")
         for end in ends
     ]
     assert said == [1, 0]
-    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3, 4]
-    assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4]
+    assert run_json(tmp_path)["state"] == "finished"
 
 
 def refused(config: Config) -> str:
@@ -102,7 +97,7 @@ def test_a_package_that_is_missing_is_named_before_the_training(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
     out = tmp_path / "run"
-    config = on({"dp": 2}, out, f'train.log_to=["{name}"]', data="dp")
+    config = on("dp=2", out, f'train.log_to=["{name}"]')
     texts = pool.run(refused, config, ranks=2)
     for text in texts:
         assert f"{name} is not installed on this host" in text
@@ -113,18 +108,17 @@ def test_a_package_that_is_missing_is_named_before_the_training(
 
 def test_each_is_named_once() -> None:
     with pytest.raises(ConfigError, match="named twice"):
-        on({"one": 1}, "unused", 'train.log_to=["wandb", "wandb"]')
+        on("one=1", "unused", 'train.log_to=["wandb", "wandb"]')
 
 
 @needs_wandb
 def test_weights_and_biases_is_written_offline_by_a_job_that_ends_well(tmp_path: Path) -> None:
     config = on(
-        {"dp": 2},
+        "dp=2",
         tmp_path / "out",
         'train.log_to=["wandb"]',
         "train.patience=1",
         "train.min_delta=50",
-        data="dp",
     )
     (tmp_path / "train.json").write_text(config.model_dump_json(exclude_unset=True))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
@@ -142,7 +136,7 @@ def test_weights_and_biases_is_written_offline_by_a_job_that_ends_well(tmp_path:
     )
     assert done.returncode == 0, done.stderr
     assert "ended early" in done.stdout
-    ended = json.loads((tmp_path / "out" / "run.json").read_text())["ended"]
+    ended = run_json(tmp_path / "out")["ended"]
     assert ended["steps"] == 4 and "has not fallen by more than 50 in 1 evaluations" in ended["reason"]
     (run_,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
     content = run_.read_bytes()

@@ -11,32 +11,30 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.mesh import Mesh
-from meshcomm.models import ModelSpec
 from meshcomm.parallel import tensor_parallel, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, Trainer, learning_rate
+from tests.train.runs import config_on
 
 BATCH, STEPS = 8, 4
 
 
-def sections(dims: str, parallel: str, out: Path | str = "unused", *more: str) -> Config:
-    """A mesh, its roles, and [train]: model and data come from code."""
-    train = f'{{ steps = {STEPS}, global_batch = {BATCH}, microbatch = 2, lr = 0.05, dtype = "float64", out = "{out}" }}'
-    mesh = f'{{ dims = {dims}, device = "cpu", timeout_s = 60.0 }}'
-    return load({}, [f"mesh={mesh}", f"parallel={parallel}", f"train={train}", *more])
-
-
-ONE = sections("{ one = 1 }", "{}")
-MESHES = {
-    "dp": ("{ dp = 2 }", '{ data = "dp" }'),
-    "fsdp": ("{ fs = 2 }", '{ shard = "fs" }'),
-    "hybrid": ("{ dp = 2, fs = 2 }", '{ data = "dp", shard = "fs" }'),
-    "tp": ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
-    "tp fsdp": ("{ fs = 2, tp = 2 }", '{ shard = "fs", tensor = "tp" }'),
+BASE: dict[str, Any] = {
+    "mesh": {"device": "cpu", "timeout_s": 60.0},
+    "train": {"steps": STEPS, "global_batch": BATCH, "microbatch": 2, "lr": 0.05, "dtype": "float64"},
 }
+
+
+def sections(dims: str, out: Path | str = "unused", *more: str) -> Config:
+    """A mesh, its roles, and [train]: model and data come from code."""
+    return config_on(BASE, dims, f'train.out="{out}"', *more)
+
+
+ONE = sections("one=1")
+MESHES = ["dp=2", "fsdp=2", "dp=2 fsdp=2", "dp=2 tp=2", "fsdp=2 tp=2"]
 
 
 class Net(nn.Module):
@@ -121,10 +119,9 @@ def by_hand() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("case", MESHES)
-def test_a_module_trains_as_in_plain_torch_on_every_mesh(pool: Pool, case: str) -> None:
-    dims, parallel = MESHES[case]
-    config = sections(dims, parallel)
+@pytest.mark.parametrize("dims", MESHES)
+def test_a_module_trains_as_in_plain_torch_on_every_mesh(pool: Pool, dims: str) -> None:
+    config = sections(dims)
     ranks = pool.run(trained, config, True, ranks=config.mesh.layout(None).world_size)
     losses, weights = by_hand()
     for ours, held in ranks:
@@ -136,7 +133,7 @@ def test_a_module_trains_as_in_plain_torch_on_every_mesh(pool: Pool, case: str) 
 
 def test_without_an_optimiser_the_configuration_has_one(pool: Pool) -> None:
     (alone,) = pool.run(trained, ONE, False, ranks=1)
-    for losses, _ in pool.run(trained, sections(*MESHES["hybrid"]), False, ranks=4):
+    for losses, _ in pool.run(trained, sections("dp=2 fsdp=2"), False, ranks=4):
         assert losses == pytest.approx(alone[0], rel=1e-9)
 
 
@@ -165,8 +162,8 @@ def test_evaluation_of_a_module_is_the_mean_of_its_loss(pool: Pool) -> None:
     with torch.no_grad():
         parts = [[each.float().double() for each in samples(step)] for step in (1, 2)]
         by_torch = sum(loss(module(x), y).item() for x, y in parts) / 2
-    for case in ("dp", "hybrid"):
-        for found in pool.run(evaluated, sections(*MESHES[case]), ranks=4 if case == "hybrid" else 2):
+    for dims, ranks in (("dp=2", 2), ("dp=2 fsdp=2", 4)):
+        for found in pool.run(evaluated, sections(dims), ranks=ranks):
             assert found == pytest.approx(by_torch, rel=1e-12)
 
 
@@ -197,7 +194,7 @@ def moved(config: Config) -> dict[str, tuple[float, ...]]:
 
 
 def test_a_group_s_rate_is_its_share_of_the_schedule(pool: Pool) -> None:
-    config = sections(*MESHES["dp"], "unused", 'train.schedule="linear"', "train.warmup_steps=2")
+    config = sections("dp=2", "unused", 'train.schedule="linear"', "train.warmup_steps=2")
     train = config.train
     assert train is not None
     rates = [learning_rate(train, step) for step in (1, 2)]
@@ -245,8 +242,8 @@ def ran(config: Config, last: int = 0) -> tuple[Summary, list[Any]]:
 
 
 def test_a_run_is_told_stopped_and_resumed_with_its_schedule_and_its_data(pool: Pool, tmp_path: Path) -> None:
-    every, (dims, parallel) = "train.checkpoint_every=1", MESHES["dp"]
-    whole_run = pool.run(ran, sections(dims, parallel, tmp_path / "whole", every), ranks=2)
+    every = "train.checkpoint_every=1"
+    whole_run = pool.run(ran, sections("dp=2", tmp_path / "whole", every), ranks=2)
     assert whole_run[0][1][:4] == [
         ("start", 6 * 16 + 16 + 16 * 3 + 3 + 12),
         ("step", 1, 0.1),
@@ -254,9 +251,9 @@ def test_a_run_is_told_stopped_and_resumed_with_its_schedule_and_its_data(pool: 
         ("step", 2, 0.05),
     ]
     assert whole_run[0][1][-1] == ("end", STEPS)
-    for summary, calls in pool.run(ran, sections(dims, parallel, tmp_path / "cut", every), 2, ranks=2):
+    for summary, calls in pool.run(ran, sections("dp=2", tmp_path / "cut", every), 2, ranks=2):
         assert summary.steps == 2 and calls[-2:] == [("save", 2), ("end", 2)]
-    resumed = pool.run(ran, sections(*MESHES["fsdp"], tmp_path / "cut", every, "train.resume=true"), ranks=2)
+    resumed = pool.run(ran, sections("fsdp=2", tmp_path / "cut", every, "train.resume=true"), ranks=2)
     for (summary, calls), (first, all_calls) in zip(resumed, whole_run, strict=True):
         assert summary.losses == pytest.approx(first.losses, rel=1e-12)
         assert calls[1:] == all_calls[5:]
@@ -274,27 +271,20 @@ def refused(config: Config, what: str) -> str:
 def _try(mesh: Mesh, config: Config, what: str) -> None:
     if what == "no model":
         Trainer(mesh, config)
-    elif what == "no data":
-        Trainer(mesh, config, net(), loss=loss).run()
+        return
+    trainer = Trainer(mesh, config, net(), loss=loss, **MAKES.get(what, {}))
+    inputs, targets = samples(1)
+    if what == "no data":
+        trainer.run()
     elif what == "share":
-        Trainer(mesh, config, net(), loss=loss).step(*samples(1))
+        trainer.step(inputs, targets)
     elif what == "end":
-        Trainer(mesh, config, net(), loss=loss).run(iter([samples(1), samples(1)]))
-    elif what == "not split" or what == "pipeline":
-        Trainer(mesh, config, net(), loss=loss)
-    elif what == "plateau":
-        plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
-        Trainer(mesh, config, net(), loss=loss, scheduler=plateau)
-    elif what in MAKES:
-        Trainer(mesh, config, net(), loss=loss, **MAKES[what])
+        trainer.run(iter([samples(1), samples(1)]))
     elif what == "no grad":
         with torch.no_grad():
-            Trainer(mesh, config, net(), loss=loss).step(*samples(1))
+            trainer.step(inputs, targets)
     elif what == "lists":
-        inputs, targets = samples(1)
-        Trainer(mesh, config, net(), loss=loss).step(inputs.numpy(), targets.tolist())  # type: ignore[arg-type]
-    elif what == "spec":
-        Trainer(mesh, config, ModelSpec(module=net), loss=loss)
+        trainer.step(inputs.numpy(), targets.tolist())  # type: ignore[arg-type]
 
 
 def before_sharding(mesh_has_others: nn.Module) -> Any:
@@ -309,33 +299,31 @@ MAKES: dict[str, Any] = {
     "others": {"optimizer": before_sharding(net())},
     "none": {"optimizer": none},
     "another": {"scheduler": lambda optimizer: falls(sgd([{"params": [torch.ones(1)]}]))},
+    "plateau": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
     "made": {"scheduler": falls(sgd([{"params": [torch.ones(1)]}]))},
 }
 REFUSED = [
-    ("others", "fsdp", "the SGD would not train this model"),
-    ("none", "dp", "the optimizer cannot be made"),
-    ("another", "dp", "the LambdaLR schedules another optimizer"),
-    ("made", "dp", "the scheduler cannot be made"),
-    ("lists", "dp", "the data of step 1 are not inputs and targets"),
-    ("no model", "dp", "no model is given, and the configuration names none"),
-    ("no data", "dp", "no data are given, and the configuration names none"),
-    ("share", "dp", "a step does not get this rank's share of the global batch"),
-    ("not split", "tp", "no parameter of the module is split along tp, which plays parallel.tensor"),
-    ("plateau", "dp", "the scheduler is a ReduceLROnPlateau"),
+    ("others", "fsdp=2", "the SGD would not train this model"),
+    ("none", "dp=2", "the optimizer cannot be made"),
+    ("another", "dp=2", "the LambdaLR schedules another optimizer"),
+    ("made", "dp=2", "the scheduler cannot be made"),
+    ("lists", "dp=2", "the data of step 1 are not inputs and targets"),
+    ("no grad", "one=1", "a step needs gradients, on rank 0 (one=0)"),
+    ("end", "one=1", "the data have ended before the training"),
+    ("no model", "dp=2", "no model is given, and the configuration names none"),
+    ("no data", "dp=2", "no data are given, and the configuration names none"),
+    ("share", "dp=2", "a step does not get this rank's share of the global batch"),
+    ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
+    ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
 
 
-@pytest.mark.parametrize(("what", "case", "words"), REFUSED)
-def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path, what: str, case: str, words: str) -> None:
-    config = sections(*MESHES[case], tmp_path)
+@pytest.mark.parametrize(("what", "dims", "words"), REFUSED)
+def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path, what: str, dims: str, words: str) -> None:
+    config = sections(dims, tmp_path)
     for said in pool.run(refused, config, what, ranks=config.mesh.layout(None).world_size):
         lines = said.splitlines()
-        assert lines[0] == f"{words}" and lines[-1].startswith("  try: ")
-
-
-def test_a_step_without_gradients_is_refused(pool: Pool, tmp_path: Path) -> None:
-    (said,) = pool.run(refused, sections("{ one = 1 }", "{}", tmp_path), "no grad", ranks=1)
-    assert said.splitlines()[0] == "a step needs gradients, on rank 0 (one=0)"
+        assert lines[0] == words and lines[-1].startswith("  try: ")
 
 
 class Larger(Net):
@@ -393,15 +381,9 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
 def test_a_folder_that_does_not_fit_changes_nothing(
     pool: Pool, tmp_path: Path, damage: str, words: str, given: str
 ) -> None:
-    config = sections(*MESHES["dp"], tmp_path)
+    config = sections("dp=2", tmp_path)
     for said in pool.run(loaded, config, tmp_path / "saved", damage, ranks=2):
         assert said.startswith(words) and given in said, said
-
-
-def test_data_that_end_are_told(pool: Pool, tmp_path: Path) -> None:
-    config = sections("{ one = 1 }", "{}", tmp_path)
-    (said,) = pool.run(refused, config, "end", ranks=1)
-    assert said.splitlines()[0] == "the data have ended before the training"
 
 
 def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +26,8 @@ from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, run
 from meshcomm.train.run_files import MetricsFile, put_aside
-from meshcomm.train.screen import TrainingReporter, curve, summary_panel
+from meshcomm.train.screen import TrainingReporter
+from tests.train.runs import metrics, run_json
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -180,7 +180,7 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
     assert calls[-1][1] == summary
     assert summary.steps == len(summary.losses) == 4
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     told = [dataclasses.asdict(value) for name, value in calls if name == "step"]
     # A CPU's MFU is not known.
     assert [{**line, "fault": "", "mfu": None, "hfu": None} for line in lines] == told
@@ -206,37 +206,6 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
 def spans(lines: list[dict[str, Any]]) -> list[float]:
     ends = [0.0, *(line["seconds"] for line in lines)]
     return [b - a for a, b in pairwise(ends)]
-
-
-def diverge(config: Config) -> tuple[str, list[tuple[str, Any]]]:
-    notes = Notes()
-    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as caught:
-        run(mesh, config, notes)
-    return str(caught.value), notes.calls
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    overrides = ["mesh.dims={ pp = 2, dp = 1, tp = 1 }", f'train.out="{tmp_path}"', "train.lr=1e30"]
-    results = pool.run(diverge, tiny(*overrides), ranks=2)
-    assert len({message for message, _ in results}) == 1
-    message, calls = results[0]
-    step = calls[-1][1].steps + 1
-    assert calls[-1][0] == "interrupted"
-    assert re.fullmatch(
-        rf"the (loss|gradient norm) of step {step} is (nan|inf)\n"
-        r"  given:    rank \d \(pp=. dp=0 tp=.\): (nan|inf) in the gradient of \S+(, and of \d+ more of its \d+ "
-        r"parameters)?\n"
-        r"(            .*\n)*"
-        r"            loss [\w.+]+, gradient norm (nan|inf), lr [\d.e+]+\n"
-        r"  expected: finite numbers on every rank; this step is not applied, and nothing is saved after it\n"
-        r"  try:      go on from the last checkpoint \(train.resume = true\) with a smaller train.lr than 1e\+30, "
-        r'or with train.nonfinite = "skip"',
-        message,
-    )
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == calls[-1][1].steps
-    about = json.loads((tmp_path / "run.json").read_text())
-    assert (about["state"], about["ended"]["steps"]) == ("stopped", step - 1)
-    assert re.fullmatch(rf"TrainingError: the .* of step {step} is (nan|inf)", about["ended"]["reason"])
 
 
 def disagree(files: list[str], out: str) -> list[str]:
@@ -294,8 +263,8 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
     for calls in pool.run(interrupt, config, ranks=2):
         assert [name for name, _ in calls] == ["start", "step", "step", "interrupted"]
         assert calls[-1][1].steps == 2
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert json.loads((tmp_path / "run.json").read_text())["ended"]["reason"] == "interrupted"
+    assert len(metrics(tmp_path)) == 2
+    assert run_json(tmp_path)["ended"]["reason"] == "interrupted"
 
 
 # -- what a person sees ---------------------------------------------------------------------------
@@ -364,7 +333,7 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
 def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
     out = shown(True, whole_run)
     facts = ("30/30", "loss 2.5000", "40 tokens/s", "training finished", "5.5000 -> 2.6000")
-    for fact in (*facts, "1 min 15 s for 30 steps, 3,000 tokens"):
+    for fact in (*facts, "1 min 15 s for 30 steps, 3,000 tokens", "██▇▇▇"):
         assert fact in out
 
 
@@ -379,27 +348,12 @@ def test_an_interrupted_run_is_closed_with_one_line() -> None:
     assert shown(True, tell).rstrip().endswith(last)
 
 
-def test_the_curve_is_drawn_to_scale() -> None:
-    assert curve([4.0, 3.0, 2.0, 1.0], columns=8, rows=4, braille=False) == [
-        "4.00 |**",
-        "     |  **",
-        "     |    **",
-        "1.00 |      **",
-        "     +--------",
-        "      1 step 4",
-    ]
-    # Dots of 2 x 4 in one character: bottom left, then up the right column without a gap.
-    assert curve([1.0, 2.0], columns=1, rows=1)[0] == "1.00 ┤⡸"
-    # Each column is the mean of its steps.
-    assert curve([1.0, 3.0, 5.0, 7.0], columns=2, rows=2, braille=False)[:2] == ["6.00 | *", "2.00 |*"]
-    flat = curve([3.0] * 5, columns=10, rows=3, braille=False)
-    assert flat[0] == "3.00 |**********"
-    assert max(len(line) for line in curve([1.0] * 500, columns=60)) <= 67
-
-
-def test_a_console_without_unicode_gets_stars() -> None:
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=100)
-    console.print(summary_panel(SUMMARY, braille=console.encoding.startswith("utf")))
+def test_a_console_without_unicode_gets_ascii() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=file, width=100)
+    TrainingReporter(console).on_end(SUMMARY, None)
+    file.seek(0)
+    assert "curve" in file.read()
 
 
 # -- the quickstart -------------------------------------------------------------------------------

@@ -25,28 +25,19 @@ from torch.optim.lr_scheduler import (
 )
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.parallel import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.export import export_checkpoint
+from tests.train.runs import config_on
 
 STEPS, CUT, BATCH = 6, 3, 8
-MESHES = {
-    "one": ("{ one = 1 }", "{}"),
-    "dp": ("{ dp = 2 }", '{ data = "dp" }'),
-    "fsdp": ("{ fs = 2 }", '{ shard = "fs" }'),
-    "tp": ("{ dp = 1, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
-    "dp tp": ("{ dp = 2, tp = 2 }", '{ data = "dp", tensor = "tp" }'),
+BASE: dict[str, Any] = {
+    "mesh": {"device": "cpu", "timeout_s": 60.0},
+    "train": {"steps": STEPS, "global_batch": BATCH, "microbatch": 2, "lr": 0.05, "dtype": "float64"},
 }
-
-
-def config_of(case: str, *more: str) -> Config:
-    dims, parallel = MESHES[case]
-    train = f'{{ steps = {STEPS}, global_batch = {BATCH}, microbatch = 2, lr = 0.05, dtype = "float64" }}'
-    mesh = f'{{ dims = {dims}, device = "cpu", timeout_s = 60.0 }}'
-    return load({}, [f"mesh={mesh}", f"parallel={parallel}", f"train={train}", *more])
 
 
 # -- optimizers, modules and schedulers as users write them ---------------------------------------
@@ -312,14 +303,18 @@ def ranks_of(config: Config) -> int:
     ("kind", "case", "other"),
     [
         # Each is resumed on its own mesh too: every kind of shard is saved, and loaded.
-        ("module", "fsdp", "dp tp"),
+        ("module", "fsdp=2", "dp=2 tp=2"),
         *(
             pytest.param(*each, marks=pytest.mark.parity)
             for each in (
-                *(("optimizer", a, b) for a, b in (("fsdp", "tp"), ("tp", "dp"), ("dp", "fsdp"))),
+                ("optimizer", "fsdp=2", "dp=1 tp=2"),
+                ("optimizer", "dp=1 tp=2", "dp=2"),
+                ("optimizer", "dp=2", "fsdp=2"),
                 # Their state counts forward passes: of as many ranks with samples of their own.
-                *(("module", a, b) for a, b in (("dp tp", "dp"), ("dp", "fsdp"))),
-                *(("scheduler", a, b) for a, b in (("dp", "fsdp"), ("dp tp", "one"))),
+                ("module", "dp=2 tp=2", "dp=2"),
+                ("module", "dp=2", "fsdp=2"),
+                ("scheduler", "dp=2", "fsdp=2"),
+                ("scheduler", "dp=2 tp=2", "one=1"),
             )
         ),
     ],
@@ -328,7 +323,7 @@ def test_a_resumed_training_is_the_undisturbed_one(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
     names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
-    here, there = config_of(case), config_of(other)
+    here, there = config_on(BASE, case), config_on(BASE, other)
     (expected, *_) = pool.run(undisturbed, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
     for first in (0, CUT):
         again = pool.run(resumed, here, kind, names, tmp_path, first, ranks=ranks_of(here), timeout_s=120)
@@ -343,9 +338,9 @@ def test_a_resumed_training_is_the_undisturbed_one(
             torch.testing.assert_close(value, expected[name][key], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", ["dp", "one"])
+@pytest.mark.parametrize("case", ["dp=2", "one=1"])
 def test_state_of_other_shapes_and_noise_come_back(pool: Pool, tmp_path: Path, case: str) -> None:
-    config, names = config_of(case), list(OF_WHOLE)
+    config, names = config_on(BASE, case), list(OF_WHOLE)
     (expected, *_) = pool.run(undisturbed, config, "optimizer", names, tmp_path, ranks=ranks_of(config))
     for rank in pool.run(resumed, config, "optimizer", names, tmp_path, CUT, ranks=ranks_of(config)):
         for name in names:
@@ -374,10 +369,10 @@ def looked_at(config: Config, folder: Path | None, names: list[str]) -> dict[str
 
 
 @pytest.mark.parametrize(
-    "case", ["dp", *(pytest.param(each, marks=pytest.mark.parity) for each in ("fsdp", "tp"))]
+    "case", ["dp=2", *(pytest.param(each, marks=pytest.mark.parity) for each in ("fsdp=2", "dp=1 tp=2"))]
 )
 def test_a_look_changes_nothing(pool: Pool, tmp_path: Path, case: str) -> None:
-    config, names = config_of(case), list(OPTIMIZERS)
+    config, names = config_on(BASE, case), list(OPTIMIZERS)
     without = pool.run(looked_at, config, None, names, ranks=2)
     for ours, theirs in zip(pool.run(looked_at, config, tmp_path, names, ranks=2), without, strict=True):
         for name in names:
@@ -460,20 +455,20 @@ class Holds(LambdaLR):
 @pytest.mark.parametrize(
     ("what", "case", "words"),
     [
-        ("object", "dp", "the optimizer's state of up.weight cannot be saved"),
-        ("group object", "dp", "param_groups[0], projector cannot be saved"),
-        ("own part", "fsdp", "optimizer.up.weight.mean cannot be saved"),
-        ("part of a sum", "fsdp", "optimizer.up.weight.norm cannot be saved"),
-        ("number of a part", "fsdp", "ranks that hold the same state differ in plain.parameter."),
-        ("inner", "dp", "the attribute inner of Keeps cannot be saved"),
-        ("deque", "dp", "the attribute window of Keeps cannot be saved"),
-        ("own tensor", "dp", "the attribute mean of Keeps cannot be saved"),
-        ("samples", "dp", "ranks that hold the same state differ in plain.module."),
-        ("scheduler", "dp", "Holds.state_dict(), handle cannot be saved"),
+        ("object", "dp=2", "the optimizer's state of up.weight cannot be saved"),
+        ("group object", "dp=2", "param_groups[0], projector cannot be saved"),
+        ("own part", "fsdp=2", "optimizer.up.weight.mean cannot be saved"),
+        ("part of a sum", "fsdp=2", "optimizer.up.weight.norm cannot be saved"),
+        ("number of a part", "fsdp=2", "ranks that hold the same state differ in plain.parameter."),
+        ("inner", "dp=2", "the attribute inner of Keeps cannot be saved"),
+        ("deque", "dp=2", "the attribute window of Keeps cannot be saved"),
+        ("own tensor", "dp=2", "the attribute mean of Keeps cannot be saved"),
+        ("samples", "dp=2", "ranks that hold the same state differ in plain.module."),
+        ("scheduler", "dp=2", "Holds.state_dict(), handle cannot be saved"),
     ],
 )
 def test_what_cannot_be_saved_is_named(pool: Pool, tmp_path: Path, what: str, case: str, words: str) -> None:
-    for said in pool.run(not_saved, config_of(case), what, tmp_path, ranks=2):
+    for said in pool.run(not_saved, config_on(BASE, case), what, tmp_path, ranks=2):
         assert words in said.splitlines()[0]
 
 
@@ -492,8 +487,8 @@ def another(config: Config, folder: Path, save: bool) -> str:
 
 
 def test_the_state_of_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(another, config_of("one"), tmp_path / "saved", True, ranks=1)
-    (said,) = pool.run(another, config_of("one"), tmp_path / "saved", False, ranks=1)
+    pool.run(another, config_on(BASE, "one=1"), tmp_path / "saved", True, ranks=1)
+    (said,) = pool.run(another, config_on(BASE, "one=1"), tmp_path / "saved", False, ranks=1)
     assert said.splitlines()[:3] == [
         "the checkpoint does not fit: the optimizer's state",
         "  given:    that of Adam",
@@ -532,9 +527,9 @@ def ran(config: Config) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["dp", "fsdp", "dp tp"])
+@pytest.mark.parametrize("case", ["dp=2", "fsdp=2", "dp=2 tp=2"])
 def test_buffers_that_follow_from_samples_are_the_first_rank_s(pool: Pool, case: str) -> None:
-    config = config_of(case)
+    config = config_on(BASE, case)
     first, *others = pool.run(ran, config, ranks=ranks_of(config))
     module = Running().double()
     for step in range(2):
@@ -578,7 +573,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
 
 
 def test_exported_weights_are_those_of_the_module_s_state_dict(pool: Pool, tmp_path: Path) -> None:
-    (expected, *_) = pool.run(saved_fused, config_of("tp"), tmp_path, ranks=2)
+    (expected, *_) = pool.run(saved_fused, config_on(BASE, "dp=1 tp=2"), tmp_path, ranks=2)
     export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
     found = load_file(tmp_path / "weights")
     module = Fused().double()
@@ -594,7 +589,7 @@ def saved_counting(config: Config, out: Path) -> None:
 
 
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved_counting, config_of("one"), tmp_path, ranks=1)
+    pool.run(saved_counting, config_on(BASE, "one=1"), tmp_path, ranks=1)
     with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
         export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
     # All of it can go.
@@ -617,6 +612,6 @@ def with_lbfgs(config: Config) -> list[str]:
 
 
 def test_an_optimizer_that_asks_for_the_loss_is_refused(pool: Pool) -> None:
-    assert pool.run(with_lbfgs, config_of("one"), ranks=1) == [
+    assert pool.run(with_lbfgs, config_on(BASE, "one=1"), ranks=1) == [
         ["the optimizer cannot be made", "LBFGS cannot make a step of gradients alone"]
     ]

@@ -1,18 +1,126 @@
-"""The samples of one data rank, step by step."""
+"""The samples of one data rank, step by step, in an order that follows from the seed and the position alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
-from meshcomm.train.data.order import Order
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+# The batch of a step by its number, from 1 on; or one step after the other.
+Data: TypeAlias = Callable[[int], Batch] | Iterable[Batch]
+
+T = TypeVar("T")
+Indices = NDArray[np.int64]
+
+_ROUNDS = 6
+
+
+def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
+    """Where a permutation of range(size) takes `positions`, another one for each key.
+
+    A balanced Feistel network over the next power of four, walked until the value is below size (Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002); its rounds mix as splitmix64 does.
+
+    >>> sorted(permuted(np.arange(7), 7, [0, 1]).tolist())
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence(list(key)).generate_state(_ROUNDS, np.uint64)
+    values = positions.astype(np.uint64)
+    left = np.ones(len(values), dtype=bool)
+    while left.any():
+        value = values[left]
+        high, low = value >> half, value & mask
+        for each in keys:
+            high, low = low, high ^ (_mixed(low ^ each) & mask)
+        values[left] = value = (high << half) | low
+        left[left] = value >= size
+    return values.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def repeated(data: Iterable[T]) -> Iterator[T]:
+    """The items of `data` over and over; `set_epoch` is called on it, and on the samplers of a DataLoader.
+
+    Raises TrainingError where it begins again and has no items, as a generator.
+    """
+    of_torch = (getattr(data, name, None) for name in ("sampler", "batch_sampler"))
+    with_epochs: list[Any] = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
+    for epoch in count():
+        for each in with_epochs:
+            each.set_epoch(epoch)
+        empty = True
+        for item in data:
+            empty = False
+            yield item
+        if empty:
+            raise TrainingError(
+                "the data have ended before the training",
+                given="an iterable that gives nothing more",
+                expected="enough for train.steps, or an iterable that can begin again, such as a DataLoader or a list",
+                hint="a class with __iter__ in place of a generator",
+            )
+
+
+@final
+class Order:
+    """Epochs over the samples of several parts, each epoch in an order of its own.
+
+    sizes: samples of each part. weights: the share of an epoch that comes from each, in relation to one another; none:
+    each sample once. A part that gives less than all of its samples to an epoch goes on in the next one, and one
+    that gives more begins again, in another order.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        self.sizes, self.seed = list(sizes), seed
+        total = sum(self.sizes)
+        if weights:
+            shares = [weight / sum(weights) * total for weight in weights]
+            self.counts = [max(1, round(share)) for share in shares]
+        else:
+            self.counts = self.sizes
+        self.epoch = sum(self.counts)
+        self._ends = np.cumsum(self.counts)
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Part and sample at these positions, counted from the beginning of the training."""
+        parts, samples = np.empty_like(positions), np.empty_like(positions)
+        for epoch in np.unique(positions // self.epoch):
+            here = positions // self.epoch == epoch
+            slots = permuted(positions[here] % self.epoch, self.epoch, [self.seed, 0, int(epoch)])
+            part = np.searchsorted(self._ends, slots, side="right")
+            parts[here] = part
+            found = np.empty_like(slots)
+            for index in np.unique(part):
+                count, size, of = self.counts[index], self.sizes[index], part == index
+                within = slots[of] - (self._ends[index] - count)
+                found[of] = within if count == size else self._again(within + epoch * count, size, int(index))
+            samples[here] = found
+        return parts, samples
+
+    def _again(self, running: Indices, size: int, part: int) -> Indices:
+        """The sample of a part that has epochs of its own."""
+        samples = np.empty_like(running)
+        for round_ in np.unique(running // size):
+            here = running // size == round_
+            samples[here] = permuted(running[here] % size, size, [self.seed, part + 1, int(round_)])
+        return samples
 
 
 @final
@@ -139,3 +247,50 @@ class Batches:
             # From pinned memory it is copied beside the program; from any other the copy waits for the device.
             both = [each.pin_memory().to(self._device, non_blocking=True) for each in both]
         return both[0], both[1]
+
+
+def placed(engine: Engine, batch: Any, whose: str) -> Batch:
+    """Inputs and targets on the device of the mesh, those of a floating type in train.dtype.
+
+    whose: "step 3". Raises TrainingError for what is not two tensors.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+        held = batch if isinstance(batch, (tuple, list)) else ()
+        kinds = ", ".join(type(each).__name__ for each in held[:4])
+        raise TrainingError(
+            f"the data of {whose} are not inputs and targets",
+            given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
+            expected="two tensors, each with this rank's samples of the step along axis 0",
+            hint="a generator that yields (inputs, targets)",
+        )
+    device, dtype = engine.mesh.device, engine.split.dtype
+    inputs, targets = (
+        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        for each in batch
+    )
+    return inputs, targets
+
+
+@final
+class GivenBatches:
+    """Batches of the user's, with the methods of `Batches`.
+
+    after: the steps that were done before this attempt; of an iterable, theirs are taken first.
+    """
+
+    def __init__(self, data: Data, engine: Engine, after: int) -> None:
+        self._engine, self._of = engine, data
+        if isinstance(data, Iterable):
+            follow = repeated(data)
+            for _ in range(after):
+                next(follow)
+            self._of = lambda step: next(follow)
+
+    def __call__(self, step: int) -> Batch:
+        """Raises TrainingError where there is nothing, or for what is not two tensors."""
+        assert callable(self._of)
+        return placed(self._engine, self._of(step), f"step {step}")
+
+    def read(self, step: int) -> None:
+        """Where in its data a step ends: only the steps are counted."""
+        return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, final
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshcomm.config import DataConfig
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.models.named import function_of
+from meshcomm.models.build import function_of
+from meshcomm.train.data.batches import permuted, repeated
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, outside
-from meshcomm.train.data.order import permuted
 
 _EXPECTED = (
     "tokens (up to sequence + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
@@ -186,35 +186,17 @@ class Flow:
     """
 
     def __init__(self, data: Iterable[Any], form: _Form, shares: int) -> None:
-        self._data, self._form, self.shares = data, form, shares
-        self._position, self._epoch = 0, 0
-        self._items: Iterator[Any] | None = None
+        self._form, self.shares = form, shares
+        self._position, self._items = 0, repeated(data)
 
     def read(self, first: int, count: int, mine: slice) -> Samples:
         """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
         if self.shares > 1:
             first, count, mine = first // self.shares, count // self.shares, slice(None)
-        for _ in range(first - self._position):
-            self._next()
-        numbered = [(first + index, self._next()) for index in range(count)]
-        return self._form.joined(numbered[mine])
-
-    def _next(self) -> Any:
-        self._position += 1
-        for _ in range(2):
-            if self._items is None:
-                if hasattr(self._data, "set_epoch"):
-                    self._data.set_epoch(self._epoch)
-                self._items, self._epoch = iter(self._data), self._epoch + 1
-            for item in islice(self._items, 1):
-                return item
-            self._items = None
-        raise TrainingError(
-            "data.build gives no more samples",
-            given=f"an iterable that is empty when it begins again, after {self._position - 1} samples",
-            expected="an iterable whose __iter__ gives its samples again, as a generator does not",
-            hint="return a class with __iter__, or one that does not end",
-        )
+        for _ in islice(self._items, first - self._position):
+            pass
+        self._position = first + count
+        return self._form.joined(list(enumerate(islice(self._items, count), first))[mine])
 
 
 def _no_dataset(name: str, given: str, hint: str) -> TrainingError:

@@ -1,4 +1,4 @@
-"""What is trained on: parts that can be read at any place, and what tells two of them apart."""
+"""The training data: parts with random access, and digests that tell them apart."""
 
 from __future__ import annotations
 

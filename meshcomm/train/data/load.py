@@ -1,4 +1,4 @@
-"""From `[data]` to what is read: text, token files, folders of datasets, functions."""
+"""Open the data that `[data]` names: text, token files, folders of datasets, functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,35 +41,22 @@ def load(
 
         alone = {"seed": 0, "sequence": config.sequence, "data_rank": 0, "data_world": 1}
         return built(config, {**alone, **(facts or {})}, vocabulary)
-    if config.tokens:
-        return _token_files(config, vocabulary)
-    tokens = Tokens(config, cache, model, vocabulary)
-    if tokens.tokenizer is None and config.dataset is None:
-        return _bytes(config, vocabulary)
-
-    def tokenised(name: str, documents: Any, files: tuple[Path, ...]) -> Corpus:
-        found = tokens.of(documents)
-        part = Stream(found, config.sequence, name)
-        checked([part], f"{len(found)} tokens of {name}", config.sequence)
-        return Corpus((part,), part.digest(), len(found), "tokens", files)
-
-    if config.dataset is not None:
-        corpus = tokenised("data.dataset", rows_of(config, config.split), (Path(config.dataset),))
-        if config.validation_split is not None:
-            held = tokenised(
-                f"the split {config.validation_split!r}",
-                rows_of(config, config.validation_split),
-                (Path(config.dataset),),
-            )
-            return replace(corpus, validation=held)
-        return corpus.cut(config.validation)
-    files = matches(config.files, "data.files") if config.files else _python_sources()
-    corpus = tokenised("data.files", texts_of(files, config.max_bytes), tuple(files))
-    if config.validation_files:
-        held_files = matches(config.validation_files, "data.validation_files")
-        held = tokenised("data.validation_files", texts_of(held_files, config.max_bytes), tuple(held_files))
-        return replace(corpus, validation=held)
-    return corpus.cut(config.validation)
+    part: Any = config.files
+    held: Any = config.validation_files
+    key, held_key = "data.files", "data.validation_files"
+    tokens = None if config.tokens else Tokens(config, cache, model, vocabulary)
+    if tokens is None:
+        part, key, read = config.tokens, "data.tokens", partial(_token_files, config, vocabulary)
+    elif config.dataset is not None:
+        part, held = config.split, config.validation_split
+        key, held_key = "data.dataset", f"the split {config.validation_split!r}"
+        read = partial(_rows, config, tokens)
+    elif tokens.tokenizer is None:
+        read = partial(_bytes, config, vocabulary)
+    else:
+        read = partial(_texts, config, tokens)
+    corpus = read(part, key)
+    return replace(corpus, validation=read(held, held_key)) if held else corpus.cut(config.validation)
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -87,19 +75,23 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(Path(path) for path in found)
 
 
-# -- text as bytes ----------------------------------------------------------------------------------
+def _rows(config: DataConfig, tokens: Tokens, split: str | None, key: str) -> Corpus:
+    return _tokenised(config, tokens.of(rows_of(config, split)), (Path(str(config.dataset)),), key)
 
 
-def _bytes(config: DataConfig, vocabulary: int | None) -> Corpus:
-    files = matches(config.files, "data.files") if config.files else _python_sources()
-    corpus = _of_bytes(files, config, vocabulary)
-    if config.validation_files:
-        held = _of_bytes(matches(config.validation_files, "data.validation_files"), config, vocabulary)
-        return replace(corpus, validation=held)
-    return corpus.cut(config.validation)
+def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
+    files = _files(patterns, key)
+    return _tokenised(config, tokens.of(texts_of(files, config.max_bytes)), tuple(files), key)
 
 
-def _of_bytes(files: list[Path], config: DataConfig, vocabulary: int | None) -> Corpus:
+def _tokenised(config: DataConfig, tokens: NDArray[Any], files: tuple[Path, ...], key: str) -> Corpus:
+    part = Stream(tokens, config.sequence, key)
+    checked([part], f"{len(tokens)} tokens of {key}", config.sequence)
+    return Corpus((part,), part.digest(), len(tokens), "tokens", files)
+
+
+def _bytes(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
+    files = _files(patterns, key)
     documents: list[Document] = list(texts_of(files, config.max_bytes))
     if vocabulary is not None:
         for each in documents:
@@ -121,7 +113,10 @@ def _of_bytes(files: list[Path], config: DataConfig, vocabulary: int | None) -> 
     return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=used)
 
 
-def _python_sources() -> list[Path]:
+def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
+    """Those that match; without patterns, the sources of Python's standard library."""
+    if patterns:
+        return matches(patterns, key)
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     if not files:
@@ -133,37 +128,24 @@ def _python_sources() -> list[Path]:
     return files
 
 
-# -- token files ------------------------------------------------------------------------------------
-
-
-def _token_files(config: DataConfig, vocabulary: int | None) -> Corpus:
+def _token_files(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
+    """Files of tokens: data.tokens, by weights, each pattern's files together; or those for validation."""
+    weighted = key == "data.tokens"
     weights: list[float] = []
     parts: list[Stream] = []
     files: list[Path] = []
-    for index, pattern in enumerate(config.tokens):
-        here = matches((pattern,), "data.tokens")
+    for index, group in enumerate([(each,) for each in patterns] if weighted else [patterns]):
+        here = matches(group, key)
         some = [_token_file(path, config, vocabulary) for path in here]
-        if config.weights:
+        if weighted and config.weights:
             total = max(1, sum(len(each) for each in some))
             weights += [config.weights[index] * len(each) / total for each in some if len(each)]
         parts += [each for each in some if len(each)]
         files += here
-    given = ", ".join(map(str, files[:4]))
-    checked(parts, given, config.sequence)
-    corpus = _joined(parts, files, tuple(weights))
-    if config.validation_files:
-        held = matches(config.validation_files, "data.validation_files")
-        evaluated = [_token_file(path, config, vocabulary) for path in held]
-        checked(evaluated, "data.validation_files", config.sequence)
-        return replace(corpus, validation=_joined(evaluated, held, ()))
-    return corpus.cut(config.validation)
-
-
-def _joined(parts: list[Stream], files: list[Path], weights: tuple[float, ...]) -> Corpus:
+    checked(parts, ", ".join(map(str, files[:4])) if weighted else key, config.sequence)
     digest = hashlib.sha256(b"".join(part.digest() for part in parts)).digest()
-    return Corpus(
-        tuple(parts), digest, sum(len(part.tokens) for part in parts), "tokens", tuple(files), weights
-    )
+    size = sum(len(part.tokens) for part in parts)
+    return Corpus(tuple(parts), digest, size, "tokens", tuple(files), tuple(weights))
 
 
 def _token_file(path: Path, config: DataConfig, vocabulary: int | None) -> Stream:
@@ -185,6 +167,6 @@ def _token_file(path: Path, config: DataConfig, vocabulary: int | None) -> Strea
         ) from error
     stream = Stream(tokens, config.sequence, str(path), vocabulary)
     if len(stream):
-        # The ends, so that a wrong type or vocabulary is told before the first step.
+        # The ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
     return stream

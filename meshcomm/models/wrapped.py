@@ -24,7 +24,7 @@ _SPEC = "meshcomm.models.ModelSpec(module=..., ...), which says how to build it 
 
 
 @final
-class Given(Model):
+class WrappedModule(Model):
     """A module with weights; those of the first rank along data and shard become those of all of them.
 
     loss: (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits (batch, ..., classes), over all

@@ -34,7 +34,7 @@ from meshcomm.predict.stages import PartCosts
 
 
 @final
-class Declared(Model):
+class SpecModel(Model):
     """A `Model` by a spec.
 
     sequence: tokens of a whole sample.
@@ -249,7 +249,7 @@ _SECTION = {"recompute": "train"}
 class _Facts:
     """What a stage knows of itself; a copy of the module shares it."""
 
-    def __init__(self, model: Declared, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
+    def __init__(self, model: SpecModel, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
         self.numbers = dict(zip(map(id, layers), stage.layers, strict=True)) if layers else {}
         train = model._train

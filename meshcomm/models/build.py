@@ -1,16 +1,20 @@
-"""Which model does a configuration name?"""
+"""The model that a configuration names."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, MeshcommError
-from meshcomm.models.declared import Declared
-from meshcomm.models.named import function_of
 from meshcomm.models.spec import ModelSpec
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.transformer import BuiltIn
 from meshcomm.parallel.meta import on_meta
 from meshcomm.parallel.model import Model
@@ -26,11 +30,20 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
         from meshcomm.models.families import hugging_face
 
         spec = hugging_face(config, data.sequence, train.seed)
-        return Declared(spec, train, data.sequence, family=True)
+        return SpecModel(spec, train, data.sequence, family=True)
     if config.build is not None:
         made = _built(config)
-        return made if isinstance(made, Model) else Declared(made, train, data.sequence)
+        return made if isinstance(made, Model) else SpecModel(made, train, data.sequence)
     return BuiltIn(config, data, train)
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names, imported as by a script in the working directory. Raises what the import raises."""
+    where, _, key = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found: Callable[..., Any] = getattr(importlib.import_module(where), key)
+    return found
 
 
 def _built(config: ModelConfig) -> ModelSpec | Model:

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 from meshcomm.config import TrainConfig
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
-from meshcomm.train.report import Callback, Evaluation, Start, Step, Summary
+from meshcomm.train.callbacks import Callback, Evaluation, Start, Step, Summary
 from meshcomm.train.run_files import TENSORBOARD, WANDB
 
 

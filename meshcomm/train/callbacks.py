@@ -1,14 +1,18 @@
-"""What a training run tells while it runs, and who listens."""
+"""What a training run reports while it runs, to which callbacks, and the callback that ends it early."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+from meshcomm.config import TrainConfig
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Stats
-from meshcomm.train.metrics.cost import Memory, Rates
+from meshcomm.mesh.together import of_every_rank
+from meshcomm.train.cost import Memory, Rates
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Summary:
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
     traffic: Stats | None = None
-    """What the rank that is told sent in the steps of this attempt; None where it had no step."""
+    """What this rank sent in the steps of this attempt; None where it had no step."""
     traffic_steps: int = 0
     """How many steps those are."""
     skipped: int = 0
@@ -129,11 +133,11 @@ class Summary:
 
 
 class Callback:
-    """Hears what a run does, on every rank. This one does nothing: for ranks that do not print.
+    """Called during a run, on every rank. This one does nothing: for ranks that do not print.
 
     trainer: the Trainer that it was given to.
     stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
-    reason:  why, for the screen and run.json; "": the class's name is told.
+    reason:  why, for the screen and run.json; "": the name of the class.
     """
 
     trainer: Any = None
@@ -156,19 +160,46 @@ class Callback:
         """After the last step; or the run ends early, by Ctrl-C or by another error, which is raised next."""
 
 
+class Best(NamedTuple):
+    """The lowest validation loss so far, None before the first that is finite; the step that it followed, and how many
+    evaluations there were since then.
+    """
+
+    loss: float | None = None
+    step: int = 0
+    since: int = 0
+
+
 @final
-class Callbacks:
-    """Several callbacks, called in order."""
+class EarlyStop(Callback):
+    """`train.patience`, `min_delta` and `target_loss`. best: where a run that is resumed had come.
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._all = tuple(callbacks)
+    A run that had ended by them ends again at once, unless they have changed.
+    """
 
-    @property
-    def stopped(self) -> str:
-        """Why one of them ends the run; "": none does."""
-        return next((each.reason or f"{type(each).__name__}.stop" for each in self._all if each.stop), "")
+    def __init__(self, mesh: Mesh, train: TrainConfig, best: Best) -> None:
+        self._mesh, self._train = mesh, train
+        self.best = best
+        self._judge()
 
-    def call(self, name: str, *facts: Any) -> None:
-        """Call the method `name` of each."""
-        for callback in self._all:
-            getattr(callback, name)(*facts)
+    def on_eval(self, evaluation: Evaluation) -> None:
+        """Judge. Called by: every rank; with one of the settings, a gather of one number per dim."""
+        train, best = self._train, self.best
+        if train.patience is None and train.target_loss is None:
+            return
+        # Equal but for what devices of different kinds round: all decide by the same rank's number.
+        loss = float(of_every_rank(self._mesh, evaluation.validation_loss)[0])
+        falls = math.isfinite(loss) and (best.loss is None or loss < best.loss - train.min_delta)
+        self.best = Best(loss, evaluation.step) if falls else best._replace(since=best.since + 1)
+        self._judge(loss)
+
+    def _judge(self, last: float | None = None) -> None:
+        train, (loss, step, since) = self._train, self.best
+        last = loss if last is None else last
+        if train.target_loss is not None and last is not None and last <= train.target_loss:
+            self.reason = f"the validation loss is {last:.4f}, train.target_loss = {train.target_loss:g}"
+        elif train.patience is not None and since >= train.patience:
+            by = f" by more than {train.min_delta:g}" if train.min_delta else ""
+            lowest = "" if loss is None else f": it was {loss:.4f} after step {step}"
+            self.reason = f"the validation loss has not fallen{by} in {since} evaluations{lowest}"
+        self.stop = bool(self.reason)

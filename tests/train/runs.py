@@ -1,0 +1,56 @@
+"""Runs that several tests share: configurations by their dims, trainings, and the files that they leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import meshcomm
+from meshcomm.config import Config, load
+from meshcomm.errors import MeshcommError
+from meshcomm.train import Callback, Summary, run
+
+_ROLES = {"data": "dp", "shard": "fsdp", "tensor": "tp", "pipeline": "pp", "context": "cp"}
+
+
+def sizes_of(dims: str) -> dict[str, int]:
+    """Of "dp=2 tp=4"."""
+    return {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
+
+
+def roles_of(dims: Iterable[str]) -> dict[str, str]:
+    """[parallel] of dims that are named after their roles; others have none."""
+    return {role: dim for role, dim in _ROLES.items() if dim in dims}
+
+
+def config_on(base: dict[str, Any], dims: str, *overrides: str, **parallel: Any) -> Config:
+    """`base` on other dims, such as "pp=2 dp=4", each with its role. parallel: more of [parallel]."""
+    sizes = sizes_of(dims)
+    mesh = {**base["mesh"], "dims": sizes}
+    return load({**base, "mesh": mesh, "parallel": {**roles_of(sizes), **parallel}}, overrides)
+
+
+def trained(config: Config, callback: Callback | None = None) -> Summary:
+    """A run, on a rank."""
+    with meshcomm.init(config) as mesh:
+        return run(mesh, config, callback or Callback())
+
+
+def losses_or_error(config: Config) -> Any:
+    """The losses of a run; the text of its error."""
+    try:
+        return trained(config).losses
+    except MeshcommError as error:
+        return str(error)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_json(out: Path) -> Any:
+    """What run.json says."""
+    return json.loads((out / "run.json").read_text())
