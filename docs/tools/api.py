@@ -22,7 +22,10 @@ import meshcomm
 PAGE: Final = Path(__file__).parents[1] / "reference" / "api.md"
 _WIDTH: Final = 100
 # How sections of a configuration check each other, and what pydantic makes.
-_INNER: Final = {"problems", "given", "world_problems", "model_post_init", "place", "count"}
+_INNER: Final = {
+    *("problems", "world_problems", "given", "written", "place", "rules", "no_effect", "count"),
+    "model_post_init",
+}
 # What hangs on a mesh, and where it is written down.
 _OF_A_MESH: Final = {
     "mesh.functional": "meshcomm.comm.functional.Functional",

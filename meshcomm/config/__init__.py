@@ -5,18 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import meshcomm.config.rules_mesh  # noqa: F401 (no mesh is made without its rules)
-
 if TYPE_CHECKING:
     from meshcomm.config.mesh import DimOptions as DimOptions
     from meshcomm.config.mesh import MeshConfig as MeshConfig
     from meshcomm.config.model import ModelConfig as ModelConfig
     from meshcomm.config.parallel import ParallelConfig as ParallelConfig
+    from meshcomm.config.problems import Problem as Problem
     from meshcomm.config.process import NetworkConfig as NetworkConfig
     from meshcomm.config.process import ProcessConfig as ProcessConfig
     from meshcomm.config.read import load as load
     from meshcomm.config.read import plan as plan
     from meshcomm.config.root import Config as Config
+    from meshcomm.config.rules import Resolved as Resolved
+    from meshcomm.config.section import Section as Section
     from meshcomm.config.topology import Link as Link
     from meshcomm.config.topology import Links as Links
     from meshcomm.config.topology import TopologyConfig as TopologyConfig
@@ -34,7 +35,10 @@ _PUBLIC = {
     "ModelConfig": "model",
     "NetworkConfig": "process",
     "ParallelConfig": "parallel",
+    "Problem": "problems",
     "ProcessConfig": "process",
+    "Resolved": "rules",
+    "Section": "section",
     "TopologyConfig": "topology",
     "TrainConfig": "train",
     "load": "read",

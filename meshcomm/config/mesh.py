@@ -7,18 +7,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, PrivateAttr
 
-from meshcomm.config.problems import Broken, Problem, report
-from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text, setting
+from meshcomm.config.problems import Problem, report
+from meshcomm.config.rules_mesh import MOST_RANKS, RULES
+from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import resolve
-
-Size = Annotated[int, Field(examples=[1])]
-
-# What is planned in seconds and about a gigabyte; no job comes near.
-MOST_RANKS: Final = 2**24
-
 
 # Options of a group that NCCL alone has.
 NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_size", "split_share")
@@ -27,42 +22,25 @@ NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_siz
 class DimOptions(Section):
     """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
 
-    timeout_s: float | None = setting(
-        None, "Seconds until an operation that does not end is an error. None: mesh.timeout_s.", gt=0
-    )
-    backend: Text | None = setting(None, "As mesh.backend, for this dim. None: mesh.backend.")
-    lane: str = setting(
-        "",
-        "Dims with the same ranks and options share groups unless their lanes differ. "
-        'Default "": the common lane.',
-    )
-    high_priority: bool = setting(
-        False,
-        "NCCL only: whether the group's kernels run on a high-priority stream of their own. Blocking calls run on the "
-        "program's current stream, whatever its priority, so that only asynchronous ones are affected.",
-    )
-    min_ctas: int | None = setting(
-        None,
-        "NCCL only: how many thread blocks a kernel of the group has at least. None: NCCL's choice.",
-        ge=1,
-    )
-    max_ctas: int | None = setting(
-        None,
-        "NCCL only: how many thread blocks, each on a multiprocessor of its own, a kernel of the group has at most: what "
-        "communication takes from compute that it overlaps. None: NCCL's choice.",
-        ge=1,
-    )
-    cga_cluster_size: int | None = setting(
-        None,
-        "NCCL only: size of the clusters that thread blocks form on Hopper and newer. None: NCCL's choice.",
-        ge=0,
-        le=8,
-    )
-    split_share: bool = setting(
-        False,
-        "NCCL only, where the world's communicator is split for the group (process.device_id = true): whether the group "
-        "uses the world's buffers and threads instead of its own. Calls on groups that share must not overlap.",
-    )
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds until an operation that does not end is an error. None: mesh.timeout_s."""
+    backend: Text | None = None
+    """As mesh.backend, for this dim. None: mesh.backend."""
+    lane: str = ""
+    """Dims with the same ranks and options share groups unless their lanes differ. Default "": the common lane."""
+    high_priority: bool = False
+    """NCCL only: whether the group's kernels run on a high-priority stream of their own. Blocking calls run on the
+    program's current stream, whatever its priority, so that only asynchronous ones are affected."""
+    min_ctas: int | None = Field(default=None, ge=1)
+    """NCCL only: how many thread blocks a kernel of the group has at least. None: NCCL's choice."""
+    max_ctas: int | None = Field(default=None, ge=1)
+    """NCCL only: how many thread blocks, each on a multiprocessor of its own, a kernel of the group has at most: what
+    communication takes from compute that it overlaps. None: NCCL's choice."""
+    cga_cluster_size: int | None = Field(default=None, ge=0, le=8)
+    """NCCL only: size of the clusters that thread blocks form on Hopper and newer. None: NCCL's choice."""
+    split_share: bool = False
+    """NCCL only, where the world's communicator is split for the group (process.device_id = true): whether the group
+    uses the world's buffers and threads instead of its own. Calls on groups that share must not overlap."""
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
         """What is set of the backend's own options, by name."""
@@ -81,54 +59,33 @@ class MeshConfig(Section):
     """
 
     place = "mesh"
-    dims: FrozenTable[Size] = Field(
-        description="Name -> size, outermost first. One size may be -1: what the others leave of the "
-        "world. 1: a dim without a group.",
-        examples=[{"dp": 8}],
-    )
-    merge: FrozenTable[FrozenList[str]] = Field(
-        default_factory=Table,
-        description="Name -> dims that together get one coord, row-major. Default: none.",
-    )
-    views: FrozenTable[FrozenTable[Size]] = Field(
-        default_factory=Table,
-        description="Name -> another {dim: size} factorisation of the same ranks; one size may be -1. "
-        "Default: none.",
-    )
-    rank_order: FrozenList[int] | None = setting(
-        None, "The rank at each place of the row-major grid. None: ascending."
-    )
-    ranks: FrozenList[int] | None = setting(
-        None, "The world's ranks that the mesh covers, ascending. None: all of them."
-    )
-    device: Text = setting(
-        "auto", 'Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu.'
-    )
-    backend: Text = setting(
-        "auto",
-        'A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, gloo on cpu.',
-    )
-    timeout_s: float = setting(
-        600.0, "Seconds until an operation that does not end is an error. Default 600.", gt=0
-    )
-    validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = setting(
-        64,
-        "How many of the first calls on each group its ranks compare before data moves; 0: none, "
-        '"always": all.',
-    )
-    warm_up: bool = setting(
-        False,
-        "Every group is used once, in plan order, before init returns: no later call pays for connecting.",
-    )
-    reports: str = setting(
-        "meshcomm-reports",
-        "Folder into which ranks write what they were doing when a call failed, in a folder of the run's "
-        'time and job, relative to where the job runs. Default "meshcomm-reports"; "": none.',
-    )
-    options: FrozenTable[DimOptions] = Field(
-        default_factory=Table,
-        description="Name of a dim, merged dim or view's dim -> its own options. Default: none.",
-    )
+    rules = RULES
+    dims: FrozenTable[int] = Field(examples=[{"dp": 8}])
+    """Name -> size, outermost first. One size may be -1: what the others leave of the world. 1: a dim without a
+    group."""
+    merge: FrozenTable[FrozenList[str]] = Field(default_factory=Table)
+    """Name -> dims that together get one coord, row-major. Default: none."""
+    views: FrozenTable[FrozenTable[int]] = Field(default_factory=Table)
+    """Name -> another {dim: size} factorisation of the same ranks; one size may be -1. Default: none."""
+    rank_order: FrozenList[int] | None = None
+    """The rank at each place of the row-major grid. None: ascending."""
+    ranks: FrozenList[int] | None = None
+    """The world's ranks that the mesh covers, ascending. None: all of them."""
+    device: Text = "auto"
+    """Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu."""
+    backend: Text = "auto"
+    """A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, gloo on cpu."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds until an operation that does not end is an error. Default 600."""
+    validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = 64
+    """How many of the first calls on each group its ranks compare before data moves; 0: none, "always": all."""
+    warm_up: bool = False
+    """Every group is used once, in plan order, before init returns: no later call pays for connecting."""
+    reports: str = "meshcomm-reports"
+    """Folder into which ranks write what they were doing when a call failed, in a folder of the run's time and job,
+    relative to where the job runs. Default "meshcomm-reports"; "": none."""
+    options: FrozenTable[DimOptions] = Field(default_factory=Table)
+    """Name of a dim, merged dim or view's dim -> its own options. Default: none."""
 
     # Set while the mesh is checked against a number of processes.
     _world: int | None = PrivateAttr(None)
@@ -157,7 +114,7 @@ class MeshConfig(Section):
             )
         here = self.model_copy()
         here._world = world
-        problems = list(here.problems(Broken()))
+        problems = list(here.problems())
         if not problems and self.count(world) is None:
             try:
                 resolve(self.dims, None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
+
+from pydantic import Field
 
 from meshcomm.config.problems import Problem
-from meshcomm.config.section import Section, Text, no_effect, rule, setting
+from meshcomm.config.section import NoEffect, Section, Text
 from meshcomm.config.write import toml
 
 Part: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
@@ -15,60 +17,106 @@ PARTS: tuple[Part, ...] = ("data", "shard", "tensor", "pipeline", "context", "ex
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 # Those that run several stages on each rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
+_A_DIM: Final = "name a dim in parallel.{}"
+
+
+def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
+    seen: dict[str, Part] = {}
+    for part, dim in parallel.parts.items():
+        first = seen.setdefault(dim, part)
+        if first != part:
+            what, expected = f"the dim {dim} plays {first} already", "another dim for every part"
+            ways = [f"remove parallel.{part}, or give it another dim"]
+            yield Problem(part, what, expected, ways, parallel.written(f"{first} {part}"))
+
+
+def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
+    if parallel.reshard and parallel.schedule == "zero_bubble" and parallel.pipeline is not None:
+        yield Problem(
+            "reshard",
+            "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
+            "weights that stay gathered",
+            ["parallel.reshard = false", 'parallel.schedule = "interleaved_1f1b"'],
+            parallel.written("reshard schedule"),
+        )
+
+
+def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
+    stages, schedule, given = (
+        parallel.stages_per_rank,
+        parallel.schedule,
+        parallel.written("stages_per_rank schedule"),
+    )
+    if parallel.pipeline is None:
+        if stages > 1:
+            ways = [_A_DIM.format("pipeline"), "remove parallel.stages_per_rank"]
+            yield Problem(
+                "stages_per_rank", "no effect without parallel.pipeline", "parallel.pipeline", ways, given
+            )
+    elif schedule not in _MANY_STAGES and stages > 1:
+        what = f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank"
+        expected = f"schedule = {' or '.join(map(toml, _MANY_STAGES))}"
+        ways = [
+            *(f"parallel.schedule = {toml(name)}" for name in _MANY_STAGES),
+            "parallel.stages_per_rank = 1",
+        ]
+        yield Problem("stages_per_rank", what, expected, ways, given)
+    elif schedule in _MANY_STAGES and stages < 2:
+        ways = ["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']
+        yield Problem(
+            "stages_per_rank", f"{schedule} needs several stages on each rank", "2 or more", ways, given
+        )
 
 
 class ParallelConfig(Section):
     """`[parallel]`: which dim of the mesh plays which part in training."""
 
     place = "parallel"
-    data: Text | None = setting(
-        None, "The dim along which samples are split and weights are copied. None: not split."
+    rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
+    no_effect = (
+        NoEffect("sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
+        NoEffect("overlap", "sequence_parallel", way="sequence_parallel = true"),
+        NoEffect("schedule", "pipeline", way=_A_DIM.format("pipeline")),
+        NoEffect("attention", "context", way=_A_DIM.format("context")),
+        # fully_shard reduces the gradients of one block at once.
+        NoEffect(
+            "bucket_mb", "shard", (None,), why=" with parallel.shard: gradients are reduced block by block"
+        ),
+        NoEffect("bucket_mb", "data context shard", way=_A_DIM.format("data")),
+        NoEffect("reduce_dtype reshard", "shard", way=_A_DIM.format("shard")),
     )
-    shard: Text | None = setting(
-        None,
-        "The dim along which samples are split, and weights too: each is gathered where it is "
-        "used (FSDP). With data: hybrid, copies of the shards. With context: weights are split along both. "
-        "None: not sharded.",
-    )
-    reduce_dtype: Literal["bfloat16"] | None = setting(
-        None,
-        "With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype.",
-    )
-    reshard: bool | None = setting(
-        None,
-        "With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward "
-        "pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline.",
-    )
-    tensor: Text | None = setting(None, "The dim along which each layer is split. None: not split.")
-    sequence_parallel: bool = setting(
-        False, "With tensor: activations between blocks are split along the sequence."
-    )
-    overlap: bool = setting(
-        False,
-        "With sequence_parallel, in the built-in model: the sequence is gathered around a ring, and each slice is "
-        "multiplied while the next one travels.",
-    )
-    pipeline: Text | None = setting(None, "The dim along which the layers are split. None: not split.")
-    schedule: PipelineSchedule = setting("1f1b", "With pipeline: the order of forward and backward passes.")
-    stages_per_rank: int = setting(
-        1, "With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more.", ge=1
-    )
-    context: Text | None = setting(
-        None, "The dim along which each sample's tokens are split. None: not split."
-    )
-    attention: Literal["ring", "ulysses"] = setting(
-        "ring", "With context: keys and values go around a ring, or heads are split in place of tokens."
-    )
-    expert: Text | None = setting(
-        None,
-        "The dim of one of mesh.views along which experts are split; that view holds the dims of "
-        "pipeline and tensor unchanged. None: all experts on every rank.",
-    )
-    bucket_mb: float = setting(
-        25.0,
-        "With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once.",
-        gt=0,
-    )
+    data: Text | None = None
+    """The dim along which samples are split and weights are copied. None: not split."""
+    shard: Text | None = None
+    """The dim along which samples are split, and weights too: each is gathered where it is used (FSDP). With data:
+    hybrid, copies of the shards. With context: weights are split along both. None: not sharded."""
+    reduce_dtype: Literal["bfloat16"] | None = None
+    """With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype."""
+    reshard: bool | None = None
+    """With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward
+    pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline."""
+    tensor: Text | None = None
+    """The dim along which each layer is split. None: not split."""
+    sequence_parallel: bool = False
+    """With tensor: activations between blocks are split along the sequence."""
+    overlap: bool = False
+    """With sequence_parallel, in the built-in model: the sequence is gathered around a ring, and each slice is
+    multiplied while the next one travels."""
+    pipeline: Text | None = None
+    """The dim along which the layers are split. None: not split."""
+    schedule: PipelineSchedule = "1f1b"
+    """With pipeline: the order of forward and backward passes."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more."""
+    context: Text | None = None
+    """The dim along which each sample's tokens are split. None: not split."""
+    attention: Literal["ring", "ulysses"] = "ring"
+    """With context: keys and values go around a ring, or heads are split in place of tokens."""
+    expert: Text | None = None
+    """The dim of one of mesh.views along which experts are split; that view holds the dims of pipeline and tensor
+    unchanged. None: all experts on every rank."""
+    bucket_mb: float = Field(default=25.0, gt=0)
+    """With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once."""
 
     @property
     def parts(self) -> dict[Part, str]:
@@ -139,86 +187,6 @@ class ParallelConfig(Section):
 
     def _played(self, *parts: Part) -> tuple[str, ...]:
         return tuple(dim for part, dim in self.parts.items() if part in parts)
-
-
-@rule(ParallelConfig)
-def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
-    seen: dict[str, Part] = {}
-    for part, dim in parallel.parts.items():
-        first = seen.setdefault(dim, part)
-        if first != part:
-            yield Problem(
-                f"the dim {dim} plays {first} already",
-                "a dim of its own for every part",
-                [f"remove parallel.{part}, or give it another dim"],
-                f"{first} = {toml(dim)}, {part} = {toml(dim)}",
-                key=part,
-            )
-
-
-def _of_part(field: str, *parts: Part, off: object = None, told: Part | None = None) -> None:
-    """`field` has no effect unless one of the parts is played. told: a part beside which another rule refuses it."""
-    no_effect(
-        ParallelConfig,
-        field,
-        " ".join(parts),
-        lambda found: getattr(found, field) == off or any(part in found.parts for part in (*parts, told)),
-        f"a dim that plays {' or '.join(parts)}",
-        *(f"name a dim in parallel.{part}" for part in parts),
-        why=f" without parallel.{parts[0]}",
-    )
-
-
-_of_part("sequence_parallel", "tensor")
-no_effect(
-    ParallelConfig,
-    "overlap",
-    "sequence_parallel",
-    lambda parallel: parallel.sequence_parallel or not parallel.overlap,
-    "sequence_parallel beside it",
-    "parallel.sequence_parallel = true",
-    why=" without sequence_parallel, where nothing is gathered",
-)
-_of_part("schedule", "pipeline")
-_of_part("stages_per_rank", "pipeline", off=1)
-_of_part("attention", "context")
-_of_part("bucket_mb", "data", "context", told="shard")
-_of_part("reduce_dtype", "shard")
-_of_part("reshard", "shard")
-no_effect(
-    ParallelConfig,
-    "bucket_mb",
-    "shard",
-    lambda parallel: parallel.shard is None,
-    "bucket_mb only where gradients are whole",
-    # fully_shard reduces the gradients of one block at once.
-    why=" with parallel.shard: sharded gradients are reduced block by block",
-)
-
-
-@rule(ParallelConfig, "reshard", "schedule")
-def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
-    if parallel.reshard and parallel.schedule == "zero_bubble" and parallel.pipeline is not None:
-        yield Problem(
-            "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
-            "weights that stay gathered",
-            ["parallel.reshard = false", 'parallel.schedule = "interleaved_1f1b"'],
-            key="reshard",
-        )
-
-
-@rule(ParallelConfig, "stages_per_rank", "schedule")
-def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
-    stages, schedule = parallel.stages_per_rank, parallel.schedule
-    if parallel.pipeline is not None and schedule not in _MANY_STAGES and stages > 1:
-        yield Problem(
-            f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank",
-            "one of " + ", ".join(map(toml, _MANY_STAGES)) + " beside it",
-            [*(f"parallel.schedule = {toml(name)}" for name in _MANY_STAGES), "parallel.stages_per_rank = 1"],
-        )
-    if parallel.pipeline is not None and schedule in _MANY_STAGES and stages < 2:
-        ways = ["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']
-        yield Problem(f"{schedule} needs several stages on each rank", "2 or more", ways)
 
 
 def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:

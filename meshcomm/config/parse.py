@@ -58,7 +58,7 @@ def parse_json(text: str, label: str) -> Any:
         for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
             given = ", ".join(f"{name} = {toml(value)}" for name, value in pairs if name == key)
             what, way = "the key is there twice in one object", ["remove one of them"]
-            raise report(label, [Problem(what, "each key once", way, given, key_path([key]))])
+            raise report(label, [Problem(key_path([key]), what, "each key once", way, given)])
         return dict(pairs)
 
     try:
@@ -175,7 +175,7 @@ def _check_size(data: Any, inside: Callable[[Any], Iterable[Any]], label: str, l
             open_.append(iter(inside(value)))
             continue
         what = f"no configuration in {language}: {said}"
-        raise report(label, [Problem(what, expected, key="the file")])
+        raise report(label, [Problem("the file", what, expected)])
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -206,10 +206,10 @@ def _syntax_error(label: str, language: str, text: str, line: int, column: int, 
         way = "remove the comma that nothing follows"
     else:
         way = f"mend it, as in  {_EXAMPLES[language]}"
-    return report(label, [Problem(f"not {language}: {said}", f"a file in {language}", [way], given, place)])
+    return report(label, [Problem(place, f"not {language}: {said}", f"a file in {language}", [way], given)])
 
 
 def _unreadable(label: str, language: str, error: Exception) -> ConfigError:
     """A file that its parser gives up on without saying where: endless digits, or too deep."""
     what = f"not {language}: {str(error).split(';')[0]}"
-    return report(label, [Problem(what, f"a file in {language}", key="the file")])
+    return report(label, [Problem("the file", what, f"a file in {language}")])

@@ -158,6 +158,7 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
     if kind is None:
         of_others = frozenset().union(*(each.keys for each in TYPES.values()))
         yield Problem(
+            "pretrained",
             f"meshcomm does not know how to split a {name}",
             f"model_type one of {', '.join(TYPES)}",
             ['model.build = "module:function", which returns a meshcomm.models.ModelSpec'],
@@ -169,6 +170,7 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
     for layer_type in dict.fromkeys(said.get("layer_types") or ()) if switched else ():
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or not all(windows)):
             yield Problem(
+                "pretrained",
                 f"transformers has no attention for layers of the type {layer_type}",
                 "full_attention, or with use_sliding_window and a sliding_window sliding_attention",
                 ['"use_sliding_window": true in config.json, or other layer_types'],
@@ -179,6 +181,7 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
             )
     if unknown := list(_unknown(said, kind.keys)):
         yield Problem(
+            "pretrained",
             f"the folder's config.json has {len(unknown)} key{'s' if len(unknown) > 1 else ''} that meshcomm does not "
             f"know of a {name}, and that may change what is computed",
             f"the keys of transformers' {name}",

@@ -1,52 +1,57 @@
-"""What is wrong with a configuration, and how all of it becomes one report."""
+"""What is wrong with a configuration: one problem, all of them as one error, and pydantic's errors as problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin
 
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from meshcomm.config.write import key_path, plain, toml
 from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.layout.names import nearest_name
 
-Path: TypeAlias = tuple[str, ...]
+Path: TypeAlias = tuple[str | int, ...]
+PydanticError: TypeAlias = Mapping[str, Any]
 
-# How far to look for a value that fits: far enough for batch sizes and widths, and quick to search.
-FURTHEST: Final = 4096
+# Old key -> new key, as in "model.width": "model.hidden_size". An old key is refused with the new one.
+RENAMED: Final[dict[str, str]] = {}
 
 
-class Near(NamedTuple):
-    """In place of a way out: the values nearest to that of `setting` that no rule refuses, `most` at most."""
+class Fit(NamedTuple):
+    """In place of a way out: the sizes of this part's dim that no rule refuses, the nearest first, `most` at most."""
 
-    setting: str
+    part: str
     most: int = 1
-    within: int = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong.
 
-    what: what is wrong, with the arithmetic. expected, given: as in MeshcommError. tries: the ways out; of a rule, they
-    may be worked out when it is run for its report.
-    key: the path of the setting, as in `mesh.dims.tp`. A rule that leaves out key and given has those of the
-    settings that it needs.
+    key: the path of the setting, as in `mesh.dims.tp`. what: what is wrong, with the arithmetic. expected, given: as in
+    MeshcommError. tries: the ways out.
     """
 
+    key: str
     what: str
     expected: str | None = None
-    tries: Iterable[str | Near] = ()
+    tries: Sequence[str | Fit] = ()
     given: str | None = None
-    key: str = ""
 
     @classmethod
     def of(cls, key: str, error: MeshcommError) -> Problem:
         """An error of another layer as a problem of the setting `key`."""
-        return cls(error.what, error.expected, [error.hint] if error.hint else [], error.given, key)
+        return cls(key, error.what, error.expected, [error.hint] if error.hint else [], error.given)
 
     @property
     def hint(self) -> str | None:
         """The ways out as one text; None where there is none."""
-        return ", or\n".join(each for each in self.tries if isinstance(each, str)) or None
+        return ", or\n".join(way for way in self.tries if isinstance(way, str)) or None
 
     def under(self, section: str) -> Problem:
         """The same problem, its key one level deeper."""
@@ -66,47 +71,33 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
     return ConfigError("\n".join(lines))
 
 
-class Broken:
-    """Which settings are wrong by themselves, so that no further conclusion is drawn from them."""
+def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
+    """Of the numbers in `fitting`, the `most` nearest to `value`, which is left out; the larger of two first.
 
-    __slots__ = ("_paths",)
-
-    def __init__(self, paths: Iterable[Path] = ()) -> None:
-        self._paths: set[Path] = set(paths)
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._paths
-
-    def add(self, path: Path) -> None:
-        """Mark the setting at `path`, and with it all that holds it or lies in it."""
-        self._paths.add(path)
-
-    def touches(self, *keys: str) -> bool:
-        """Whether one of the settings (`"dims"`, `"options.pp"`) holds, is or lies in a broken one."""
-        if not self._paths:
-            return False
-        wanted = [tuple(key.split(".")) for key in keys]
-        return any(all(map(str.__eq__, path, want)) for path in self._paths for want in wanted)
-
-    def under(self, section: str) -> Broken:
-        """The broken settings of one section, as that section sees them."""
-        # () is a prefix of everything: a section that is broken as a whole is broken in all parts.
-        return Broken(path[1:] for path in self._paths if path[0] == section)
-
-
-def nearest(value: int, fits: Callable[[int], bool], most: int = 2, within: int = FURTHEST) -> Iterator[int]:
-    """The whole numbers of 1 or more nearest to `value` for which `fits` holds, nearest first.
-
-    >>> list(nearest(8, lambda n: n % 3 == 0))
+    >>> nearest(8, range(3, 100, 3))
     [9, 6]
     """
-    for distance in range(1, within):
-        for candidate in (value + distance, value - distance):
-            if candidate >= 1 and fits(candidate):
-                yield candidate
-                most -= 1
-                if not most:
-                    return
+    by_distance = sorted((abs(number - value), -number) for number in fitting if number != value)
+    return [-negative for _, negative in by_distance[:most]]
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number` up to 4096, as many as are looked for.
+
+    >>> divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
+
+
+def multiples(number: int, by: int, most: int = 2) -> list[int]:
+    """The nearest multiples of `by`, the nearer first; not `number` itself.
+
+    >>> multiples(34, 16), multiples(5, 8)
+    ([32, 48], [8])
+    """
+    below = number // by * by
+    return nearest(number, {below, below + by} - {0}, most)
 
 
 def remainder(number: int, by: int) -> str:
@@ -118,10 +109,196 @@ def remainder(number: int, by: int) -> str:
     return f"{number} % {by} = {number % by}"
 
 
-def shared(number: int, by: int) -> str:
-    """What a number is for each of `by`, for the text before another number; nothing where there is one.
+def quotient(number: int, by: int) -> str:
+    """A division as text in front of another number; nothing for a division by 1.
 
-    >>> shared(32, 2), shared(32, 1)
+    >>> quotient(32, 2), quotient(32, 1)
     ('32/2 = 16, ', '')
     """
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
+
+
+# -- pydantic's errors ------------------------------------------------------------------------------
+
+# What pydantic expects, by its type of error; for all other types its own message says it.
+_EXPECTED: Final = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "missing": "a longer list",
+    "model_type": "a table",
+    "string_too_short": "text that is not empty",
+    "string_type": "text in quotes",
+    "too_long": "a shorter list",
+    "too_short": "a longer list",
+    "tuple_type": "a list",
+}
+_BOOLEANS: Final = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def refusals(
+    model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
+) -> list[Problem]:
+    """pydantic's `errors` about `data` as problems; those of a union's types are one."""
+    settings: dict[tuple[Path, bool], list[PydanticError]] = {}
+    for error in errors:
+        settings.setdefault(_located(data, error), []).append(error)
+    unknown = {
+        path: found[0] for (path, _), found in settings.items() if found[0]["type"] == "extra_forbidden"
+    }
+    problems, meant = [], set[Path]()
+    for path, error in unknown.items():
+        problem, near = _unknown_key(model, path, error["input"])
+        problems.append(problem)
+        # The setting is there under another name.
+        meant.add((*path[:-1], near or path[-1]))
+    for (path, is_there), found in settings.items():
+        if path not in unknown and (is_there or path not in meant):
+            problems.append(_refused(model, data, path, found if is_there else []))
+    return problems
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field's annotation names, as one, as one or none, or as the values of a table."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
+
+
+def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
+    """The setting's path, and whether it is there. A union's error names one of its types behind the path."""
+    path: list[str | int] = []
+    for part in error["loc"]:
+        if isinstance(data, Mapping) and part in data:
+            path.append(str(part))
+            data = data[part]
+        elif isinstance(data, Sequence) and isinstance(part, int) and part < len(data):
+            path.append(part)
+            data = data[part]
+        elif isinstance(data, Mapping) and error["type"] == "missing":
+            return (*path, part), False
+        else:
+            break
+    return tuple(path), True
+
+
+def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], FieldInfo | None, int]:
+    """The section and the field that a path leads to, and how many of its parts do; the rest is inside the field."""
+    section, field, depth, is_name = model, None, 0, False
+    for index, part in enumerate(path):
+        if is_name or part not in section.model_fields:
+            # A key of a table, or a position in a list.
+            is_name = False
+            continue
+        field, depth = section.model_fields[str(part)], index + 1
+        section = section_of(field.annotation) or section
+        is_name = get_origin(field.annotation) is Mapping
+    return section, field, depth
+
+
+def _expected(error: PydanticError) -> str:
+    said = str(error["msg"]).removeprefix("Input should be ").replace("'", '"')
+    return _EXPECTED.get(error["type"], said.replace("True or False", "true or false"))
+
+
+def _refused(
+    model: type[BaseModel], data: Mapping[str, Any], path: Path, errors: Sequence[PydanticError]
+) -> Problem:
+    """A setting that pydantic refuses, with its default, its example or what was probably meant; no errors: it is missing."""
+    _, field, depth = _field_at(model, path)
+    key, examples = key_path(path), list(field.examples or ()) if field is not None else []
+    if not errors or field is None:
+        expected = (
+            "a value"
+            if field is None
+            else " ".join((field.description or "a value").split()).removesuffix(".")
+        )
+        return Problem(
+            key, "missing", expected, [f"{key} = {toml(*examples[:1])}"] if examples else [], f"no {path[-1]}"
+        )
+    value, kind, expected = errors[0]["input"], errors[0]["type"], ", or ".join(map(_expected, errors))
+    if kind == "invalid_key" or errors[0]["loc"][-1] == "[key]":
+        tries = [f"write it in quotes: {toml(str(path[-1]))}"]
+        return Problem(key, "the key is not text", "a name", tries, f"the key {path[-1]}")
+    if kind in ("missing", "string_too_short", "too_long", "too_short"):
+        what = f"{len(value)} value{'s' * (len(value) != 1)}" if value else "empty"
+    elif kind.startswith(("greater_", "less_")):
+        what = f"{toml(value)} is out of range"
+    else:
+        what = f"{toml(value)} is not " + ("one of the choices" if kind == "literal_error" else expected)
+    ways = [(path, meant) for error in errors for meant in _meant(error)]
+    if len(path) > depth and kind == "int_type" and isinstance(path[-1], str):
+        ways.append((path, 1))
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    ways += [(path[:depth], value) for value in (default, *examples)]
+    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in ways if _is_taken(model, data, at, value))
+    shown = path[-2:] if isinstance(path[-1], int) else path[-1:]
+    way = next(suggested, f"remove {key}")
+    return Problem(key, what, expected, [way], f"{key_path(shown)} = {toml(value)}")
+
+
+def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Problem, str | None]:
+    """The problem, and the key of the same section that was probably meant."""
+    *above, last = path
+    section, key = _field_at(model, path)[0], key_path(path)
+    known = list(section.model_fields)
+    near, expected = nearest_name(str(last), known), "one of " + ", ".join(known)
+    inner = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
+    homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
+    given = f"{key_path([last])} = {toml(value)}"
+    new = RENAMED.get(key) or RENAMED.get(f"{getattr(section, 'place', '')}.{last}")
+    if new is not None:
+        return Problem(key, "was renamed", new, [f"{new} = {toml(value)}"], given), new.rpartition(".")[2]
+    if len(homes) == 1:
+        way = f"move it to {homes[0]}.{last}"
+    else:
+        way = f"remove {key}" if near is None else f'did you mean "{key_path([*above, near])}"?'
+    return Problem(key, "unknown key", expected, [way], given), near
+
+
+def _meant(error: PydanticError) -> Iterator[Any]:
+    kind, value = error["type"], error["input"]
+    number = _number(value)
+    if kind == "literal_error":
+        choices = {word.lower(): word for word in re.findall(r"['\"]([^'\"]*)['\"]", error["msg"])}
+        yield choices.get(nearest_name(str(value).lower(), choices) or "")
+    elif kind == "int_type" and number is not None:
+        yield round(number)
+    elif kind == "float_type":
+        yield number
+    elif kind == "bool_type":
+        yield _BOOLEANS.get(str(value).strip().lower())
+    elif kind == "string_type" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield str(value)
+    elif kind == "tuple_type":
+        yield [value]
+    elif kind in ("greater_than_equal", "less_than_equal"):
+        yield error["ctx"].get("ge", error["ctx"].get("le"))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if isinstance(value, bool) or not math.isfinite(number) else number
+
+
+def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: Any) -> bool:
+    if value in (None, (), {}) or isinstance(value, BaseModel):
+        return False
+    changed = plain(data)
+    holder: Any = changed
+    for part in path[:-1]:
+        if isinstance(holder, dict) and part not in holder:
+            return False  # below a key that is no text
+        holder = holder[part]
+    holder[path[-1]] = plain(value)
+    try:
+        model.model_validate(changed)
+    except ValidationError as error:
+        refused = [_located(changed, each)[0] for each in error.errors(include_url=False)]
+        return not any(place[: len(path)] == path[: len(place)] for place in refused)
+    return True

@@ -14,11 +14,10 @@ from typing import Any
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.parse import PARSERS
 from meshcomm.config.problems import Problem, report
-from meshcomm.config.report import plain
 from meshcomm.config.root import Config
 from meshcomm.config.section import check
 from meshcomm.config.train import BYTES
-from meshcomm.config.write import key_path, toml
+from meshcomm.config.write import key_path, plain, toml
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import nearest_name
@@ -29,7 +28,9 @@ _WORD = r"[^\s\"'\[\]{}=#,]+"
 
 
 def load(
-    source: str | PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] | str = ()
+    source: str | PathLike[str] | Mapping[str, Any] | Config,
+    overrides: Sequence[str] | str = (),
+    kind: type[Config] | None = None,
 ) -> Config:
     """Read a configuration and check all of it. Reads no environment variable.
 
@@ -38,9 +39,10 @@ def load(
         file's "$schema" is for editors, and not read.
     overrides: `KEY.PATH=VALUE` texts, applied in order; VALUE is TOML, and nothing at all removes
         the key.
+    kind: a subclass of Config with sections or rules of your own, which the result is of; if omitted, that of `source`.
 
     Raises ConfigError, whose text has every problem with its key, what was given, what is expected,
-    and the nearest settings that are right.
+    and settings that are right.
     """
     changes = _changes(overrides)
     if isinstance(source, Config):
@@ -61,7 +63,7 @@ def load(
     problems = apply(data, changes)
     if isinstance(source, (str, PathLike)):
         _anchor(data, Path(source).absolute().parent)
-    config, found = check(Config, data)
+    config, found = check(kind or (type(source) if isinstance(source, Config) else Config), data)
     problems += found
     if problems:
         raise report(label, problems)
@@ -102,7 +104,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         byte = f"the byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        wrong = Problem("not UTF-8", "text in UTF-8", ["save the file as UTF-8"], byte, f"line {line}")
+        wrong = Problem(f"line {line}", "not UTF-8", "text in UTF-8", ["save the file as UTF-8"], byte)
         raise report(label, [wrong]) from None
     except OSError as error:
         raise ConfigError(
@@ -200,13 +202,9 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
     if match is None:
         key = text.strip()
         bare = re.fullmatch(r"[\w.-]+", key)
-        return Problem(
-            "not KEY=VALUE",
-            "a path of keys, =, and a TOML value, as in mesh.dims.tp=4",
-            [f"--set {key}=..." if bare else "--set mesh.dims.tp=4"],
-            text or "nothing",
-            shown(text),
-        )
+        expected = "a path of keys, =, and a TOML value, as in mesh.dims.tp=4"
+        ways = [f"--set {key}=..." if bare else "--set mesh.dims.tp=4"]
+        return Problem(shown(text), "not KEY=VALUE", expected, ways, text or "nothing")
     path = [part.strip('"') for part in re.findall(_PART, match.group(1))]
     written = match.group(2).strip()
     if not written:
@@ -231,13 +229,9 @@ def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Proble
         inside = holder[part]
         if not isinstance(inside, dict):
             outer, inner = key_path(path[:depth]), key_path(path[depth:])
-            return Problem(
-                f"{outer} is not a table",
-                "a table that the rest of the path can lie in",
-                [f"--set '{outer}={{ {inner} = {toml(value)} }}'"],
-                f"{outer} = {toml(inside)}",
-                shown(text),
-            )
+            what, expected = f"{outer} is not a table", "a table that the rest of the path can be in"
+            ways = [f"--set '{outer}={{ {inner} = {toml(value)} }}'"]
+            return Problem(shown(text), what, expected, ways, f"{outer} = {toml(inside)}")
         holder = inside
     holder[path[-1]] = value
     return None
@@ -250,7 +244,7 @@ def _remove(data: dict[str, Any], path: list[str], text: str) -> Problem | None:
     if not isinstance(holder, dict) or path[-1] not in holder:
         what = f"there is no {key_path(path)} to remove"
         expected = "a value behind the =, or a key that the file has"
-        return Problem(what, expected, [f"--set {key_path(path)}=..."], text, shown(text))
+        return Problem(shown(text), what, expected, [f"--set {key_path(path)}=..."], text)
     del holder[path[-1]]
     return None
 
@@ -260,4 +254,4 @@ def _not_toml(path: list[str], written: str, text: str) -> Problem:
     quoted = f"--set '{key_path(path)}={json.dumps(written, ensure_ascii=False)}'"
     expected = 'a number, true, false, "text" in quotes, [ ... ] or { key = value }'
     way = quoted if written[0] not in "[{\"'" else "close every quote and bracket, and write key = value"
-    return Problem(f"{line} is not a TOML value", expected, [way], line, shown(text))
+    return Problem(shown(text), f"{line} is not a TOML value", expected, [way], line)

@@ -1,24 +1,36 @@
-"""What is a section of a configuration, and how are its rules run? Frozen, strict, and with all that is wrong at once."""
+"""What is a section of a configuration? Frozen, strict, with rules, and with all that is wrong at once."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_origin,
+)
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from meshcomm.config.problems import Broken, Problem, report
-from meshcomm.config.report import validated
+from meshcomm.config.problems import Problem, refusals, report, section_of
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
 
 K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
-S = TypeVar("S")
+
+
+class Absent(Exception):
+    """A rule read a setting that is wrong by itself, or a size that is not known yet. The rule is skipped."""
 
 
 def _refuse(what: str) -> NoReturn:
@@ -63,51 +75,81 @@ class Table(dict[K, V]):
     clear = pop = popitem = setdefault = update = _refuse
 
 
-def _listed(value: object) -> object:
+def _as_tuple(value: object) -> object:
     # Files hold lists; strict validation wants the tuple that is kept.
     return tuple(value) if isinstance(value, list) else value
 
 
+def _function(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        raise PydanticCustomError("function", "a function as module:function")
+    return text
+
+
 FrozenTable: TypeAlias = Annotated[Mapping[str, T], AfterValidator(Table)]
-FrozenList: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_listed)]
-Pair: TypeAlias = Annotated[tuple[T, T], BeforeValidator(_listed)]
+FrozenList: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+Pair: TypeAlias = Annotated[tuple[T, T], BeforeValidator(_as_tuple)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Function: TypeAlias = Annotated[Text, AfterValidator(_function)]
+Arguments: TypeAlias = FrozenTable[str | int | float | bool]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-def setting(default: Any, description: str, **bounds: Any) -> Any:
-    """A setting that may be left out. Where its sentence does not say the default, that follows it."""
-    said = (
-        description
-        if default is None or "Default" in description
-        else f"{description} Default {toml(default)}."
-    )
-    return Field(default=default, description=said, **bounds)
+def _described(schema: dict[str, Any]) -> None:
+    """Settings' docstrings in the JSON schema: one line, with the default where the text does not say it."""
+    for setting in schema.get("properties", {}).values():
+        default, text = setting.get("default"), " ".join(setting.get("description", "").split())
+        is_said = default is None or isinstance(default, dict) or "Default" in text
+        setting["description"] = text if is_said else f"{text} Default {toml(default)}."
 
 
-class Rule(NamedTuple):
-    """What must hold between settings.
+Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
-    needs: the settings that it draws conclusions from; where one is wrong by itself, it is skipped.
-    after: settings that no rule before it has refused; else it is skipped too.
+
+class NoEffect(NamedTuple):
+    """A row of a section: when a setting that was written down has no effect.
+
+    fields: names of settings, with spaces between them; false and an empty value ask for nothing.
+    needs: the settings (or a property whose values are names of settings) that must hold one of `values`, or without values anything but nothing. With several names one
+    of them is enough. way: a setting of the section that gives `fields` an effect, or advice. why: follows "no effect" in the
+    report, where its own words would not do.
     """
 
-    needs: tuple[str, ...]
-    after: tuple[str, ...]
-    check: Callable[[Any], Iterable[Problem]]
+    fields: str
+    needs: str
+    values: tuple[object, ...] = ()
+    way: str | None = None
+    why: str | None = None
 
-
-_RULES: Final[dict[type, list[Rule]]] = defaultdict(list)
-
-
-def rules_of(kind: type) -> list[Rule]:
-    """The rules of a section, and of what it is a kind of."""
-    return [rule for each in kind.__mro__ for rule in _RULES.get(each, ())]
-
-
-def _written(section: Any, key: str) -> str:
-    value = getattr(section, key)
-    return f"no {key}" if value is None else f"{key} = {toml(value)}"
+    def problems(self, section: Section) -> Iterator[Problem]:
+        """The settings of this row that have no effect."""
+        place, names = section.place, self.needs.split()
+        for field in self.fields.split():
+            value = getattr(section, field)
+            if not section.given(field) or value is False or value in ((), {}):
+                continue
+            held = [getattr(section, name) for name in names]
+            if any(each in self.values if self.values else each for each in held):
+                continue
+            if self.values == (None,):
+                why, expected = f" with {place}.{names[0]}", f"no {place}.{names[0]}"
+            elif self.values:
+                why = f" with {names[0]} = {toml(held[0])}"
+                expected = f"{names[0]} = {' or '.join(map(toml, self.values))}"
+            else:
+                why, expected = (
+                    f" without {place}.{names[0]}",
+                    " or ".join(f"{place}.{name}" for name in names),
+                )
+            if names[0] not in type(section).model_fields:
+                expected = " or ".join(f"{place}.{value}" for value in self.values)
+            ways = [] if self.way is None else [f"{place}.{self.way}" if " = " in self.way else self.way]
+            tries, what = (
+                [*ways, f"remove {place}.{field}"],
+                f"no effect{why if self.why is None else self.why}",
+            )
+            known = " ".join(name for name in names if name in type(section).model_fields)
+            yield Problem(field, what, expected, tries, section.written(f"{field} {known}"))
 
 
 class Section(BaseModel):
@@ -116,8 +158,17 @@ class Section(BaseModel):
     Raises ConfigError with every problem found.
     """
 
-    place: ClassVar[str]  # where it stands in a file
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    place: ClassVar[str] = ""  # where it stands in a file
+    rules: ClassVar[tuple[Rule, ...]] = ()  # what must hold between its settings
+    no_effect: ClassVar[tuple[NoEffect, ...]] = ()
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        json_schema_extra=_described,
+    )
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -125,7 +176,7 @@ class Section(BaseModel):
         except ValidationError:
             problems = check(type(self), data)[1]
         else:
-            problems = list(self.problems(Broken()))
+            problems = list(self.problems())
         if problems:
             raise report(type(self).__name__, problems)
 
@@ -133,16 +184,28 @@ class Section(BaseModel):
     # all sections come together. pydantic decides by this mark (tried on 2.14).
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    def problems(self, broken: Broken) -> Iterator[Problem]:
-        """What is wrong between settings that are right by themselves; keys relative to the section.
-
-        Settings that `broken` names have been reported; nothing is concluded from them.
-        """
-        return run(rules_of(type(self)), self, broken, lambda key: _written(self, key))
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong between settings that are right by themselves; keys relative to the section."""
+        yield from run([row.problems for row in self.no_effect], self)
+        yield from run(self.rules, self)
 
     def given(self, field: str) -> bool:
         """Whether a setting was written down, rather than left to its default."""
         return field in self.model_fields_set and getattr(self, field) is not None
+
+    def written(self, fields: str) -> str:
+        """Settings as a report shows them. fields: names with spaces between them."""
+        values = {field: getattr(self, field) for field in fields.split()}
+        return ", ".join(
+            f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise Absent(name)
+            return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -156,83 +219,42 @@ class Section(BaseModel):
 M = TypeVar("M", bound=Section)
 
 
+def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
+    """What the rules find; a rule ends where it reads what is absent."""
+    for rule in rules:
+        with suppress(Absent):
+            yield from rule(subject)
+
+
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
     """`data` as a section, and all that is wrong with it, in the order of its keys.
 
-    Where something is wrong, the section holds stand-ins for it and is of use to nobody else.
+    Settings that are wrong by themselves are absent from the section, which is then of use to nobody else.
     """
-    found, broken, problems = validated(model, data)
+    section, errors = _valid(model, data)
+    problems = [*refusals(model, data, errors), *section.problems()]
     keys = list(model.model_fields)
-
-    def place(problem: Problem) -> int:
-        first = re.split(r"[^\w-]", problem.key, maxsplit=1)[0]
-        return keys.index(first) if first in keys else -1
-
-    return found, sorted([*problems, *found.problems(broken)], key=place)
+    firsts = [re.split(r"[^\w-]", problem.key, maxsplit=1)[0] for problem in problems]
+    places = [keys.index(first) if first in keys else -1 for first in firsts]
+    return section, [problems[index] for index in sorted(range(len(problems)), key=places.__getitem__)]
 
 
-def rule(
-    section: type[S], *needs: str, after: tuple[str, ...] = ()
-) -> Callable[[Callable[[S], Iterable[Problem]]], Callable[[S], Iterable[Problem]]]:
-    """Make a function a rule of a section; rules are run in the order in which they are written.
-
-    needs, after: as of Rule, keys relative to the section. A problem without a key has that of the first.
-    """
-
-    def added(check: Callable[[S], Iterable[Problem]]) -> Callable[[S], Iterable[Problem]]:
-        _RULES[section].append(Rule(needs, after, check))
-        return check
-
-    return added
-
-
-def no_effect(
-    section: type[M],
-    fields: str,
-    needs: str,
-    unless: Callable[[M], object],
-    expected: str,
-    *tries: str,
-    why: str | None = None,
-) -> None:
-    """A rule for each of `fields` (names with spaces between them): without effect `unless` this holds.
-
-    needs: the settings that decide it. tries: the ways out beside removing it. A setting that is false asks for
-    nothing. why: what follows "no effect"; None: " with" and the first of `needs`.
-    """
-    for field in fields.split():
-
-        def check(found: Any, field: str = field) -> Iterator[Problem]:
-            if found.given(field) and getattr(found, field) is not False and not unless(found):
-                said = f" with {_written(found, needs.split()[0])}" if why is None else why
-                yield Problem(f"no effect{said}", expected, [*tries, f"remove {section.place}.{field}"])
-
-        rule(section, field, *needs.split())(check)
-
-
-def _is_unknown(found: Any, need: str) -> bool:
-    """Whether a rule needs a number that a section may leave open, and it does."""
-    section, _, key = need.rpartition(".")
-    holder = getattr(found, section, None) if section else found
-    field = type(holder).model_fields.get(key) if isinstance(holder, Section) else None
-    return field is not None and field.annotation is int and getattr(holder, key) is None
-
-
-def run(
-    rules: Iterable[Rule], found: Any, broken: Broken, written: Callable[[str], str]
-) -> Iterator[Problem]:
-    """What the rules find, each problem with its key and what was given. written: a setting that a rule needs."""
-    refused: set[str] = set()
-    for needs, after, check in rules:
-        if refused.intersection(after) or broken.touches(*needs):
-            continue
-        if len(needs) > 1 and any(_is_unknown(found, need) for need in needs):
-            continue
-        for problem in check(found):
-            given = problem.given
-            if given is None:
-                given = ", ".join(filter(None, map(written, needs)))
-            tries = list(problem.tries)
-            problem = replace(problem, key=problem.key or needs[0], given=given, tries=tries)
-            refused.add(problem.key.partition(".")[0])
-            yield problem
+def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
+    """A section of what is right in `data`, and pydantic's errors about the rest; of sections in it, what is right there."""
+    try:
+        return model.model_validate(data), []
+    except ValidationError as error:
+        errors: list[Any] = error.errors(include_url=False)
+    wrong = {each["loc"][0] for each in errors}
+    right = {key: value for key, value in data.items() if key in model.model_fields and key not in wrong}
+    fields = {name: field for name, field in model.model_fields.items() if name in wrong}
+    # What is needed is there while pydantic makes the section.
+    needed = {name: (field.examples or [{}])[0] for name, field in fields.items() if field.is_required()}
+    section = model.model_validate({**right, **needed})
+    for name, field in fields.items():
+        del section.__dict__[name]
+        inner, value = section_of(field.annotation), data.get(name)
+        is_table = get_origin(field.annotation) is Mapping
+        if inner is not None and issubclass(inner, Section) and not is_table and isinstance(value, Mapping):
+            section.__dict__[name] = _valid(inner, value)[0]
+    return section, errors

@@ -18,6 +18,13 @@ from meshcomm.errors import ConfigError, MeshcommError
 _WIDEST = 72
 
 
+def plain(data: Any) -> Any:
+    """A deep copy of tables and lists, as dicts and lists."""
+    if isinstance(data, (list, tuple)):
+        return [plain(value) for value in data]
+    return {key: plain(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+
+
 def key_path(parts: Iterable[str | int]) -> str:
     """A path as it is written in TOML; positions in a list in brackets.
 

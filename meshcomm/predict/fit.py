@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from meshcomm.config import Config, Link, Links, TopologyConfig, load
-from meshcomm.config.report import plain
-from meshcomm.config.write import toml_text
+from meshcomm.config.write import plain, toml_text
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
 from meshcomm.predict.links import Hop, Route, span

@@ -90,7 +90,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules_training."""
+    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
     tensor, context, pipeline = sizes.tensor, sizes.context, sizes.pipeline
     divided = [work.heads, work.kv_heads, work.ff, *([] if work.whole_tables else [work.vocabulary])]
     if any(number % tensor for number in divided):

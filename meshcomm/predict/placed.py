@@ -10,8 +10,7 @@ from typing import Any
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.config.parallel import Part
 from meshcomm.config.parse import parse_toml
-from meshcomm.config.report import plain
-from meshcomm.config.write import toml_text, write_whole
+from meshcomm.config.write import plain, toml_text, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.predict.machine import known_machine

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Final, Self, final
 
 from meshcomm.config import Config
-from meshcomm.config.report import plain
 from meshcomm.config.section import Table
+from meshcomm.config.write import plain
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary

@@ -13,10 +13,22 @@ from typing import Any
 
 import pytest
 
-from meshcomm.config import Config, DimOptions, Link, MeshConfig, TrainConfig, load, plan
+from meshcomm.config import (
+    Config,
+    DimOptions,
+    Link,
+    MeshConfig,
+    Problem,
+    Resolved,
+    Section,
+    TrainConfig,
+    load,
+    plan,
+)
 from meshcomm.config.parse import parse_yaml
+from meshcomm.config.problems import RENAMED
 from meshcomm.config.read import apply
-from meshcomm.config.section import Section, Table
+from meshcomm.config.section import Table
 from meshcomm.errors import ConfigError
 from meshcomm.layout import GroupOptions, Layout, Plan
 
@@ -384,6 +396,64 @@ def test_the_example_configs() -> None:
     big = load(ROOT / "configs/gpt_1024.toml")
     assert big.mesh.sizes(1024) == {"pp": 8, "dp": 16, "tp": 8}
     assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
+
+
+# -- sections and rules of one's own ----------------------------------------------------------------
+
+
+class Budget(Section):
+    """`[budget]`: what the program that reads it may use."""
+
+    place = "budget"
+    ranks_of_data: int = 1
+    """The most ranks along dp."""
+
+
+def _data_in_budget(resolved: Resolved) -> Iterator[Problem]:
+    size, most = resolved.mesh.dims["dp"], resolved.config.budget.ranks_of_data  # type: ignore[attr-defined]
+    if size > most:
+        yield Problem("budget.ranks_of_data", f"{size} > {most}", f"{size} or more")
+
+
+class WithBudget(Config):
+    budget: Budget = Budget()
+    """What may be used."""
+    rules = (*Config.rules, _data_in_budget)
+
+
+def test_a_rule_of_ones_own_reads_numbers() -> None:
+    raw = {"mesh": {"dims": {"dp": 4}}, "budget": {"ranks_of_data": 2}}
+    with pytest.raises(ConfigError, match=r"^config: 1 problem\n  budget\.ranks_of_data: 4 > 2\n"):
+        load(raw, kind=WithBudget)
+    with pytest.raises(ConfigError, match=r"budget: unknown key"):
+        load(raw)
+    # -1 is no size: the rule waits for the number of ranks, which a list of ranks says too.
+    waiting = load(raw, ["mesh.dims.dp=-1"], kind=WithBudget)
+    assert isinstance(waiting.resolved(2), WithBudget) and isinstance(
+        load(waiting, ["mesh.dims.dp=2"]), WithBudget
+    )
+    with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
+        waiting.resolved(4)
+    with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
+        load(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
+    # What is wrong by itself hides no other problem, and no rule reads it.
+    with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
+        load(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
+
+
+def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RENAMED, "train.iterations", "train.steps")
+    raw = {"mesh": {"dims": {"dp": 2}}, "parallel": {"data": "dp"}, "train": {"iterations": 9}}
+    with pytest.raises(ConfigError) as caught:
+        load(raw, ["train.global_batch=2", "train.microbatch=1"])
+    assert str(caught.value).splitlines()[1:] == [
+        "  train.iterations: was renamed",
+        "    given:    iterations = 9",
+        "    expected: train.steps",
+        "    try:      train.steps = 9",
+    ]
+    with pytest.raises(ConfigError, match=r"^TrainConfig: 1 problem\n  iterations: was renamed\n"):
+        TrainConfig(iterations=9, global_batch=2, microbatch=1)  # type: ignore[call-arg]
 
 
 # -- how the models are written ---------------------------------------------------------------------

@@ -71,9 +71,8 @@ config: 2 problems
               parallel.context = "ep"
   parallel.expert: ep is one of mesh.dims, along which all weights would be split
     given:    expert = "ep", mesh.dims = { dp = 2, ep = 4 }, mesh.views = {}
-    expected: a dim of one of mesh.views that is no dim of mesh.dims, such as ep
-    try:      mesh.views.expert = { edp = 1, ep2 = 8 } and parallel.expert = "ep2", or
-              remove parallel.expert
+    expected: a dim of one of mesh.views that is no dim of mesh.dims, as ep in mesh.views.expert = { edp = 2, ep = 4 }
+    try:      remove parallel.expert
 """,
     ),
 ]
@@ -104,12 +103,12 @@ TABLE = [
         ["data.sequence = 128", "data.sequence = 126", "parallel.sequence_parallel = false"]),
     Bad("ulysses heads", CP, ["parallel.attention='ulysses'", "mesh.dims.cp=8", "mesh.dims.tp=2"],
         ["parallel.attention='ulysses'", "mesh.dims.cp=4"], {"model.heads": "4 % 8 = 4"},
-        ["model.heads = 16", "mesh.dims.cp = 4", 'parallel.attention = "ring"']),
+        ["mesh.dims.cp = 4", 'parallel.attention = "ring"']),
     Bad("ulysses kv_heads", CP,
         ["parallel.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.heads=12", "model.kv_heads=4", "model.width=144", "data.sequence=144"],
         ["parallel.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.heads=12", "model.kv_heads=6", "model.width=144", "data.sequence=144"],
         {"model.kv_heads": "4 % 3 = 1"},
-        ["model.kv_heads = 3", "mesh.dims.cp = 4", 'parallel.attention = "ring"']),
+        ["mesh.dims.cp = 4", 'parallel.attention = "ring"']),
     Bad("attention without context", TP, ["parallel.attention='ring'"],
         ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.attention='ring'"], {"parallel.attention": ""},
         ["name a dim in parallel.context", "remove parallel.attention"]),
@@ -131,13 +130,13 @@ TABLE = [
         ["model.layers = 8", "mesh.dims.pp = 2"]),
     Bad("too few micro-batches for ranks", PP, ["train.global_batch=8"],
         ["train.global_batch=8", "train.microbatch=1"], {"train.microbatch": "8/2/4 = 1 < 4"},
-        ["train.microbatch = 1", "train.global_batch = 32", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
+        ["train.global_batch = 32", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
     Bad("micro-batches of an interleaved pipeline", PP, ["train.global_batch=48"], ["train.global_batch=64"],
         {"train.microbatch": "48/2/4 = 6"},
-        ["train.microbatch = 3", "train.global_batch = 64", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
+        ["train.global_batch = 64", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
     Bad("micro-batches of zero bubbles", PP, ["parallel.schedule='zero_bubble'", "train.global_batch=72"],
         ["parallel.schedule='zero_bubble'", "train.global_batch=80"], {"train.microbatch": "72/2/4 = 9"},
-        ["train.microbatch = 3", "train.global_batch = 80", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
+        ["train.global_batch = 96", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
     Bad("batch of a hybrid", HSDP, ["train.global_batch=34"], ["train.global_batch=36", "train.microbatch=3"],
         {"train.global_batch": "34 % 4 = 2"}, ["train.global_batch = 32", "train.global_batch = 48"]),
     Bad("micro-batch of a hybrid", HSDP, ["train.microbatch=3"], ["train.microbatch=2"],
@@ -155,12 +154,12 @@ TABLE = [
     Bad("shards of experts along three dims", MOE,
         ["parallel.shard='fsdp'", "mesh.dims={ dp = 4, fsdp = 2 }", "mesh.views.expert={ a = 2, b = 2, c = 2, ep = 1 }"],
         ["parallel.shard='fsdp'", "mesh.dims={ dp = 4, fsdp = 2 }", "mesh.views.expert={ a = 2, b = 1, c = 2, ep = 2 }"],
-        {"mesh.views.expert": ""}, ["mesh.views.expert = { a = 1, ep = 8 }", "remove parallel.shard"]),
+        {"mesh.views.expert": ""}, ["a view with the dims of pipeline and tensor as they are, and two in place of the others: copies, experts", "remove parallel.shard"]),
     Bad("expert's dim that is none", MOE, ["parallel.expert='eb'"], ["parallel.expert='ep'"],
         {"parallel.expert": ""}, ['parallel.expert = "ep"', "remove parallel.expert"]),
     Bad("expert's dim without a view", MOE, ["mesh.views=", "model.experts=4"],
         ["mesh.views={ experts = { edp = 1, ep = 8 } }"], {"parallel.expert": ""},
-        ["mesh.views.expert = { edp = 2, ep = 4 }", "remove parallel.expert"]),
+        ["remove parallel.expert"]),
     Bad("expert's dim in two views", MOE, ["mesh.views.other={ xdp = 2, ep = 4 }"],
         ["mesh.views.other={ xdp = 2, xp = 4 }"], {"parallel.expert": "2"}, ["remove parallel.expert"]),
     Bad("expert's dim merged", MOE, ["parallel.expert='all'", "mesh.merge.all=['edp', 'ep']"],
@@ -168,7 +167,8 @@ TABLE = [
         ['parallel.expert = "edp"', 'parallel.expert = "ep"', "remove parallel.expert"]),
     Bad("expert's view without tensor", MOE, ["mesh.dims={ dp = 4, tp = 2 }", "parallel.tensor='tp'"],
         ["mesh.dims={ dp = 4, tp = 2 }", "mesh.views.expert={ ep = 4, tp = 2 }", "parallel.tensor='tp'"],
-        {"mesh.views.expert": ""}, ["mesh.views.expert = { edp = 1, ep = 4, tp = 2 }"]),
+        {"mesh.views.expert": ""},
+        ["a view with the dims of pipeline and tensor as they are, and two in place of the others: copies, experts"]),
     Bad("a view's dim for data", MOE, ["parallel.data='edp'"], ["parallel.data='dp'"], {"parallel.data": ""},
         ['parallel.data = "dp"', "remove parallel.data"]),
     Bad("dim of the base beside experts", MOE, ["parallel.data="], ["parallel.context='dp'", "parallel.data="],
@@ -228,6 +228,12 @@ def test_open_sizes_are_checked_when_they_are_known() -> None:
     assert config.resolved(8).expert_gradient_dims == ("edp",)
     with pytest.raises(ConfigError, match=r"model\.experts: experts is not divisible by ep: 8 % 6 = 2\n"):
         config.resolved(6)
+    # A view is judged on a mesh whose size is known.
+    config = load({"mesh": {"dims": {"dp": -1, "tp": 4}, "views": {"expert": {"ep": 6}}}})
+    with pytest.raises(
+        ConfigError, match=r"mesh\.views\.expert: does not fit the mesh: 6, the mesh has 8 ranks\n"
+    ):
+        config.resolved(8)
 
 
 def test_a_dim_of_size_1_costs_nothing_and_splits_nothing() -> None:

@@ -1,0 +1,635 @@
+"""What must hold between the sections of a configuration, once every size is a number?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.config.model import ModelConfig
+from meshcomm.config.parallel import PARTS, ParallelConfig, Part, runs
+from meshcomm.config.problems import Fit, Problem, divisors, multiples, nearest, quotient, remainder
+from meshcomm.config.rules_mesh import may_use_nccl
+from meshcomm.config.section import Absent, Rule, Table, run
+from meshcomm.config.train import DataConfig, TrainConfig
+from meshcomm.config.write import toml, whole_toml
+from meshcomm.layout.names import nearest_name
+from meshcomm.layout.sizes import fold
+
+if TYPE_CHECKING:
+    from meshcomm.config.root import Config
+
+T = TypeVar("T")
+# What a section cannot be without; a model, and with it data, may be made by code.
+_NEEDS: Final = {
+    "parallel": ("train",),
+    "model": ("parallel", "train", "data"),
+    "data": ("parallel", "train"),
+    "train": ("parallel",),
+}
+_A_VIEW: Final = (
+    "a view with the dims of pipeline and tensor as they are, and two in place of the others: copies, experts"
+)
+# How far to look for the size of a dim.
+_MOST_SIZE: Final = 256
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration as the rules across its sections read it: every size is a number.
+
+    A rule that reads what is wrong by itself, a section that is missing, or a size that is -1 until the number of
+    processes is known, is skipped; `Config.resolved` runs all rules with that number.
+    config: as written. sizes, views: of the dims, without those that are not known.
+    """
+
+    config: Config
+    sizes: Mapping[str, int]
+    views: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def of(cls, config: Config) -> Resolved:
+        """The sizes that the configuration gives by itself."""
+        number: int | None = None
+        sizes: dict[str, int] = {}
+        views: dict[str, dict[str, int]] = {}
+        with suppress(Absent):
+            number = config.mesh.count(None)
+        with suppress(Absent):
+            sizes = _known(config.mesh.dims, number)
+        with suppress(Absent):
+            views = {view: _known(inner, number) for view, inner in config.mesh.views.items()}
+        return cls(config, sizes, views)
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """`[mesh]` with the numbers; `dims`, or `views`, cannot be read while one of their sizes is not known."""
+        mesh = self.config.mesh
+        filled = mesh.model_copy(
+            update={
+                "dims": Table(self.sizes),
+                "views": Table({view: Table(sizes) for view, sizes in self.views.items()}),
+            }
+        )
+        for name in ("dims", "views"):
+            if not _same_names(getattr(filled, name), mesh.__dict__.get(name)):
+                del filled.__dict__[name]
+        return filled
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """`[parallel]`, for a rule that needs it; as are the next three."""
+        return _present(self.config.parallel)
+
+    @property
+    def model(self) -> ModelConfig:
+        """`[model]`."""
+        return _present(self.config.model)
+
+    @property
+    def data(self) -> DataConfig:
+        """`[data]`."""
+        return _present(self.config.data)
+
+    @property
+    def train(self) -> TrainConfig:
+        """`[train]`."""
+        return _present(self.config.train)
+
+    def dim(self, part: Part) -> str:
+        """The dim that plays a part."""
+        return _present(self.parallel.parts.get(part))
+
+    def key(self, part: Part) -> str:
+        """The setting that holds the size of a part that is played."""
+        view = self._expert_view(part)
+        return f"mesh.dims.{self.dim(part)}" if view is None else f"mesh.views.{view}.{self.dim(part)}"
+
+    def size(self, part: Part) -> int:
+        """Number of ranks along a part's dim; 1 where no dim plays it."""
+        if self.parallel.parts.get(part) is None:
+            return 1
+        view = self._expert_view(part)
+        sizes = self.sizes if view is None else self.views[view]
+        return _present(sizes.get(self.dim(part)))
+
+    def written(self, names: str) -> str:
+        """Settings (`model.heads`) and sizes of parts (`tensor`) as a report shows them. names: with spaces between them."""
+        return ", ".join(filter(None, map(self._written, names.split())))
+
+    def _written(self, name: str) -> str:
+        section, _, key = name.partition(".")
+        if key:
+            return str(getattr(self, section).written(key))
+        part = next(part for part in PARTS if part == name)
+        return f"{self.key(part)} = {self.size(part)}" if part in self.parallel.parts else ""
+
+    def _expert_view(self, part: Part) -> str | None:
+        return self.parallel.expert_view(self.config.mesh.views) if part == "expert" else None
+
+
+def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """What the rules find, each problem with the sizes of dims that fit."""
+    rules = list(rules)
+    for problem in run(rules, resolved):
+        ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
+        yield replace(problem, tries=list(chain.from_iterable(ways)))
+
+
+def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
+    """A way out as text. A size fits where nothing is wrong that was not wrong before, and this problem is gone."""
+    if isinstance(way, str):
+        return [way]
+    part = next(part for part in PARTS if part == way.part)
+    dim, mesh = resolved.dim(part), resolved.config.mesh
+    known = {other.what for other in run(rules, resolved)} - {problem.what}
+    known_of_mesh = {other.what for other in mesh.problems()}
+    fitting: list[int] = []
+    size = resolved.sizes[dim]
+    for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
+        changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
+        if not known.issuperset(other.what for other in run(rules, changed)):
+            continue
+        other_mesh = mesh.model_copy(update={"dims": Table({**mesh.dims, dim: candidate})})
+        if known_of_mesh.issuperset(other.what for other in other_mesh.problems()):
+            fitting.append(candidate)
+        if len(fitting) == way.most:
+            break
+    return [f"{resolved.key(part)} = {candidate}" for candidate in fitting]
+
+
+def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
+    """The sizes that are numbers, and in the place of one -1 what the others leave of the number of ranks."""
+    known = {name: size for name, size in sizes.items() if size > 0}
+    product = math.prod(known.values())
+    if number and len(known) == len(sizes) - 1 and -1 in sizes.values() and number % product == 0:
+        return {name: known.get(name, number // product) for name in sizes}
+    return known
+
+
+def _same_names(known: Mapping[str, Any], written: Mapping[str, Any] | None) -> bool:
+    if written is None or list(known) != list(written):
+        return False
+    return all(
+        _same_names(known[name], value) for name, value in written.items() if isinstance(value, Mapping)
+    )
+
+
+def _present(value: T | None) -> T:
+    if value is None:
+        raise Absent
+    return value
+
+
+# -- sections ---------------------------------------------------------------------------------------
+
+
+def _sections(resolved: Resolved) -> Iterator[Problem]:
+    """The sections of a training are there together; [parallel] alone is the roles of dims, for a program's own training."""
+    sections = resolved.config.__dict__
+    # A section that is wrong is there.
+    present = [name for name in _NEEDS if sections.get(name, name) is not None]
+    needed = {name for section in present for name in _NEEDS[section]}
+    missing = [name for name in _NEEDS if name in needed.difference(present)]
+    if missing and present != ["parallel"]:
+        yield Problem(
+            ", ".join(missing),
+            "missing" if len(missing) == 1 else f"{len(missing)} sections are missing",
+            "all of [parallel] [model] [data] [train], without [model] and [data] where code makes them, or a mesh "
+            "alone, or [parallel] alone: its roles",
+            [
+                f"{verb} " + " ".join(f"[{name}]" for name in names)
+                for verb, names in (("add", missing), ("remove", present))
+            ],
+            " ".join(f"[{name}]" for name in present),
+        )
+
+
+def _device_to_bind(resolved: Resolved) -> Iterator[Problem]:
+    process, mesh = resolved.config.process, resolved.config.mesh
+    if process.device_id is True and mesh.device == "cpu":
+        ways = ['process.device_id = "auto"', 'mesh.device = "cuda"']
+        what, given = "no effect: device cpu has nothing to bind", 'device_id = true, mesh.device = "cpu"'
+        yield Problem("process.device_id", what, '"auto" or false on cpu', ways, given)
+
+
+def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
+    mesh = resolved.config.mesh
+    settings = {} if may_use_nccl(mesh) else resolved.config.network.nccl_settings()
+    for key, value in settings.items():
+        yield Problem(
+            f"network.{key}",
+            "no effect: no group of this mesh runs on NCCL",
+            f"{key} only where a backend is nccl",
+            [f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"'],
+            f"{key} = {toml(value)}, {mesh.written('device backend')}",
+        )
+
+
+def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
+    model, data = resolved.config.model, resolved.data
+    pretrained = None if model is None else model.pretrained
+    if data.tokenizer_of(pretrained) is not None or data.source not in ("files", "dataset"):
+        return
+    if data.eos is not None:
+        ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]
+        what = "no effect without a tokenizer: bytes have no token for it"
+        yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
+    # A column of a dataset may hold tokens: its rows are looked at when they are read.
+    if data.tokenizer is None and data.source == "files" and model is not None and model.reads_weights:
+        yield Problem(
+            "data.tokenizer",
+            "the weights were trained on tokens of a tokenizer, which their folder does not have",
+            'a tokenizer.json; or "bytes", if a byte is a token of these weights',
+            [
+                'data.tokenizer = "FOLDER"',
+                'data.tokenizer = "bytes"',
+                "data.tokens, with the tokens of these texts",
+            ],
+            f"no tokenizer.json in {pretrained}",
+        )
+
+
+def _evaluation(resolved: Resolved) -> Iterator[Problem]:
+    data, every = resolved.data, resolved.train.eval_every
+    if every and not data.validates:
+        expected = "data.validation, data.validation_files or data.validation_split"
+        ways = ["data.validation = 0.05", "train.eval_every = 0"]
+        what = "nothing to evaluate: the data has no validation part"
+        yield Problem("train.eval_every", what, expected, ways, f"eval_every = {every}")
+    files = "validation_files" if data.validation_files else "validation_split"
+    if not every and (data.validation_files or data.validation_split):
+        ways = ["train.eval_every = 100", f"remove data.{files}"]
+        what = "no effect: nothing is evaluated"
+        yield Problem(f"data.{files}", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
+
+
+# -- every part has a dim, and every dim a part -----------------------------------------------------
+
+
+def _parts(resolved: Resolved) -> Iterator[Problem]:
+    """Parts have dims of the base; dims of the base that no part uses make all their ranks do the same."""
+    mesh, parallel = resolved.config.mesh, resolved.parallel
+    # The expert's dim is one of a view.
+    unknown = [
+        _unknown_dim(mesh, part, dim)
+        for part, dim in parallel.parts.items()
+        if part != "expert" and dim not in mesh.dims
+    ]
+    yield from unknown
+    if unknown or resolved.config.train is None:
+        return
+    free = [part for part in PARTS if part not in parallel.parts and part != "expert"]
+    used = [dim for part, dim in parallel.parts.items() if part != "expert"]
+    for dim in mesh.dims:
+        size = resolved.sizes.get(dim, 1)
+        if size > 1 and dim not in used:
+            played = ", ".join(f"{part} = {toml(name)}" for part, name in parallel.parts.items())
+            yield Problem(
+                f"mesh.dims.{dim}",
+                f"no part of the training uses {dim}: its {size} ranks would all do the same",
+                f"size 1, or a part that {dim} plays",
+                [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)],
+                f"dims.{dim} = {size}; parallel has {played or 'no part'}",
+            )
+
+
+def _unknown_dim(mesh: MeshConfig, part: Part, dim: str) -> Problem:
+    near = nearest_name(dim, mesh.dims)
+    of_view = any(dim in sizes for sizes in mesh.views.values())
+    kind = "a merged dim" if dim in mesh.merge else "a view's dim" if of_view else ""
+    ways = [f'parallel.{part} = "{near}"'] if near is not None else []
+    if not kind:
+        ways.append(f"mesh.dims = {whole_toml({dim: 1, **mesh.dims})}")
+    what = f"{dim} is {kind}" if kind else f"no dim {dim}"
+    expected = "one of mesh.dims: " + ", ".join(mesh.dims)
+    given = f"{part} = {toml(dim)}, mesh.dims = {toml(mesh.dims)}"
+    return Problem(f"parallel.{part}", what, expected, [*ways, f"remove parallel.{part}"], given)
+
+
+def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
+    """The expert's dim is in exactly one view, and not in the base."""
+    mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
+    dim = resolved.dim("expert")
+    homes = [view for view, sizes in mesh.views.items() if dim in sizes]
+    # A dim that plays two parts is reported by [parallel].
+    if (len(homes) == 1 and dim not in mesh.dims) or list(parallel.parts.values()).count(dim) > 1:
+        return
+    if dim in mesh.dims:
+        what = f"{dim} is one of mesh.dims, along which all weights would be split"
+    elif homes:
+        what = f"{dim} is in {len(homes)} views: {', '.join(homes)}"
+    else:
+        what = f"{dim} is a merged dim" if dim in mesh.merge else f"no dim {dim} in a view"
+    of_views = dict.fromkeys(n for sizes in mesh.views.values() for n in sizes if n not in mesh.dims)
+    others = [name for name in of_views if name != dim]
+    near = nearest_name(dim, others)
+    names = [] if homes else [near] if near is not None else others
+    ways = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
+    expected = "a dim of one of mesh.views that is no dim of mesh.dims"
+    expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
+    yield Problem("parallel.expert", what, expected, ways, given)
+
+
+def _expert_view(resolved: Resolved) -> Iterator[Problem]:
+    """Along pipeline and tensor experts are split as all weights are; with shard, along two dims at most."""
+    mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
+    view = parallel.expert_view(mesh.views)
+    if view is None or parallel.expert is None or parallel.expert in mesh.dims:
+        return
+    sizes = mesh.views[view]
+    kept: tuple[Part, ...] = ("pipeline", "tensor")
+    for part in kept:
+        dim = parallel.parts.get(part)
+        if dim is not None and dim in mesh.dims and dim not in sizes:
+            yield Problem(
+                f"mesh.views.{view}",
+                f"does not hold {dim}, which plays {part}",
+                f"{dim} = {mesh.dims[dim]} in its place: experts are split along {part} as all weights are",
+                [_A_VIEW],
+                f"views.{view} = {toml(sizes)}, mesh.dims = {toml(mesh.dims)}, {part} = {toml(dim)}",
+            )
+    # FSDP takes two dims: one along which weights are shards, and one along which these are copied.
+    copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
+    if parallel.shard is not None and len(copied) > 2:
+        yield Problem(
+            f"mesh.views.{view}",
+            f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor: experts are sharded along one dim "
+            "and copied along one other",
+            "two of them at most",
+            [_A_VIEW, "remove parallel.shard"],
+            f"views.{view} = {toml(sizes)}, {parallel.written('shard expert')}",
+        )
+
+
+# -- samples and tokens -----------------------------------------------------------------------------
+
+
+def _global_batch(resolved: Resolved) -> Iterator[Problem]:
+    train, ranks = resolved.train, resolved.size("data") * resolved.size("shard")
+    batch, micro = train.global_batch, train.microbatch
+    batches = multiples(batch, ranks * micro)
+    if batch % ranks:
+        parts: list[Part] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
+        names = [resolved.dim(part) for part in parts]
+        yield Problem(
+            "train.global_batch",
+            f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}",
+            f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}",
+            [*(f"train.global_batch = {n}" for n in batches), *map(Fit, parts)],
+            resolved.written("train.global_batch data shard"),
+        )
+    elif batch // ranks % micro:
+        samples = batch // ranks
+        yield Problem(
+            "train.microbatch",
+            f"does not divide a rank's samples: {quotient(batch, ranks)}{remainder(samples, micro)}",
+            f"a divisor of {samples}",
+            [
+                *(f"train.microbatch = {n}" for n in nearest(micro, divisors(samples))),
+                f"train.global_batch = {batches[0]}",
+            ],
+            resolved.written("train.global_batch train.microbatch data shard"),
+        )
+
+
+def _microbatches(resolved: Resolved) -> Iterator[Problem]:
+    """As many micro-batches as the pipeline's schedule runs."""
+    parallel, train, ranks = resolved.parallel, resolved.train, resolved.size("pipeline")
+    copies = resolved.size("data") * resolved.size("shard")
+    batch, micro, schedule = train.global_batch, train.microbatch, parallel.schedule
+    number = batch // (copies * micro)
+    if batch % (copies * micro) or runs(schedule, number, ranks):
+        return
+    dim = resolved.dim("pipeline")
+    arithmetic = f"{batch}/{copies}/{micro} = {number}"
+    if number < ranks:
+        stages, each = (
+            ("stages", "stage of 1f1b")
+            if schedule == "1f1b"
+            else (f"ranks along {dim}", f"rank of {schedule}")
+        )
+        what = f"fewer micro-batches than {stages}: {arithmetic} < {ranks}"
+        expected = f"at least one micro-batch for each {each}"
+    elif schedule == "interleaved_1f1b":
+        what = f"micro-batches are not a multiple of {dim}: {arithmetic}, {remainder(number, ranks)}"
+        expected = f"full rounds of {ranks} micro-batches, one for each rank along {dim}"
+    else:
+        rounds = number // ranks
+        what = (
+            f"micro-batches do not fall into {rounds} equal rounds: {arithmetic}, "
+            f"{number} // {ranks} = {rounds}, {remainder(number, rounds)}"
+        )
+        expected = (
+            f"as many micro-batches in each round of {schedule}, at least one for each rank along {dim}"
+        )
+    one_stage = " and parallel.stages_per_rank = 1" if parallel.stages_per_rank > 1 else ""
+    ways = [
+        f"train.global_batch = {-(-number // ranks) * ranks * copies * micro}",
+        f'parallel.schedule = "gpipe"{one_stage}',
+    ]
+    given = resolved.written("train.microbatch train.global_batch data shard pipeline parallel.schedule")
+    yield Problem("train.microbatch", what, expected, ways, given)
+
+
+def _tokens(resolved: Resolved) -> Iterator[Problem]:
+    """Equal chunks of a sample along context, and along tensor with sequence_parallel."""
+    parallel, sequence = resolved.parallel, resolved.data.sequence
+    context = resolved.size("context")
+    ring = parallel.attention == "ring"
+    chunks = context * (2 if ring and context > 1 else 1)
+    tensor = resolved.size("tensor") if parallel.sequence_parallel else 1
+    fitting = [f"data.sequence = {n}" for n in multiples(sequence, math.lcm(chunks, context * tensor))]
+    if sequence % chunks:
+        dim = resolved.dim("context")
+        yield Problem(
+            "data.sequence",
+            f"not divisible by {'2*' if ring else ''}{dim}: {remainder(sequence, chunks)}",
+            "two chunks of equal length for each rank, one early and one late: zig-zag"
+            if ring
+            else f"equally many tokens for each of the {context} ranks along {dim}",
+            [*fitting, Fit("context")],
+            resolved.written("data.sequence context parallel.attention"),
+        )
+    elif sequence // context % tensor:
+        dim = resolved.dim("tensor")
+        yield Problem(
+            "data.sequence",
+            f"a rank's tokens are not divisible by {dim}: {quotient(sequence, context)}"
+            f"{remainder(sequence // context, tensor)}",
+            f"equally many tokens for each of the {tensor} ranks along {dim}",
+            [*fitting, "parallel.sequence_parallel = false"],
+            resolved.written("data.sequence context tensor parallel.sequence_parallel"),
+        )
+
+
+# -- the model on the mesh --------------------------------------------------------------------------
+
+
+def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
+    model, size = resolved.model, resolved.size("tensor")
+    number = getattr(model, name)
+    if number is not None and number % size:
+        dim = resolved.dim("tensor")
+        fitting = [f"model.ff = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
+        yield Problem(
+            f"model.{name}",
+            f"{name} is not divisible by {dim}: {remainder(number, size)}",
+            f"{name} divisible by mesh.dims.{dim}",
+            [Fit("tensor", 2), *fitting],
+            resolved.written(f"model.{name} tensor"),
+        )
+
+
+def _vocabulary(resolved: Resolved) -> Iterator[Problem]:
+    # Embedding and head of a folder stay whole where they cannot be split; code says itself what it can.
+    tokens, size = resolved.model.vocabulary, resolved.size("tensor")
+    if resolved.model.is_built_in and tokens % size:
+        dim = resolved.dim("tensor")
+        what = f"the vocabulary of {tokens} is not divisible by {dim}: {remainder(tokens, size)}"
+        ways, given = [Fit("tensor", 2)], resolved.written("tensor")
+        yield Problem(f"mesh.dims.{dim}", what, f"a divisor of {tokens}", ways, given)
+
+
+def _overlap(resolved: Resolved) -> Iterator[Problem]:
+    if not resolved.parallel.overlap:
+        return
+    if not resolved.model.is_built_in:
+        what = "layers that a plan splits gather the sequence at once: overlap has no effect on them"
+        ways, given = ["parallel.overlap = false"], resolved.written("parallel.overlap")
+        yield Problem("parallel.overlap", what, "the built-in model", ways, given)
+
+
+def _stages(resolved: Resolved) -> Iterator[Problem]:
+    layers, ranks, each = resolved.model.layers, resolved.size("pipeline"), resolved.parallel.stages_per_rank
+    if layers is not None and ranks > 1 and layers < ranks * each:
+        stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
+        fewer = [layers // ranks] if layers // ranks > 1 else []
+        yield Problem(
+            "model.layers",
+            f"fewer layers than stages: {layers} < {stages}",
+            "at least one layer for each stage",
+            [
+                f"model.layers = {ranks * each}",
+                *(f"parallel.stages_per_rank = {n}" for n in fewer),
+                Fit("pipeline"),
+            ],
+            resolved.written("model.layers pipeline parallel.stages_per_rank"),
+        )
+
+
+def _ulysses(resolved: Resolved) -> Iterator[Problem]:
+    model, tensor, context = resolved.model, resolved.size("tensor"), resolved.size("context")
+    if resolved.parallel.attention != "ulysses" or context == 1 or None in (model.heads, model.kv_heads):
+        return
+    if model.heads % tensor or model.kv_heads % tensor:
+        return
+    heads, kv_heads, dim = model.heads // tensor, model.kv_heads // tensor, resolved.dim("context")
+    ways: list[str | Fit] = [Fit("context"), 'parallel.attention = "ring"']
+    given = resolved.written("model.heads model.kv_heads tensor context parallel.attention")
+    if heads % context:
+        yield Problem(
+            "model.heads",
+            f"a rank's heads are not divisible by {dim}: {quotient(model.heads, tensor)}{remainder(heads, context)}",
+            f"equally many heads for each of the {context} ranks along {dim}, which exchange tokens for heads",
+            ways,
+            given,
+        )
+    elif kv_heads % context and context % kv_heads:
+        arithmetic = quotient(model.kv_heads, tensor) + remainder(kv_heads, context)
+        yield Problem(
+            "model.kv_heads",
+            f"neither a rank's kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, kv_heads)}",
+            f"equally many for each of the {context} ranks along {dim}, or each on equally many of them",
+            ways,
+            given,
+        )
+
+
+def _experts(resolved: Resolved) -> Iterator[Problem]:
+    model, parallel, _ = resolved.model, resolved.parallel, resolved.train
+    if parallel.expert is None:
+        return
+    if not model.experts:
+        view = _present(parallel.expert_view(resolved.config.mesh.views))
+        size = resolved.views[view].get(parallel.expert, 1)
+        some = -(-8 // size) * size
+        ways, given = (
+            [f"model.experts = {some}", "remove parallel.expert"],
+            resolved.written("parallel.expert model.experts"),
+        )
+        yield Problem(
+            "parallel.expert",
+            "no effect: the model has no experts",
+            "model.experts of 1 or more",
+            ways,
+            given,
+        )
+        return
+    size = resolved.size("expert")
+    if model.experts % size:
+        fitting = multiples(model.experts, size)
+        yield Problem(
+            "model.experts",
+            f"experts is not divisible by {resolved.dim('expert')}: {remainder(model.experts, size)}",
+            f"equally many experts for each of the {size} ranks along {resolved.dim('expert')}",
+            [f"model.experts = {n}" for n in fitting],
+            resolved.written("model.experts expert"),
+        )
+
+
+# -- what cannot be had together --------------------------------------------------------------------
+
+
+def _compiled_overlap(resolved: Resolved) -> Iterator[Problem]:
+    if resolved.train.compile and resolved.parallel.overlap:
+        what = "overlap has no effect in compiled blocks, which gather the sequence at once"
+        ways = ["parallel.overlap = false", "train.compile = false"]
+        yield Problem(
+            "parallel.overlap", what, "one of both", ways, resolved.written("train.compile parallel.overlap")
+        )
+
+
+def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
+    # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph
+    # ran twice for each micro-batch, once for the inputs and once for the weights.
+    if not resolved.train.compile or resolved.parallel.schedule != "zero_bubble":
+        return
+    if resolved.parallel.pipeline is not None and resolved.sizes.get(resolved.parallel.pipeline) != 1:
+        yield Problem(
+            "train.compile",
+            "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
+            "runs the halves for inputs and weights at different times",
+            "one of them",
+            ["train.compile = false", 'parallel.schedule = "interleaved_1f1b"'],
+            resolved.written("train.compile parallel.schedule"),
+        )
+
+
+def _profiled_ranks(resolved: Resolved) -> Iterator[Problem]:
+    mesh, profiled, _ = resolved.mesh, resolved.train.profile_ranks, resolved.parallel
+    known = range(math.prod(mesh.dims.values())) if mesh.ranks is None else mesh.ranks
+    outside = [rank for rank in profiled if rank not in known]
+    if outside:
+        yield Problem(
+            "train.profile_ranks",
+            f"rank {outside[0]} is not in the mesh",
+            f"ranks of the mesh: {fold(mesh.ranks) if mesh.ranks is not None else f'0 to {known[-1]}'}",
+            [f"train.profile_ranks = {toml([known[0]])}", "remove train.profile_ranks: all ranks"],
+            f"{resolved.written('train.profile_ranks')}, dims = {toml(mesh.dims)}",
+        )
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
+    _parts, _expert_dim, _expert_view,
+    _global_batch, _microbatches, _tokens,
+    *(partial(_split_along_tensor, name) for name in ("heads", "kv_heads", "ff")), _vocabulary, _overlap, _stages, _ulysses, _experts,
+    _compiled_overlap, _compiled_halves, _profiled_ranks,
+)  # fmt: skip
