@@ -156,7 +156,7 @@ class Pool:
                   in the text.
         """
         ended = self.call(function, args, ranks=ranks, timeout_s=timeout_s, env=env)
-        failures = {rank: one.text for rank, one in enumerate(ended) if one.state != "returned"}
+        failures = {rank: _told(one) for rank, one in enumerate(ended) if one.state != "returned"}
         if failures and not allow:
             raise RankFailure(failures, ranks)
         return [one.value for one in ended]
@@ -275,6 +275,13 @@ class Pool:
             text = f"did not return within {timeout_s:g} s\n" + stacks[rank].partition("\n")[2]
             ended[rank] = Ended("late", TimeoutError(text), text, stacks[rank])
         return ended
+
+
+def _told(one: Ended) -> str:
+    """What went wrong, with the stacks that a rank wrote as it died of a fault such as SIGSEGV."""
+    # The first line of the stacks says which thread is the main one.
+    fault = one.stack.partition("\n")[2].strip() if one.state == "died" else ""
+    return f"{one.text}\n{fault}".rstrip()
 
 
 def _ended(worker: _Worker, stack: str) -> Ended:
