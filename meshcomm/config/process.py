@@ -124,7 +124,7 @@ class NetworkConfig(Section):
     interfaces: FrozenList[Text] = ()
     """Names of network interfaces for Gloo and NCCL. Default: theirs to choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """How much NCCL logs. None: what NCCL does by itself."""
+    """How much NCCL logs. None: as NCCL decides."""
     nccl_debug_subsys: FrozenList[str] = ()
     """With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out."""
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)

@@ -43,8 +43,8 @@ _MOST_SIZE: Final = 256
 class Resolved:
     """A configuration as the rules across its sections read it: every size is a number.
 
-    A rule that reads what is wrong by itself, a section that is missing, or a size that is -1 until the number of
-    processes is known, is skipped; `Config.resolved` runs all rules with that number.
+    A rule is skipped where it reads a wrong setting, a missing section, or a size that is -1 until the number of
+    processes is known. `Config.resolved` runs all rules with that number.
     config: as written. sizes, views: of the dims, without those that are not known.
     """
 

@@ -200,7 +200,7 @@ def _clash(base: Mapping[str, int], views: Mapping[str, Mapping[str, int]], path
 
 
 def _merged(mesh: MeshConfig) -> Iterator[Problem]:
-    """A layout says what is wrong with the names; sizes say nothing about them."""
+    """Problems that a layout finds in the names of dims and views, with sizes of 1."""
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
     if _clash(dims, views, []):

@@ -240,7 +240,7 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """A section of what is right in `data`, and pydantic's errors about the rest; of sections in it, what is right there."""
+    """The section that the valid settings in `data` make, and pydantic's errors about the others. Nested sections alike."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:

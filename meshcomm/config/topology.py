@@ -53,7 +53,7 @@ class TopologyConfig(Section):
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks r with equal r // ranks_per_node share a node. None: not known."""
     nodes_per_rack: int | None = Field(default=None, ge=1)
-    """Nodes n with equal n // nodes_per_rack share a rack. None: no racks are told apart."""
+    """Nodes n with equal n // nodes_per_rack share a rack. None: racks do not matter."""
     links: Links = Links()
     """Speed of the links. Default: not known."""
     call_us: float = Field(default=0.0, ge=0)

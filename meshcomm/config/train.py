@@ -291,8 +291,8 @@ class TrainConfig(Section):
     """Where metrics go beside metrics.jsonl: to TensorBoard, in out/tensorboard, and to Weights & Biases, in out/wandb,
     offline unless WANDB_MODE says otherwise. Default []: nowhere."""
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])
-    """The most dense FLOP/s of a rank's device in the type that matrices are multiplied in: MFU is a share of it. None:
-    as the maker of a well-known GPU says; of another device no MFU is told."""
+    """Peak dense FLOP/s of a rank's device in the type of its matrix products; MFU is relative to it. None: the
+    vendor's figure for a well-known GPU; for other devices no MFU is shown."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps from one checkpoint to the next; one more follows the last step. 0: none."""
     checkpoint_async: bool = False

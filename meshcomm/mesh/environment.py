@@ -144,7 +144,7 @@ def find_launch(env: Mapping[str, str]) -> Launch:
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
-    """The launch of a process whose program gives its rank and the world's size; the caller sets these two.
+    """The launch of a process whose program gives its rank and the world's size; the `meet` sets these two.
 
     Ray and `multiprocessing` may set the address, as for `init_process_group(rank=..., world_size=...)`.
     """

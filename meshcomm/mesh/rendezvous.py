@@ -90,6 +90,8 @@ def meet(
             expected=f"a rank from 0 to {world_size - 1}",
             hint="give both rank and world_size, or let a launcher set them",
         )
+    if launch.kind == "given":
+        launch = replace(launch, rank=rank, world_size=world_size)
     # One who brings a store may use it again; of several agents, nobody counts the attempts of all.
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:

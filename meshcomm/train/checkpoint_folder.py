@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which are complete, and how a draft becomes one atomically.
+"""The folder of a run's checkpoints: which of them are complete, and how a draft becomes a checkpoint at once.
 
     <train.out>/checkpoints/
         job                  the job that writes here, so that its restarts know their own

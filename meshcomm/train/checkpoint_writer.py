@@ -1,4 +1,4 @@
-"""Write sharded tensors into one folder, each rank its part; any mesh can read it.
+"""Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
 
 The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
 `async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,

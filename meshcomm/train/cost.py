@@ -19,7 +19,7 @@ from meshcomm.transport.torch_private import DispatchMode, flops_of, recomputes
 
 
 class Memory(NamedTuple):
-    """The most that a rank has had, and which rank. kind: what is counted."""
+    """The highest peak of memory among the ranks, and the rank that had it. kind: what was measured."""
 
     nbytes: int
     rank: int
@@ -36,7 +36,7 @@ class Rates(NamedTuple):
 
 @final
 class Cost:
-    """Of one training step. Every rank of the mesh has one, with the same results.
+    """FLOPs, time and memory of a training step. Every rank of the mesh has a Cost, with the same results.
 
     FLOPs are those of the first step that was counted; peak memory is that of the last comparison.
     """

@@ -147,6 +147,13 @@ def test_each_way_to_meet(pool: Pool, tmp_path: Path, way: Any) -> None:
     assert pool.run(way, str(tmp_path / "rendezvous"), free_port(), ranks=2) == [[0, 1]] * 2
 
 
+def test_what_the_program_says_is_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    nobody = Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
+    met = meet(ProcessConfig(), nobody, 5, store=dist.HashStore(), rank=1, world_size=2)
+    assert (met.launch.kind, met.launch.rank, met.launch.world_size) == ("given", 1, 2)
+
+
 def by_oneself() -> list[list[int]]:
     alone()
     process = ProcessConfig(init="tcp", address=f"127.0.0.1:{free_port()}", rank=0, world_size=1)
