@@ -1,9 +1,9 @@
-"""The `meshcomm` command itself, and what its commands have in common."""
+"""The `meshcomm` command itself, and the options that several commands share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -124,6 +124,12 @@ Version = Annotated[
 def _commands(version: Version = False) -> None:
     # With a callback the first argument stays a command's name even while there is one command.
     pass
+
+
+def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError:
+    """--set without a config."""
+    given = " ".join(f"--set {override}" for override in overrides)
+    return ConfigError("--set has no effect without a CONFIG", given=given, expected=expected, hint=hint)
 
 
 def discovered_topology(settings: Config) -> TopologyConfig:

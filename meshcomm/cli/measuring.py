@@ -60,12 +60,15 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
-    from meshcomm.jobs.bench import Output
+    from meshcomm.bench.facts import Asked
+    from meshcomm.jobs.bench import SIZES, Output
     from meshcomm.jobs.bench import bench as job
+    from meshcomm.predict.times import named_operations
+    from meshcomm.show.units import read_bytes
 
-    output = Output(json, fit)
-    code = job(config, overrides or (), world, operation or (), size or (), dim or (), rounds, alone, output)
-    raise typer.Exit(code)
+    sizes = [read_bytes(text) for text in size or SIZES]
+    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds, alone)
+    raise typer.Exit(job(config, overrides or (), world, asked, Output(json, fit)))
 
 
 @app.command()

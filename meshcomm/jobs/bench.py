@@ -19,10 +19,8 @@ from meshcomm.mesh.opening import init
 from meshcomm.predict.fit import MARK as FIT_MARK
 from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
 from meshcomm.predict.machine import discovered, known_machine
-from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.page import terminal
-from meshcomm.show.units import read_bytes
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.
@@ -41,11 +39,7 @@ def bench(
     config: Path | None,
     overrides: Sequence[str],
     world: int | None,
-    operations: Sequence[str],
-    sizes: Sequence[str],
-    dims: Sequence[str],
-    rounds: int,
-    alone: bool,
+    asked: Asked,
     output: Output,
 ) -> int:
     """Measure the mesh of `config` beside raw torch.distributed; returns the exit code.
@@ -53,23 +47,20 @@ def bench(
     Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU. All that is asked for is
     checked before any process starts.
     """
-    asked = Asked(
-        named_operations(operations), [read_bytes(text) for text in sizes or SIZES], dims, rounds, alone
-    )
     settings = load(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
     if config is None and here.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
     size = here.world_size if here.kind != "single" else world_of(settings, world)
-    families, _ = chosen_dims(settings.plan(size), dims)
+    families, _ = chosen_dims(settings.plan(size), asked.dims)
     items(families, asked.operations, asked.sizes)
     if output.fit is not None:
         check_sizes(asked.sizes)
         _check_output(output.fit)
-    words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
-    for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
-        words += [word for value in values for word in (option, value)]
-    words += ["--alone"] * alone + ["--json"] * output.json
+    words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(asked.rounds)]
+    for option, values in (("--op", asked.operations), ("--bytes", asked.sizes), ("--dim", asked.dims)):
+        words += [word for value in values for word in (option, str(value))]
+    words += ["--alone"] * asked.alone + ["--json"] * output.json
     words += [] if output.fit is None else ["--fit", str(output.fit)]
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
 
