@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from meshcomm.cli.app import AsJson, Overrides, World, app, no_config, show, show_json
+from meshcomm.cli.app import AsJson, Overrides, World, app, no_config, show_facts
 from meshcomm.errors import LaunchError
 
 # How long the ranks wait for each other where no config says.
@@ -82,10 +83,8 @@ def doctor(
     else:
         refuse_other_world(here, world)
         as_rank(together, here, lambda: f"rank {here.rank}")
-    if facts is not None and json:
-        show_json(facts)
-    elif facts is not None:
-        show(view(facts, everything))
+    if facts is not None:
+        show_facts(facts, json, partial(view, everything=everything))
     raise typer.Exit(code)
 
 

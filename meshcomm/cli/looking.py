@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -203,10 +203,7 @@ def lint(
     topology = discovered_topology(settings)
     findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
     facts = lint_facts(settings, settings.plan(world), topology, findings)
-    if json:
-        show_json(facts)
-    else:
-        show(Folded(lint_text(settings.source, facts, findings)))
+    show_facts(facts, json, lambda _: Folded(lint_text(settings.source, facts, findings)))
     raise typer.Exit(int(strict and bool(findings)))
 
 
@@ -225,13 +222,15 @@ def view(
     overrides: Overrides = None,
 ) -> None:
     """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
+    from meshcomm.config.write import check_ending
+    from meshcomm.errors import ViewError
     from meshcomm.view.facts import page_facts
-    from meshcomm.view.page import check_page, export_page
+    from meshcomm.view.page import export_page
     from meshcomm.view.run import find_target
     from meshcomm.view.server import Server
 
     if export is not None:
-        check_page(export)
+        check_ending(export, "--export", ".html", ".htm", kind=ViewError)
     found = find_target(target, overrides or ())
     facts = page_facts(found.settings, world, discovered_topology(found.settings))
     if export is not None:
@@ -286,24 +285,23 @@ def _one_way_out(export: Path | None, json: bool) -> None:
         return
     if json:
         raise typer.BadParameter("--json prints and --export writes: one of the two")
-    from meshcomm.show.page import check_kind
+    from meshcomm.config.write import check_ending
+    from meshcomm.show.page import KINDS
 
-    check_kind(export)
+    check_ending(export, "--export", *KINDS)
 
 
 def _write(picture: _Picture, export: Path | None, json: bool) -> None:
     """The facts as a file, as JSON, or on the screen."""
-    if json:
-        show_json(picture.facts)
-        return
+    from rich.console import Group
+
     from meshcomm.show.page import export as write
     from meshcomm.show.page import page_view, svg_of
 
-    views = picture.shown or [page_view(picture.page())]
     if export is None:
-        for view in views:
-            show(view)
+        show_facts(picture.facts, json, lambda _: Group(*picture.shown or [page_view(picture.page())]))
         return
+    views = picture.shown or [page_view(picture.page())]
     svg = picture.svg or (lambda: svg_of(views, picture.title))
     write(export, picture.facts, picture.page, svg)
     typer.echo(f"written: {export}", err=True)

@@ -15,8 +15,7 @@ from meshcomm.cli.app import (
     World,
     app,
     discovered_topology,
-    show,
-    show_json,
+    show_facts,
 )
 
 
@@ -94,10 +93,7 @@ def costs(
     machine = known_machine(discovered_topology(settings), settings.source)
     sizes = [read_bytes(text) for text in size or ("4KiB", "1MiB", "64MiB", "1GiB")]
     facts = cost_facts(settings.plan(world), machine, named_operations(operation or ()), sizes)
-    if json:
-        show_json(facts)
-        return
-    show(cost_view(facts))
+    show_facts(facts, json, cost_view)
 
 
 @app.command()
@@ -144,10 +140,7 @@ def place(
     if exact:
         for placement, each in zip(facts["placements"], ran, strict=True):
             placement["exact"] = each._asdict()
-    if json:
-        show_json(facts)
-    else:
-        show(place_view(facts))
+    show_facts(facts, json, place_view)
     if write is not None:
         write_placement(settings, ranking, choose, write)
         typer.echo(f"written: {write}", err=json)

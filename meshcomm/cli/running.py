@@ -10,7 +10,7 @@ from typing import Annotated, Any, final
 import typer
 from typer.core import TyperCommand
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, no_config, show, show_json
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, no_config, show_facts
 from meshcomm.errors import LaunchError
 
 First = Annotated[
@@ -89,16 +89,12 @@ def simulate(
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
     config, script, arguments = named("simulate", first, second, context.args, overrides)
+    from meshcomm.show.stats import traffic_view
     from meshcomm.simulator.run import simulate_script
 
     with redirect_stdout(sys.stderr) if json else nullcontext():
         facts = simulate_script(config, script, arguments, overrides or (), world, seed, explore)
-    if json:
-        show_json(facts)
-    else:
-        from meshcomm.show.stats import traffic_view
-
-        show(traffic_view(facts))
+    show_facts(facts, json, traffic_view)
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)
@@ -128,17 +124,13 @@ def parity(
     Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
     """
     from meshcomm.jobs.running import parity as job
+    from meshcomm.show.parity import parity_view
 
     given = None
     if script is not None:
         given = _found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]"), context.args
     facts = job(config, overrides or (), world, steps, tolerance, given)
-    if json:
-        show_json(facts)
-    else:
-        from meshcomm.show.parity import parity_view
-
-        show(parity_view(facts))
+    show_facts(facts, json, parity_view)
     raise typer.Exit(0 if facts["agrees"] else 1)
 
 
@@ -179,6 +171,7 @@ def dryrun(
     from meshcomm.dryrun.script import Script
     from meshcomm.jobs.dryrun import Sample
     from meshcomm.jobs.dryrun import dryrun as job
+    from meshcomm.show.dryrun import dry_view
 
     if first is None:
         raise LaunchError(
@@ -193,12 +186,7 @@ def dryrun(
         config, path, arguments = named("dryrun", first, second, context.args, overrides)
         script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
     facts = job(config, overrides or (), world, script, Sample(rank or (), sample, seed), trace)
-    if json:
-        show_json(facts)
-    else:
-        from meshcomm.show.dryrun import dry_view
-
-        show(dry_view(facts))
+    show_facts(facts, json, dry_view)
     raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
 from meshcomm.config import Config, load
-from meshcomm.config.write import write_whole
+from meshcomm.config.write import check_ending, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
@@ -67,13 +67,7 @@ def bench(
 
 def _check_output(path: Path) -> None:
     """Raise ConfigError unless `path` can become a `[topology]`; a file that somebody else wrote is not replaced."""
-    if path.suffix != ".toml":
-        raise ConfigError(
-            f"{path} does not end in .toml",
-            given=f"--fit {path}",
-            expected="a name that ends in .toml",
-            hint=f"--fit {path.with_suffix('.toml')}" if path.name else None,
-        )
+    check_ending(path, "--fit", ".toml")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(
             f"{path} cannot be written",

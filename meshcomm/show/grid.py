@@ -103,14 +103,12 @@ class Room(NamedTuple):
     """How much room there is in one direction, in columns or lines.
 
     total: all of it. cell: one rank. inner, outer: between ranks of a block, between blocks.
-    gap: the mark of coords that are left out.
     """
 
     total: int
     cell: int
     inner: int
     outer: int
-    gap: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,22 +239,22 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
     """How many coords inside a block and how many blocks to draw: as many ranks as fit, at least one.
 
-    gaps: the number of marks in place of omitted coords.
+    gaps: the number of marks in place of omitted coords, one column or line each.
     """
     best, score = (1, 1), (0, 0, 0)
     limit = max(1, room.total // room.cell)
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
-        block = _length(inner, inside - inner, room.cell, room.inner, room.gap, gaps)
+        block = _length(inner, inside - inner, room.cell, room.inner, gaps)
         # First and last of each before more of one.
         found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
-        if found > score and _length(outer, blocks - outer, block, room.outer, room.gap, gaps) <= room.total:
+        if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
             best, score = (inner, outer), found
     return best
 
 
-def _length(drawn: int, left_out: int, size: int, between: int, gap: int, gaps: int) -> int:
+def _length(drawn: int, left_out: int, size: int, between: int, gaps: int) -> int:
     marks = min(left_out, gaps)
-    return drawn * size + (drawn - 1 + marks) * between + marks * gap
+    return drawn * size + (drawn - 1 + marks) * between + marks
 
 
 def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
@@ -267,7 +265,7 @@ def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
             at += 0 if not slots else room.inner if index else room.outer
             label = "…" if block is None else blocks.label(block)
             if block is None or coord is None:
-                slots.append(Slot(at, room.gap, None, "" if block is None else "…", label, index == 0))
+                slots.append(Slot(at, 1, None, "" if block is None else "…", label, index == 0))
             else:
                 offset = block * blocks.stride + coord * inside.stride
                 slots.append(Slot(at, room.cell, offset, str(coord), label, index == 0))
@@ -359,8 +357,8 @@ class _Picture:
         letters = len(self.letters(facts["groups"] - 1))
         # A bracket or a blank before and behind.
         cell = len(str(max(facts["ranks"]))) + letters + 2
-        wide = Room(width - self.left - edge, cell, inner=1, outer=3, gap=1)
-        high = Room(40, 1, inner=edge, outer=1, gap=1)
+        wide = Room(width - self.left - edge, cell, inner=1, outer=3)
+        high = Room(40, 1, inner=edge, outer=1)
         self.down, self.across, self.inside_rows, self.inside_columns = _axes(facts, wide, high)
         self.rows = _slots(self.down, self.inside_rows, high)
         self.columns = _slots(self.across, self.inside_columns, wide)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
 from xml.sax.saxutils import escape, quoteattr
 
-from meshcomm.config.write import write_whole
-from meshcomm.errors import ConfigError
+from meshcomm.config.write import check_ending, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -279,17 +278,6 @@ def _drawn(segment: Segment, column: int, row: int) -> str:
     return f'<g class="cell"><title>{escape(about)}</title>{words}</g>' if about else words
 
 
-def check_kind(path: Path) -> None:
-    """Raises ConfigError where no file is made of this ending; before any work is done for it."""
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(
-            f"{path}: not a kind of file that can be exported",
-            given=f"the ending {path.suffix}" if path.suffix else "no ending",
-            expected="one of " + ", ".join(KINDS),
-            hint=f"--export {path.with_suffix('.svg') if path.name else 'topo.svg'}",
-        )
-
-
 def export(
     path: Path, facts: Mapping[str, Any], page: Callable[[], Sequence[Part]], svg: Callable[[], str]
 ) -> None:
@@ -297,7 +285,7 @@ def export(
 
     Raises ConfigError for another ending, or where the file cannot be written; then it is as it was.
     """
-    check_kind(path)
+    check_ending(path, "--export", *KINDS)
     kind = path.suffix.lower()
     if kind == ".json":
         write_whole(path, json.dumps(facts, indent=2) + "\n")

@@ -99,7 +99,7 @@ class _Call(NamedTuple):
     @property
     def memory(self) -> list[tuple[Tensor, bool]]:
         """Its tensors, and whether it writes them."""
-        return [*((x, self.in_place) for x in self.inputs), *((x, True) for x in self.outputs)]
+        return [*((x, True) for x in self.outputs), *((x, self.in_place) for x in self.inputs)]
 
 
 @final
