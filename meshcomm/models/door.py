@@ -12,8 +12,7 @@ from meshcomm.models.declared import Declared
 from meshcomm.models.named import function_of
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.transformer import BuiltIn
-from meshcomm.parallel.meta import on_meta
-from meshcomm.parallel.model import Model
+from meshcomm.parallel.model import Model, on_meta
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:

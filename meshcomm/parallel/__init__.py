@@ -2,7 +2,7 @@
 
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
-from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, split_layers
+from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, TiedWeight, split_layers
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -17,7 +17,6 @@ from meshcomm.parallel.tensor import (
     unsplit_state,
     whole,
 )
-from meshcomm.parallel.tied import TiedWeight
 
 __all__ = [
     "Accumulate",

@@ -14,7 +14,7 @@ import meshcomm
 from meshcomm.config import Config, ParallelConfig, load
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.inputs import check_inputs
+from meshcomm.parallel.results import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Summary, Trainer, run
 from tests.train.test_data import tokenizer

@@ -9,10 +9,20 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.tensor.parameters import local, parameter_of
 
 _PARTIAL = "meshcomm_partial_gradients"
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype that autocast multiplies matrices in, where it is on; its gradient is of x's dtype.
+
+    Cast before it is sent, a tensor travels in that dtype. float64 and integers stay, as with autocast.
+    """
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 @final
@@ -22,11 +32,10 @@ class TensorSplit:
     Args:
         dim: one dim of it.
         dtype: of the parameters made here.
-        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the
-            sequence instead of all of it, so that memory and work there are divided by the ranks
-            too (Korthikanti et al. 2022). The bytes sent are the same: reduce_scatter and
-            all_gather are the two halves of the all_reduce. Parameters that work on slices have
-            partial gradients: see `partial`.
+        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the sequence, so that memory
+            and work there are divided by the ranks too (Korthikanti et al. 2022). The bytes sent are the same:
+            reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that work on slices
+            have partial gradients: see `partial`.
         axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
         overlap: `columns` gathers the sequence while it computes. Raises UnsupportedOp without
             sequence_parallel, where nothing is gathered.
@@ -51,15 +60,11 @@ class TensorSplit:
                 expected="sequence_parallel=True, where the sequence is gathered before split layers",
                 hint="leave overlap out",
             )
-        self.mesh = mesh
+        self.mesh, self.device, self.dtype = mesh, mesh.device, dtype
         self.dim = dim or ""
-        self.dtype = dtype
-        self.device = mesh.device
-        self.size = mesh.size(dim) if dim else 1
-        self.coord = mesh.coord(dim) if dim else 0
+        self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
         self.sequence_parallel = sequence_parallel and self.size > 1
-        self.axis = axis
-        self.overlap = overlap
+        self.axis, self.overlap = axis, overlap
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Itself: a copy of a module is on the same mesh."""
@@ -70,9 +75,9 @@ class TensorSplit:
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
         """A parameter of the whole `shape`, its memory not yet written.
 
-        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers
-        and checkpoints see the whole tensor and layers compute on `local(parameter)`. Where
-        nothing is split, and in the simulator, it is a plain tensor: this rank's part.
+        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers and checkpoints
+        see the whole tensor and layers compute on `local(parameter)`. Where nothing is split, and in the simulator,
+        it is a plain tensor: this rank's part.
         """
         part = list(shape)
         if axis is not None:
@@ -150,11 +155,11 @@ class TensorSplit:
         return self.mesh.functional.slice(self.dim, x, self.axis if axis is None else axis)
 
     def positions(self, sequence_local: int) -> Tensor:
-        """Where the tokens that this rank holds between split layers stand in the whole sequence.
+        """The positions in the whole sequence of this rank's tokens between split layers.
 
-        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with
-        sequence_parallel, else 0 to sequence_local - 1. Under context parallelism "the whole" is
-        what one rank along that dim has: `context.positions(...)[split.positions(...)]`.
+        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with sequence_parallel,
+        else 0 to sequence_local - 1. Under context parallelism "the whole" is the part of one rank along
+        that dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -187,10 +192,9 @@ class TensorSplit:
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
-        Called by: every rank along the dim, once a step: after the last backward (and after what
-        sums gradients over other dims has finished), before norms, clipping and the optimiser.
-        One call a step instead of one in each backward of each layer: a norm's weight is so small
-        that its message costs its latency, times layers, times microbatches.
+        Called by: every rank along the dim, once a step: after the last backward (and the sums of gradients over other
+        dims), before norms, clipping and the optimiser. One call in each backward of each layer would cost its
+        latency, times layers, times microbatches.
         """
         grads = [
             local(parameter.grad)
