@@ -88,7 +88,7 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 
 @final
 class LocalModel:
-    """This rank's stages of a model, split, sharded and filled, and what sums their gradients over ranks.
+    """This rank's stages of a model, split, sharded and filled, and the sums of their gradients over ranks.
 
     data_size, data_coord: of the ranks with other samples. microbatches: of a step on this rank.
     """
@@ -239,7 +239,7 @@ class LocalModel:
                 self.model.fill(module, stage)
 
     def _synced(self) -> list[GradientSync | Sharded]:
-        """What sums the gradients of dense parameters, and of experts, along other dims."""
+        """The sums of gradients of dense parameters, and of experts, along other dims."""
         parallel, mesh = self._parallel, self.mesh
         hooks = schedule_properties(parallel.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]

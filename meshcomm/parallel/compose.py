@@ -201,8 +201,8 @@ class Engine:
         Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
         `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the
         mesh; a weight that embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in
-        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. Nothing is changed by a look: what the first step
-        will make is not there before it. The learning rate is not among them where every
+        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. Nothing is changed by a look: state that the first step
+        makes does not exist before it. The learning rate is not among them where every
         step is given its own; nor are random numbers, which follow from the seed and the step.
 
         Raises: TrainingError that names what cannot be saved.
@@ -249,7 +249,7 @@ class Engine:
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
-        """Forward passes in here draw what follows from the seed and the step."""
+        """Random numbers of forward passes in here follow from the seed and the step."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()

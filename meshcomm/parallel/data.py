@@ -38,17 +38,17 @@ class GradientSync:
                 loss_of(model(x), y).backward()
             optimizer.step()
 
-    Parameters fill buckets of at most `bucket_mb` (one larger parameter has a bucket of its own)
+    Parameters fill buckets of at most `bucket_mb` (a larger parameter fills a bucket alone)
     in reverse order of registration, which is about the order in which backward reaches them.
     Each `.grad` is a view of its bucket's flat buffer, so backward accumulates in place and
     nothing is packed or unpacked. When every gradient of a bucket has received `microbatches`
     contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
     buffer starts. Every rank along `dims` sends the same buckets in the same order.
 
-    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that what forward changes from
-    a rank's own samples, such as running statistics, stays equal. Without `broadcast` nothing is sent.
+    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that buffers that follow from
+    a rank's own samples, such as running statistics, stay equal. Without `broadcast` nothing is sent.
 
-    Called by: every rank along `dims`, alike. Raises TrainingError where a parameter gets no gradient in a step, where
+    Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
     backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
     step were used.
 
@@ -61,7 +61,7 @@ class GradientSync:
         bucket_mb: size of a bucket in 10^6 bytes.
         broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
             buffers now and after each step. Without it the caller sees to it that they are equal.
-        hooks: whether backward calls what is registered for each accumulated gradient. Where it does
+        hooks: whether backward calls the hooks of accumulated gradients. Where it does
             not, as under a pipeline that splits backward, all buckets are sent by `finish`.
     """
 
@@ -419,7 +419,7 @@ class Sharded:
                 root.set_reshard_after_backward(last)
 
     def reshard(self) -> None:
-        """Let go of what forward passes without a backward pass have left gathered."""
+        """Let go of weights that are still gathered after forward passes without a backward pass."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():

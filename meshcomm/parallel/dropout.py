@@ -18,7 +18,7 @@ from meshcomm.parallel.tensor.modules import Attention
 from meshcomm.transport.torch_private import outside_graphs
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# Of the largest element: what ranks may differ by that computed the same thing.
+# The difference between ranks that computed the same thing, at most, as a share of the largest element.
 _ROUNDING = 1e-2
 
 
@@ -96,7 +96,7 @@ class Dropout(nn.Module):
         self._threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
 
     def forward(self, x: Tensor, drops: Drops | None = None, first_feature: int = 0) -> Tensor:
-        """(batch, sequence, features) -> the same shape; the gradient of what is dropped is zero.
+        """(batch, sequence, features) -> the same shape; the gradient of dropped elements is zero.
 
         drops:         of these samples and tokens. None only where nothing is dropped.
         first_feature: the number of x[..., 0], where features are split over ranks.
@@ -114,7 +114,7 @@ class Dropout(nn.Module):
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
 
     def keep(self, drops: Drops, shape: torch.Size, first_feature: int = 0) -> Tensor:
-        """Bool of `shape`, (batch, sequence, features): what is not dropped. Arguments as in forward."""
+        """Bool of `shape`, (batch, sequence, features): which elements are not dropped. Arguments as in forward."""
         known = (drops.keys.shape[0], drops.positions.shape[0])
         if len(shape) != 3 or shape[:2] != known:
             raise ShapeError(
@@ -131,7 +131,7 @@ class Dropout(nn.Module):
         return bits[..., first_feature % 2 :][..., : shape[2]] >= self._threshold
 
     def extra_repr(self) -> str:
-        """What the module's repr shows."""
+        """Part of the module's repr."""
         return f"p={self.p}, site={self.site!r}"
 
 
@@ -171,7 +171,7 @@ class Draws:
         self._mesh, self._seed = mesh, seed
         self._apart = tuple(dim for dim in apart if mesh.size(dim) > 1)
         self._step, self._first = "", 0
-        # Of the block that runs: what it was seeded by, and how often something was drawn apart in it since.
+        # Of the block that runs: its seed's key, and how often something was drawn apart in it since.
         self._key: tuple[int | str, ...] = ()
         self._often = 0
         self._blocks: Counter[int] = Counter()
@@ -208,13 +208,13 @@ class Draws:
         return run
 
     def seed(self, key: tuple[int | str, ...]) -> None:
-        """Set the generators to what follows from `key`, and from where this rank is."""
+        """Set the generators by `key` and this rank's coords."""
         self._key, self._often = key, 0
         self._set(self._mesh.seed(*key, along=self._apart))
 
     @contextmanager
     def on_this_rank(self, dim: str) -> Iterator[None]:
-        """What is drawn in here differs along `dim`; what is drawn after it does not follow from it."""
+        """Draws in here differ along `dim`; later draws do not depend on them."""
         self._often += 1
         with self._forked():
             self._set(self._mesh.seed(*self._key, self._often, along=(*self._apart, dim)))

@@ -32,9 +32,9 @@ class Splits:
     tensor:         weights, and with sequence_parallel activations between layers.
     context:        the sequence.
     expert:         the dim of a view along which experts are spread; None: every rank has all.
-    balance_weight: what the balance loss of a microbatch is multiplied by.
+    balance_weight: the factor of the balance loss of a microbatch.
     data:           the dims whose ranks have other samples.
-    draws:          what sets the default generators; None: nothing does.
+    draws:          sets the default generators, if given.
     """
 
     tensor: TensorSplit

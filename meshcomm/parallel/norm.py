@@ -63,44 +63,40 @@ class GradientNorm:
         self._pipeline = pipeline if pipeline is not None and mesh.size(pipeline) > 1 else None
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         skipped = {id(parameter) for parameter in skip}
+        cut, names = dict(split or {}), [name for name, _ in named]
         unknown = skipped - {id(parameter) for _, parameter in named}
+        strange = [name for name, parameter in named if name in cut and split_dims(parameter)]
+        what = ""
         if unknown:
-            raise LayoutError(
-                "a parameter is to be skipped that is not there",
-                given=f"{len(unknown)} of {len(skipped)} in skip are not among the parameters",
-                expected="parameters of this rank",
-                hint="skip=[parameter] only on the rank that holds the second copy",
-            )
-        cut = dict(split or {})
-        if strangers := [name for name, parameter in named if name in cut and split_dims(parameter)]:
-            raise LayoutError(
-                f"parameter {strangers[0]} says itself along which dims it is split",
-                given=f"split={{{strangers[0]!r}: {tuple(cut[strangers[0]])}}}; its own are {split_dims(dict(named)[strangers[0]])}",
-                expected="plain tensors in split",
-                hint=f"leave {strangers[0]} out of split",
-            )
-        if unnamed := cut.keys() - {name for name, _ in named}:
-            raise LayoutError(
-                "split names parameters that are not there",
-                given=f"{', '.join(sorted(unnamed))}",
-                expected="names of model.named_parameters()",
-                hint=did_you_mean(min(unnamed), [name for name, _ in named])
-                or "list(dict(model.named_parameters()))",
-            )
+            what = "a parameter is to be skipped that is not there"
+            given = f"{len(unknown)} of {len(skipped)} in skip are not among the parameters"
+            expected = "parameters of this rank"
+            hint = "skip=[parameter] only on the rank that holds the second copy"
+        elif strange:
+            what = f"parameter {strange[0]} says itself along which dims it is split"
+            own = split_dims(dict(named)[strange[0]])
+            given = f"split={{{strange[0]!r}: {tuple(cut[strange[0]])}}}; its own are {own}"
+            expected, hint = "plain tensors in split", f"leave {strange[0]} out of split"
+        elif unnamed := sorted(cut.keys() - set(names)):
+            what, given = "split names parameters that are not there", ", ".join(unnamed)
+            expected = "names of model.named_parameters()"
+            hint = did_you_mean(unnamed[0], names) or "list(dict(model.named_parameters()))"
+        if what:
+            raise LayoutError(what, given=given, expected=expected, hint=hint)
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
         self._frozen = [_Named(name, parameter) for name, parameter in named if parameter not in needed]
         classes: dict[tuple[str, ...], list[_Named]] = {}
         uncounted: list[_Named] = []
         for parameter, name in reversed(needed.items()):
-            own = _Named(name, parameter)
+            counted = _Named(name, parameter)
             if id(parameter) in skipped:
-                uncounted.append(own)
+                uncounted.append(counted)
             else:
-                classes.setdefault(_dims_of(mesh, own, pipeline, cut.get(name, ())), []).append(own)
+                classes.setdefault(_dims_of(mesh, counted, pipeline, cut.get(name, ())), []).append(counted)
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
-        self._held = [own for dims in self._classes for own in classes[dims]] + uncounted
+        self._held = [each for dims in self._classes for each in classes[dims]] + uncounted
         self.each = torch.zeros(len(self._held), dtype=torch.float64)
 
     @property
@@ -115,7 +111,7 @@ class GradientNorm:
         Along dims on which something is split, and along the pipeline, all ranks see a gradient that is not finite
         on one rank alone, as after a fault of its memory, also of a parameter that is not split.
 
-        Called by: every rank, once all gradients are summed (finish() of what sums them has returned).
+        Called by: every rank, once all gradients are summed (after `GradientSync.finish`).
         Sends:     one message along each dim on which something is split, then one along the pipeline,
                    each of 8 bytes per class of parameters and 8 more. Nothing waits for the device.
         Raises:    TrainingError, naming the parameters, where gradients are missing, or are DTensors
@@ -159,11 +155,9 @@ class GradientNorm:
         # Where calls are queued, looking would wait for them; multiplying by 1 does not.
         if not self._mesh.asynchronous and scale.item() == 1.0:
             return norm
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in (held.gradient() for held in self._held):
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in alike.items():
-            scale_all(gradients, scale.to(device, dtype))
+        gradients = [held.gradient() for held in self._held]
+        for (device, dtype), places in _by_kind(gradients).items():
+            scale_all([gradients[place] for place in places], scale.to(device, dtype))
         return norm
 
     def _complete(self) -> None:
@@ -216,18 +210,23 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        alike.setdefault((gradient.device, gradient.dtype), []).append(place)
     found: dict[int, Tensor] = {}
-    for (device, dtype), places in alike.items():
-        held = [gradients[place] for place in places]
+    for (device, dtype), places in _by_kind(gradients).items():
+        some = [gradients[place] for place in places]
         if device.type == "cpu":
-            made = [_norm_of_blocks(gradient) for gradient in held]
+            made = [_norm_of_blocks(gradient) for gradient in some]
         else:
-            made = [each.double() for each in norms(held, torch.promote_types(dtype, torch.float32))]
+            made = [norm.double() for norm in norms(some, torch.promote_types(dtype, torch.float32))]
         found.update(zip(places, made, strict=True))
     return torch.stack([found[place] for place in range(len(gradients))])
+
+
+def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The places of the tensors of each device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        found.setdefault((gradient.device, gradient.dtype), []).append(place)
+    return found
 
 
 def _norm_of_blocks(gradient: Tensor) -> Tensor:

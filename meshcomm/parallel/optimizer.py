@@ -29,7 +29,7 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# What [train] says in settings of its own, or meshcomm decides.
+# Settings of [train] with other names, and those that meshcomm decides.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
 
@@ -43,7 +43,7 @@ def decay_groups(
     DeviceMesh, or all are plain: a fused step passes a whole group on as one call, and DTensor
     refuses a mixture. Experts' parameters, on other dims of the mesh, so have groups of their own.
 
-    patterns: of names ("*" for any characters) to what `lr` and `weight_decay` are multiplied by; the first that
+    patterns: of names ("*" for any characters) to factors of `lr` and `weight_decay`; the first that
               matches counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
 
     Order: as first met in `module.parameters()`, matrices before vectors. Called after fully_shard,
@@ -80,7 +80,7 @@ def check_patterns(patterns: Iterable[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """What makes the optimiser of `[train]`. On GPUs its step is fused, or else foreach, where torch has it.
+    """A function that makes the optimiser of `[train]`. On GPUs its step is fused, or else foreach, where torch has it.
 
     Raises ConfigError for a train.optimizer_args that it does not take.
     """
@@ -127,24 +127,24 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
             expected=f"a function of {len(groups)} parameter groups that returns a torch.optim.Optimizer",
             hint=_EXAMPLE,
         ) from failed
+    kind = type(optimizer).__name__
     known = {id(each) for group in groups for each in group["params"]}
     others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if others:
+        shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
         raise ConfigError(
-            f"the {type(optimizer).__name__} would not train this model",
-            given=f"{len(others)} parameters of shapes {', '.join(str(tuple(each.shape)) for each in others[:3])} that are none of the given ones",
+            f"the {kind} would not train this model",
+            given=f"{len(others)} parameters of shapes {shapes} that are none of the given ones",
             expected="parameters of the groups that the function is called with: sharding puts others into the module",
             hint=_EXAMPLE,
         )
-    needed = [
-        name
-        for name, each in inspect.signature(optimizer.step).parameters.items()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
     if needed:
         raise UnsupportedOp(
-            f"{type(optimizer).__name__} cannot make a step of gradients alone",
-            given=f"step({', '.join(needed)})",
+            f"{kind} cannot make a step of gradients alone",
+            given=f"step({', '.join(each.name for each in needed)})",
             expected="an optimizer whose step() takes no arguments",
             hint="another optimizer of torch.optim",
         )

@@ -280,38 +280,27 @@ def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
 
 
 def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int, dim: str) -> None:
-    if ranks < 2:
-        raise LayoutError(
-            f"a pipeline along {dim} has one rank",
-            given=f"{ranks} rank along {dim}",
-            expected="2 or more",
-            hint="Accumulate(module, loss, microbatches) runs all stages on one rank",
-        )
     several = schedule_properties(schedule).several_stages
-    if (each < 2) if several else (each != 1):
-        raise LayoutError(
-            f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank",
-            given=f"{each} modules",
-            expected="2 or more stages on each rank" if several else "1 stage on each rank",
-            hint='schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"',
-        )
-    if runs(schedule, microbatches, ranks):
+    if ranks < 2:
+        what, expected = f"a pipeline along {dim} has one rank", "2 or more ranks"
+        hint = "Accumulate(module, loss, microbatches) runs all stages on one rank"
+    elif (each < 2) if several else (each != 1):
+        what = f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank"
+        expected = "2 or more stages on each rank" if several else "1 stage on each rank"
+        hint = 'schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"'
+    elif runs(schedule, microbatches, ranks):
         return
-    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}"
-    if microbatches < ranks:
-        raise LayoutError(
-            f"{microbatches} microbatches cannot fill a {schedule} pipeline of {ranks} {'ranks' if several else 'stages'}",
-            given=given,
-            expected=f"at least {ranks} microbatches",
-            hint='a smaller microbatch, a larger global batch, or schedule = "gpipe"',
-        )
-    rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
-    raise LayoutError(
-        f"{schedule} cannot divide {microbatches} microbatches into equal rounds",
-        given=given,
-        expected=f"a multiple of {rounds}",
-        hint=f"{microbatches // ranks * ranks} microbatches",
-    )
+    elif microbatches < ranks:
+        size = f"{ranks} {'ranks' if several else 'stages'}"
+        what = f"{microbatches} microbatches cannot fill a {schedule} pipeline of {size}"
+        expected = f"at least {ranks} microbatches"
+        hint = 'a smaller microbatch, a larger global batch, or schedule = "gpipe"'
+    else:
+        what = f"{schedule} cannot divide {microbatches} microbatches into equal rounds"
+        rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
+        expected, hint = f"a multiple of {rounds}", f"{microbatches // ranks * ranks} microbatches"
+    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}, {each} modules"
+    raise LayoutError(what, given=given, expected=expected, hint=hint)
 
 
 @final

@@ -70,7 +70,7 @@ class Done(NamedTuple):
 class _Pending(NamedTuple):
     """A step at whose results nobody has looked.
 
-    values: loss, what is not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
+    values: loss, a sum of values that are not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
     """
 
     number: int
@@ -87,6 +87,7 @@ class Results:
     """Collects the results of steps and decides, without a look, which of them must not be applied.
 
     Args:
+        settings: [parallel] and [train], whose `nonfinite` decides whether steps after one that is not applied are.
         norm: of the gradients of `parameters`, which are in the order of the forward pass.
         stage: that of the last of them.
         vocabulary: ids are below it.

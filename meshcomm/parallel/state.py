@@ -1,7 +1,7 @@
 """The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and put back.
 
 Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
-uint8 tensors: `plain.parameter.NAME` for what belongs to a parameter, `plain.module.NAME` for a module's extra state,
+uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
 `plain.training` for the rest. A state that does not exist yet is not saved, and does not exist after a load.
 """
 
@@ -373,7 +373,7 @@ def _changed(
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers and text, and what holds nothing else: no tensors, which an optimizer keeps in its state."""
+    """Numbers and text, and containers of them: no tensors, which an optimizer keeps in its state."""
     if type(value) is dict:
         return all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
@@ -383,10 +383,10 @@ def _is_plain(value: Any) -> bool:
 
 @final
 class _Outline(pickle.Pickler):
-    """Pickles an object: tensors by their values, without what is saved elsewhere, or is code."""
+    """Pickles an object: tensors by their values, without code and objects that are saved elsewhere."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """What stands for a tensor, say."""
+        """The text in place of a tensor, say."""
         if type(value) is Tensor:
             return hashlib.sha256(_text(value.detach())).hexdigest()
         elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
@@ -400,7 +400,7 @@ def _fingerprint(value: Any) -> bytes | str:
     text = io.BytesIO()
     try:
         _Outline(text).dump(value)
-    except Exception:  # what it holds may raise anything
+    except Exception:  # pickling may raise anything
         return ""
     return hashlib.sha256(text.getvalue()).hexdigest()
 

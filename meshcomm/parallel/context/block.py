@@ -80,45 +80,33 @@ class Attention:
         for x in (q, k, v):
             check_tensor(x, (self.mesh.device.type,), lambda: self.where)
         q, k, v = (as_autocast(x) for x in (q, k, v))
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
+        wrong = ""
         if not fit or q.shape[3] != k.shape[3]:
-            raise ShapeError(
-                f"{self.where}: q, k and v do not fit together",
-                given=shapes,
-                expected="q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)",
-                hint="x.unflatten(-1, (heads, head)).transpose(1, 2)",
+            wrong = "q, k and v do not fit together"
+            expected = "q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)"
+            hint = "x.unflatten(-1, (heads, head)).transpose(1, 2)"
+        elif not (heads := k.shape[1]) or q.shape[1] % heads:
+            wrong = "the heads of q cannot be shared out to those of k and v"
+            expected = f"a multiple of {heads} heads in q, got {q.shape[1]}" if heads else "a head in k and v"
+            hint = "as many heads in each, or fewer in k and v that divide those of q"
+        elif not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+            wrong, given = (
+                "q, k and v need one floating-point dtype",
+                f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
             )
-        heads = k.shape[1]
-        if not heads or q.shape[1] % heads:
-            wanted = f"a multiple of {heads} heads in q, got {q.shape[1]}" if heads else "a head in k and v"
-            raise ShapeError(
-                f"{self.where}: the heads of q cannot be shared out to those of k and v",
-                given=shapes,
-                expected=wanted,
-                hint="as many heads in each, or fewer in k and v that divide those of q",
-            )
-        if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-            raise ShapeError(
-                f"{self.where}: q, k and v need one floating-point dtype",
-                given=f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
-                expected="the same floating-point dtype for each",
-                hint="k.to(q.dtype), v.to(q.dtype)",
-            )
-        if same_length and q.shape[2] != k.shape[2]:
-            raise ShapeError(
-                f"{self.where}: q and k are of different length",
-                given=shapes,
-                expected="the same part of the sequence on a rank for q, k and v",
-                hint="ring_attention(..., causal=False), which takes keys of another sequence",
-            )
-        if self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
-            raise ShapeError(
-                f"{self.where}: an odd number of tokens cannot be two chunks of a zig-zag",
-                given=shapes,
-                expected="an even number of tokens on each rank",
-                hint=f'a sequence of a multiple of {2 * self.n}, or order="contiguous"',
-            )
+            expected, hint = "the same floating-point dtype for each", "k.to(q.dtype), v.to(q.dtype)"
+        elif same_length and q.shape[2] != k.shape[2]:
+            wrong = "q and k are of different length"
+            expected = "the same part of the sequence on a rank for q, k and v"
+            hint = "ring_attention(..., causal=False), which takes keys of another sequence"
+        elif self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
+            wrong = "an odd number of tokens cannot be two chunks of a zig-zag"
+            expected = "an even number of tokens on each rank"
+            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous"'
+        if wrong:
+            raise ShapeError(f"{self.where}: {wrong}", given=given, expected=expected, hint=hint)
         check_window(self.where, self.causal, self.window)
         return q, k, v
 

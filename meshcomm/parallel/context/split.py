@@ -41,18 +41,13 @@ def ulysses_attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
-    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank attends with the whole sequence for its n-th part of the heads. Where n does not divide
-    the kv heads, each is repeated up to their least common multiple; its gradients are summed.
+    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"): each rank
+    attends with the whole sequence for its n-th part of q's heads, which n must divide. Where n does not divide the kv
+    heads, each is repeated up to their least common multiple; its gradients are summed.
 
-    Shape:      q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)
-                -> like q. heads is a multiple of n and of kv heads.
-    order:      how the sequence lies on the ranks, see `split_sequence`; without causal both are the same.
-    scale:      None: 1 / sqrt(head).
-    window:     with causal, keys that a query meets at most, its own the last; None: all before it.
-    Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
+    Arguments, who calls and errors: as for `ring_attention`; k and v are of q's sequence.
     Gradient:   exact, for this rank's q, k, v.
     Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
-    Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     call = Attention("ulysses_attention", mesh, dim, causal, order, scale, window)
     q, k, v = call.checked(q, k, v, same_length=True)

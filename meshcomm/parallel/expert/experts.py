@@ -351,19 +351,17 @@ def _check_sizes(
         mesh.layout.home((dim, tensor.dim) if tensor.dim else dim)
         TensorSplit(mesh, dim).share(experts, "the number of experts")
     if not 1 <= slots <= experts:
-        raise ShapeError(
+        what, given = (
             f"a token cannot choose {slots} of {experts} experts",
-            given=f"experts_per_token={slots}, experts={experts}",
-            expected=f"experts_per_token from 1 to {experts}",
-            hint=f"experts_per_token={min(2, experts)}",
+            f"{experts=}, experts_per_token={slots}",
         )
-    if factor is not None and not factor > 0:
-        raise ShapeError(
-            "experts without capacity would drop every token",
-            given=f"capacity_factor={factor}",
-            expected="a number above 0, or None for experts that drop nothing",
-            hint="capacity_factor=1.25",
-        )
+        expected, hint = f"experts_per_token from 1 to {experts}", f"experts_per_token={min(2, experts)}"
+    elif factor is not None and not factor > 0:
+        what, given = "experts without capacity would drop every token", f"capacity_factor={factor}"
+        expected, hint = "a number above 0, or None for experts that drop nothing", "capacity_factor=1.25"
+    else:
+        return
+    raise ShapeError(what, given=given, expected=expected, hint=hint)
 
 
 def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:

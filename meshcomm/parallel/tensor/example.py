@@ -1,4 +1,4 @@
-"""Does a split module still compute the same? Seen on an example before and after; where it fails: which part, what cure."""
+"""A split module is compared with itself before, on an example; an error names the part that fails, and cures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """By argument of a forward, by place or name: the shape of its tensor."""
 
-# Of the largest value of a tensor: what another order of additions makes of it, and some room.
+# The error that another order of additions makes, and some room, as a share of the largest value of a tensor.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -68,8 +68,8 @@ class Calls:
 class Seen:
     """Outputs of a module on an example, and every gradient of a fixed random sum over them; whole.
 
-    like: what was seen before the module was split. Outputs that are slices of those are taken as
-        such, and gathered. rules: what it was split by. Raises TrainingError where the module fails now.
+    like: the same of the module before it was split. Outputs that are slices of those are
+        gathered. rules: those that it was split by. Raises TrainingError where the module fails now.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Seen:
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
     def _run(self, module: nn.Module, example: Example) -> Any:
-        """Forward in eval mode, while every part says what it is called with."""
+        """Forward in eval mode; the calls of every part are noted."""
         training = {part: part.training for part in module.modules()}
         module.eval()
         try:
@@ -135,7 +135,7 @@ class Seen:
 
 
 def compare(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raises TrainingError, on every rank alike, where the two differ by more than rounding."""
+    """Raises TrainingError, on every rank, where the two differ by more than rounding."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)
@@ -181,7 +181,7 @@ def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
     return None
 
 
-# -- where the split module fails on what it computed before ----------------------------------------
+# -- where the split module fails, and did not before -----------------------------------------------
 
 
 def explained(

@@ -52,7 +52,7 @@ class Around:
     """A module whose own forward reads this rank's part of each parameter, which all others read as DTensor; and
     whose arguments or result change where it begins and ends, by `split.enter` and the like.
 
-    Not by hooks: torch.compile would compile each layer anew, as every hook has a number of its own.
+    Not by hooks: torch.compile would compile each layer anew, as every hook has another number.
     """
 
     meshcomm_split: TensorSplit
@@ -64,7 +64,7 @@ class Around:
     meshcomm_shared: SharedEntry | None = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """That of the module's own class, and what is around it."""
+        """The forward of the module's own class, between the changes of its arguments and result."""
         split, outer = self.meshcomm_split, self.meshcomm_computes
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
@@ -105,8 +105,8 @@ class Attention:
     """nn.MultiheadAttention of which each rank computes num_heads / ranks heads.
 
     query, key, value and the result are whole, or split along the sequence, as around any column and
-    row. Of the weights only their mean over all heads is known, and computing it costs what it costs
-    there: pass need_weights=False. With sequence_parallel no gradient flows through them.
+    row. Of the weights only their mean over all heads is known; without need_weights=False they are
+    computed, as in torch. With sequence_parallel no gradient flows through them.
     """
 
     meshcomm_split: TensorSplit
@@ -163,20 +163,6 @@ class Attention:
 
     def _check(self, query: Tensor, causal_alone: bool, weights_of_heads: bool) -> None:
         where = self.meshcomm_split.mesh.label
-        if query.ndim != 3:
-            raise ShapeError(
-                f"attention with split heads cannot take this query on {where}",
-                given=f"a query of shape {tuple(query.shape)}",
-                expected="3 axes: batch, sequence and width",
-                hint="query.unsqueeze(0) and batch_first=True",
-            )
-        if causal_alone:
-            raise ShapeError(
-                f"attention was told is_causal without the mask on {where}",
-                given="is_causal=True, attn_mask=None",
-                expected="the mask as well: in torch is_causal only says what the mask is",
-                hint="attn_mask=nn.Transformer.generate_square_subsequent_mask(length)",
-            )
         if weights_of_heads:
             raise UnsupportedOp(
                 "attention with split heads does not give the weights of each head",
@@ -184,6 +170,16 @@ class Attention:
                 expected="average_attn_weights=True, or no weights",
                 hint="need_weights=False",
             )
+        if query.ndim != 3:
+            what, given = "with split heads cannot take this query", f"a query of shape {tuple(query.shape)}"
+            expected, hint = "3 axes: batch, sequence and width", "query.unsqueeze(0) and batch_first=True"
+        elif causal_alone:
+            what, given = "was told is_causal without the mask", "is_causal=True, attn_mask=None"
+            expected = "the mask as well: in torch is_causal only says what the mask is"
+            hint = "attn_mask=nn.Transformer.generate_square_subsequent_mask(length)"
+        else:
+            return
+        raise ShapeError(f"attention {what} on {where}", given=given, expected=expected, hint=hint)
 
     def _mask(self, q: Tensor, attn: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Both masks as one that is added to the scores of this rank's heads."""

@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
-    """What a plain parameter notes, where no DTensor can say it."""
+    """The slices that are noted on a plain parameter, in place of a DTensor."""
     found: tuple[Slice, ...] = getattr(parameter, "meshcomm_parts", ())
     return found
 
@@ -102,7 +102,7 @@ class _Local(torch.autograd.Function):
         if torch.is_grad_enabled():
             # A gradient that is itself differentiated.
             return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
-        # As a parameter lies: a fused optimiser reads the memory of both alike.
+        # With the strides of the parameter: a fused optimiser reads both in memory order.
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
@@ -132,7 +132,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 def assign(parameter: Tensor, value: Any) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated.
 
-    value: a tensor, or what gives one for slices, as safetensors' get_slice: then only the part is read.
+    value: a tensor, or an object that gives one for slices, as safetensors' get_slice: then only the part is read.
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
@@ -173,7 +173,7 @@ def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """What `state_dict()` of the module before it was split would give: whole plain tensors, copied.
+    """The `state_dict()` of the module as before it was split: whole plain tensors, copied.
 
     Called by: every rank along the dim; each gets all of it.
     """

@@ -96,7 +96,7 @@ def rules_of(
 
 
 def _rule(entry: object) -> Rule | str:
-    """An entry as a rule, or what is wrong with it."""
+    """An entry as a rule, or its problem."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
         given: dict[str, Any] = {"style": style}
@@ -264,7 +264,7 @@ def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) 
 
 
 def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator[str]:
-    """A parameter that several parts share must be split alike in all of them."""
+    """A parameter that several parts share must be split in the same way in all of them."""
     first: dict[int, tuple[str, tuple[Any, ...]]] = {}
     for name, part in names.items():
         rule = rules.get(name, Rule())

@@ -1,4 +1,4 @@
-"""Along which dim weights are split, and what crosses from rank to rank where split layers begin and end."""
+"""The dim along which weights are split, and the communication where split layers begin and end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TensorSplit:
         return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
 
     def share(self, whole: int, what: str) -> int:
-        """What one rank gets of `whole`. Raises ShapeError where it does not divide."""
+        """One rank's share of `whole`. Raises ShapeError where it does not divide."""
         if whole % self.size:
             raise ShapeError(
                 f'{what} cannot be split along "{self.dim}"',
@@ -136,7 +136,7 @@ class TensorSplit:
         return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """The whole sequence, for a part of the model that every rank computes alike; else `x`.
+        """The whole sequence, for a part of the model that every rank computes in full; else `x`.
 
         The gradient is this rank's slice. Parameters of such a part have complete gradients.
         """
@@ -169,7 +169,7 @@ class TensorSplit:
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
         """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
 
-        always: on slices of what columns give, such as some of the heads; without sequence_parallel too.
+        always: on slices of the outputs of columns, such as some of the heads; without sequence_parallel too.
 
         Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them.
         The mark is the module's, by name, so it holds when fully_shard puts other parameters in
