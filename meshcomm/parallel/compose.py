@@ -78,7 +78,6 @@ class Engine:
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(mesh, train, self.modules, optimizer, apart)
         self.optimizer = self._update.optimizer
-        self._scheduler: LRScheduler | None = None
         self._state = State(list(self.modules), self.optimizer, self.named_parameters, model.tied)
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
@@ -227,11 +226,10 @@ class Engine:
     @property
     def scheduler(self) -> LRScheduler | None:
         """Steps the optimizer's learning rates; None: each step is given its own."""
-        return self._scheduler
+        return self._state.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler) -> None:
-        self._scheduler = scheduler
         self._state.follow(scheduler)
 
     def parameters_of_all_stages(self) -> int:

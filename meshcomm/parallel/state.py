@@ -68,20 +68,20 @@ class State:
         tied: str = "",
     ) -> None:
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
-        self._scheduler: LRScheduler | None = None
+        self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate, so that those of the groups are no state.
         self.given_lr = False
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
         """The scheduler, before its first step, whose state is saved from now on."""
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._note()
 
     def _note(self) -> None:
         self._groups = [_texts(_entries(group)) for group in self._optimizer.param_groups]
         self._attributes = {name: _fingerprint(value) for name, value in self._own_attributes()}
-        self._schedule = {} if self._scheduler is None else _texts(_leaves(self._scheduler.state_dict()))
+        self._schedule = {} if self.scheduler is None else _texts(_leaves(self.scheduler.state_dict()))
 
     # -- to save ----------------------------------------------------------------------------------
 
@@ -187,8 +187,8 @@ class State:
             },
             "attributes": changed,
         }
-        if self._scheduler is not None:
-            found["scheduler"] = self._of_scheduler(self._scheduler)
+        if self.scheduler is not None:
+            found["scheduler"] = self._of_scheduler(self.scheduler)
         return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
 
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
@@ -283,7 +283,7 @@ class State:
         A scheduler is stepped as often as there were steps. The result is then replaced by the saved state, unless
         its settings, or those of a group, have changed: then the new ones count from the first step.
         """
-        scheduler, groups = self._scheduler, self._optimizer.param_groups
+        scheduler, groups = self.scheduler, self._optimizer.param_groups
         for group, made in zip(groups, self._groups, strict=True):
             group.update(_values(made))
         scheduled: list[set[str]] = [set() for _ in groups]

@@ -231,15 +231,14 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
             continue
         odd = tuple(rank for rank, value in zip(mesh.ranks(dim), values, strict=True) if value != common)
         ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
-        error = MeshMismatchError(
+        raise MeshMismatchError(
             f'{name} differs along "{dim}" before it is split',
             given=f"{ranks} of {mesh.ranks(dim)}, as {mesh.label} sees it: another value than most have",
             expected=f"the same module, weights and plan on every rank along {dim}",
             hint=f"torch.manual_seed(seed) alike along {dim} before the module is made, the same file for "
             f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
+            mismatched_ranks=odd,
         )
-        error.mismatched_ranks = odd
-        raise error
 
 
 @torch.no_grad()
