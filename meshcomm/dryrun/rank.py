@@ -27,7 +27,8 @@ from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import MeshOnly, Settings
 from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
-from meshcomm.parallel.compose import Engine, sections
+from meshcomm.parallel.build import sections
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import fsdp_tensors, objects_decoded_by, plain_device_meshes

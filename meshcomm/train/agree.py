@@ -18,7 +18,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.together import of_every_rank, ranks_of, together
-from meshcomm.parallel.compose import Sections, sections
+from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # What may differ between hosts.

@@ -20,7 +20,7 @@ from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
 from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.meta import on_meta
+from meshcomm.parallel.model import on_meta
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts
