@@ -34,8 +34,7 @@ from meshcomm.parallel.context.block import (
     plain_gradients,
     wide,
 )
-from meshcomm.parallel.context.ring import blocks_at
-from meshcomm.predict.traffic import ring_turns
+from meshcomm.parallel.context.ring import blocks_at, ring_turns
 from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]
