@@ -46,7 +46,7 @@ WITHOUT_TORCH = {
     "errors", "collectives", "layout", "algorithms", "config", "predict", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
-PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
+PRIVATE_FILE = "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
@@ -76,13 +76,37 @@ def misplaced(path: Path) -> Iterator[str]:
             yield f"{own} must not import {name}"
         if first == "torch" and own in WITHOUT_TORCH:
             yield f"{own} must not import torch"
-        if first == "torch" and path != PRIVATE_FILE and any(part.startswith("_") for part in rest):
-            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
+        if first == "torch" and path.name != PRIVATE_FILE and any(part.startswith("_") for part in rest):
+            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE}"
+
+
+def private_torch_names(text: str) -> Iterator[str]:
+    """Private attributes that a file reads of what it imports from torch, but for operators of aten."""
+    tree = ast.parse(text)
+    of_torch = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "torch"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            name = ast.unparse(node)
+            if name.partition(".")[0] in of_torch and not name.startswith("torch.ops."):
+                yield name
 
 
 def test_imports_point_upwards_and_torch_stays_where_it_belongs() -> None:
     assert {room(path) for path in FILES} <= {*ORDER}
     assert [f"{path.relative_to(ROOT)}: {wrong}" for path in FILES for wrong in misplaced(path)] == []
+
+
+def test_only_files_made_for_it_use_private_names_of_torch() -> None:
+    planted = "import torch\nfrom torch.autograd import forward_ad as ad\nad._level\ntorch._C.f\nx._mine, torch.__file__"
+    assert sorted(private_torch_names(planted)) == ["ad._level", "torch._C"]
+    found = {path.relative_to(ROOT): list(private_torch_names(path.read_text())) for path in FILES}
+    assert {path: names for path, names in found.items() if names and path.name != PRIVATE_FILE} == {}
 
 
 def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:

@@ -13,21 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.dryrun.ledger import COMPOSED, Ledger
-from meshcomm.transport.torch_private import (
-    DispatchMode,
+from meshcomm.dryrun.torch_private import (
     FakeMode,
-    FakeTensor,
     ToldWork,
-    explicit_kernel,
     fake_tensors_on,
     flatten_tree,
-    flops_of,
-    leaves_of,
-    storage_without_memory,
     tell_hooks,
     unflatten_tree,
     wraps_tensors,
 )
+from meshcomm.parallel.torch_private import FakeTensor, storage_without_memory
+from meshcomm.train.torch_private import flops_of
+from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of
 
 _EMPTY: Final[dict[str, Any]] = {}
 # To ask whether something is a ProcessGroup takes long.

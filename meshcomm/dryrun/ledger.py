@@ -17,16 +17,10 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from meshcomm.comm.callsite import line_of
-from meshcomm.transport.torch_private import (
-    DispatchMode,
-    backward_number,
-    explicit_kernel,
-    fake_tensors_on,
-    flops_of,
-    leaves_of,
-    parts_of_dtensor,
-    wraps_tensors,
-)
+from meshcomm.dryrun.torch_private import fake_tensors_on, wraps_tensors
+from meshcomm.parallel.torch_private import parts_of_dtensor
+from meshcomm.train.torch_private import backward_number, flops_of
+from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "gathered", "rest")

@@ -21,6 +21,7 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, Part, Peak, Watched
+from meshcomm.dryrun.torch_private import objects_decoded_by, plain_device_meshes
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
@@ -30,7 +31,7 @@ from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.tensor import local
-from meshcomm.transport.torch_private import fsdp_tensors, objects_decoded_by, plain_device_meshes
+from meshcomm.parallel.torch_private import fsdp_tensors
 
 BETWEEN: Final = "between passes"
 

@@ -37,8 +37,8 @@ from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
+from meshcomm.parallel.torch_private import fsdp_tensors
 from meshcomm.train.trainer import RECORDER, Recorder
-from meshcomm.transport.torch_private import fsdp_tensors
 
 
 class Script(NamedTuple):

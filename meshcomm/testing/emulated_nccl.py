@@ -33,16 +33,16 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
+from meshcomm.dryrun.torch_private import modes_left
+from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
-    FakeTensor,
     Work,
     compiled_files,
     explicit_kernel,
     has_backend,
     leaves_of,
-    modes_left,
 )
 
 NAME: Final = "emulated_nccl"

@@ -14,7 +14,7 @@ from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.context.order import Order, check_order
-from meshcomm.transport.torch_private import (
+from meshcomm.parallel.context.torch_private import (
     attention_kernel,
     kernel_alignment,
     kernel_attention,

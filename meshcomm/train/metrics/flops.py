@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.transport.torch_private import DispatchMode, flops_of, recomputes
+from meshcomm.train.torch_private import flops_of, recomputes
+from meshcomm.transport.torch_private import DispatchMode
 
 
 @final
