@@ -112,6 +112,28 @@ class Passes(Spans):
         """A call was made on a group that is none of the mesh's."""
         self.unseen += 1
 
+    def ledger(self, hollow: bool) -> Ledger:
+        """One that knows the pass under way, and whose FLOPs are those of each event."""
+        ledger = Ledger(self.stretch, hollow=hollow)
+        self.flops = lambda: ledger.flops
+        return ledger
+
+    def step_of(self, mesh: Mesh, groups: dict[str, list[int]], ledger: Ledger) -> Step:
+        """The calls and the memory so far."""
+        return Step(
+            rank=mesh.rank,
+            coords=mesh.coords,
+            parameters=0,
+            before=ledger.now(),
+            peak=ledger.peak(),
+            rows=[],
+            calls=self.calls,
+            groups=groups,
+            events=self.events,
+            flops=ledger.flops,
+            unseen=self.unseen,
+        )
+
     def keep(self, span: Span) -> Span:
         if span.lane == PASSES:
             self._now = span
@@ -156,8 +178,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             hint="configs/quickstart.toml has both",
         )
     passes = Passes()
-    ledger = Ledger(passes.stretch, hollow=hollow)
-    passes.flops = lambda: ledger.flops
+    ledger = passes.ledger(hollow)
     with Hollow(ledger, passes) if hollow else Watched(ledger):
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
         # What the first steps compare is no part of the others.
@@ -166,10 +187,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         samples = (known.train.microbatch * engine.microbatches, known.data.sequence)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
         mesh.trace_into(passes)
-
-        def name_parts(*_: Any) -> None:
-            _name_parts(ledger, engine, parameters)
-
+        name_parts = partial(_name_parts, ledger, engine, parameters)
         for module in engine.modules:
             module.register_forward_pre_hook(name_parts)
         engine.optimizer.register_step_pre_hook(name_parts)
@@ -188,19 +206,8 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         finally:
             mesh.trace_into(None)
         count = sum(local(each.detach()).numel() for each in parameters)
-        return Step(
-            mesh.rank,
-            mesh.coords,
-            count,
-            before,
-            ledger.peak(),
-            rows_of(made),
-            passes.calls,
-            mesh.groups_by_label,
-            passes.events,
-            ledger.flops,
-            unseen=passes.unseen,
-        )
+        step = passes.step_of(mesh, mesh.groups_by_label, ledger)
+        return step._replace(parameters=count, before=before, rows=rows_of(made))
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:
@@ -289,7 +296,7 @@ def _begin(engine: Engine) -> None:
             each.start()
 
 
-def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter], *_: Any) -> None:
     """Tell the ledger what the memory of a trainer is for. parameters: as they are between steps."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     for module in engine.modules.modules():

@@ -185,30 +185,17 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
 
 def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> Step:
     recorder = inside._recorder
-    ledger = Ledger(recorder.stretch, hollow=True)
-    recorder.flops = lambda: ledger.flops
+    ledger = recorder.ledger(hollow=True)
     hollow = Hollow(ledger, recorder)
     elements: dict[int, int] = {}
     with _seeded(rank), _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
         run()
     recorder.ended()
     mesh = _mesh(inside, "the program")
-    peak = ledger.peak()
-    return Step(
-        rank,
-        mesh.coords,
-        sum(elements.values()),
-        ledger.now(),
-        peak,
-        _rows(recorder.calls[recorder.begins.call if recorder.begins else 0 :]),
-        recorder.calls,
-        recorder.groups,
-        recorder.events,
-        ledger.flops,
-        recorder.part,
-        recorder.begins,
-        recorder.unseen,
-    )
+    step = recorder.step_of(mesh, recorder.groups, ledger)
+    rows = _rows(recorder.calls[recorder.begins.call if recorder.begins else 0 :])
+    count = sum(elements.values())
+    return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
 
 
 def _rows(calls: Sequence[Span]) -> list[Row]:
