@@ -16,15 +16,17 @@ from meshcomm.dryrun.ledger import COMPOSED, Ledger
 from meshcomm.dryrun.torch_private import (
     FakeMode,
     ToldWork,
+    decomposes,
     fake_tensors_on,
     flatten_tree,
+    schema_of,
     tell_hooks,
     unflatten_tree,
     wraps_tensors,
 )
 from meshcomm.parallel.torch_private import FakeTensor, storage_without_memory
 from meshcomm.train.torch_private import flops_of
-from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of
+from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of, storage_id
 
 _EMPTY: Final[dict[str, Any]] = {}
 # To ask whether something is a ProcessGroup takes long.
@@ -147,7 +149,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     def _handler(self, func: Any) -> _Handler:
         """What does an operator."""
         self._names[func] = str(func)
-        schema, namespace = func._schema, func.namespace
+        schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
             return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
         if func is torch.ops.aten.equal.default:
@@ -168,7 +170,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
             # A view, which touches no memory; or one or a copy, as of reshape.
-            return self._decomposed if func._can_decompose() else _as_torch
+            return self._decomposed if decomposes(func) else _as_torch
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -242,7 +244,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             formula = flops_of(func)
             flops = 0 if formula is None else int(formula(*theirs, **named, out_val=result))
         places = {id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
-        given = {_memory_of(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
+        given = {storage_id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
         memories: dict[int, tuple[int, int]] = {}
 
         def one(x: Any) -> Any:
@@ -252,10 +254,10 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             if number is not None:
                 return _Result(number, -1, x.dtype, None, (), 0)
             shape = (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
-            if _memory_of(x) in given:
-                return _Result(given[_memory_of(x)], -1, *shape)
+            if storage_id(x) in given:
+                return _Result(given[storage_id(x)], -1, *shape)
             size = x.untyped_storage().nbytes()
-            place, _ = memories.setdefault(_memory_of(x), (len(memories), size))
+            place, _ = memories.setdefault(storage_id(x), (len(memories), size))
             return _Result(-1, place, *shape)
 
         resized = []
@@ -302,7 +304,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         if not known:
             self._calls.beyond()
         self._works[work] = self._calls.waiting() if known else int
-        returned = len(func._schema.returns)
+        returned = len(schema_of(func).returns)
         return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
 
     def _waited(self, work: ToldWork) -> None:
@@ -316,12 +318,12 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             self._calls.beyond()
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
-            self._flying.update({_memory_of(each): told for each in outputs})
+            self._flying.update({storage_id(each): told for each in outputs})
         return found
 
     def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
         for each in leaves_of(args):
-            told = self._flying.pop(_memory_of(each), None)
+            told = self._flying.pop(storage_id(each), None)
             if told is not None:
                 told()
         return args[0]
@@ -352,11 +354,6 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
         else:
             # 1, 1.0 and True are equal.
             key += (type(x), x)
-
-
-def _memory_of(x: Tensor) -> int:
-    found: int = x.untyped_storage()._cdata
-    return found
 
 
 def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from meshcomm.comm.callsite import line_of
 from meshcomm.dryrun.torch_private import fake_tensors_on, wraps_tensors
 from meshcomm.parallel.torch_private import parts_of_dtensor
 from meshcomm.train.torch_private import backward_number, flops_of
-from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of
+from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of, storage_id
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "gathered", "rest")
@@ -90,7 +90,7 @@ class Ledger:
         for tensor in tensors:
             # Without an operator: a view of what FSDP has let go of would bring its memory back.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
-            held = self._held.get(mine.untyped_storage()._cdata)
+            held = self._held.get(storage_id(mine))
             if held is not None:
                 held.part = part
 
@@ -110,16 +110,16 @@ class Ledger:
 
         def resized(storage: UntypedStorage, size: int) -> Any:
             # FSDP lets go of what it has gathered by this, past all operators.
-            held = ledger._held.get(storage._cdata)
+            held = ledger._held.get(storage_id(storage))
             if not ledger._hollow or held is None:
                 resize(storage, size)
             if held is not None and held.nbytes != size:
                 ledger._clock += 1
-                ledger._becomes(storage._cdata, held, size, "resize_")
+                ledger._becomes(storage_id(storage), held, size, "resize_")
             return storage
 
         def sized(storage: UntypedStorage) -> int:
-            held = ledger._held.get(storage._cdata)
+            held = ledger._held.get(storage_id(storage))
             return size(storage) if held is None else held.nbytes
 
         self._patches = ExitStack()
@@ -134,7 +134,7 @@ class Ledger:
 
     def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
         """An operator has made, or resized, a storage, or given one that is known."""
-        key = storage._cdata
+        key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:
             if held.nbytes != nbytes:
@@ -151,7 +151,7 @@ class Ledger:
         """What FSDP moves weights and gradients through."""
         for each in tensors:
             if isinstance(each, Tensor):
-                held = self._held.get(each.untyped_storage()._cdata)
+                held = self._held.get(storage_id(each))
                 if held is not None and held.part is None:
                     held.part = "rest"
 

@@ -33,6 +33,16 @@ FakeMode: Any = FakeTensorMode
 fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
+def schema_of(operator: Any) -> Any:
+    """Its name, arguments and results."""
+    return operator._schema
+
+
+def decomposes(operator: Any) -> bool:
+    """Whether torch can do it by other operators."""
+    return bool(operator._can_decompose())
+
+
 def wraps_tensors(types: Iterable[type]) -> bool:
     """Whether one of these is a subclass of tensors, as DTensor, that itself calls operators of what it holds."""
     plain = torch._C._disabled_torch_dispatch_impl
@@ -105,8 +115,8 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
 
     operator: of `c10d`, or a functional collective. outputs: what it gave, of a functional one. work: for the hook.
     """
-    given = {each.name: value for each, value in zip(operator._schema.arguments, args, strict=False)}
-    kind = operator._schema.name.partition("::")[2].strip("_")
+    given = {each.name: value for each, value in zip(schema_of(operator).arguments, args, strict=False)}
+    kind = schema_of(operator).name.partition("::")[2].strip("_")
     group: Any
     if "process_group" in given:
         group = dist.ProcessGroup.unbox(given["process_group"])

@@ -40,6 +40,7 @@ from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.state import Kinds, State
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.tied import TiedWeight
+from meshcomm.parallel.torch_private import unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -166,7 +167,7 @@ class Engine:
             for each in self.modules.modules()
             if not is_synchronised(each)
             for key in each._buffers
-            if key not in each._non_persistent_buffers_set
+            if key not in unsaved_buffers(each)
         ]
         self._run: Runner = Accumulate(self.modules[0], loss, self.microbatches, before, mesh, self._draws)
         if part.pipeline and ranks > 1:

@@ -20,6 +20,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
+from meshcomm.transport.torch_private import storage_id
 
 OPS: Final = ("avg", "sum")
 
@@ -332,7 +333,7 @@ class _Slot:
             flat.dtype,
             flat.device,
             grad.shape,
-        ) and grad.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        ) and storage_id(grad) == storage_id(flat)
 
 
 class _Bucket:

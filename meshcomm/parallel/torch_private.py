@@ -68,6 +68,17 @@ def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
     return kind(held, where, requires_grad=False)
 
 
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return x._is_view()
+
+
+def unsaved_buffers(module: Any) -> set[str]:
+    """The names of a module's buffers that its state leaves out."""
+    names: set[str] = module._non_persistent_buffers_set
+    return names
+
+
 def offsets(tensor: Any) -> tuple[int, ...]:
     """Where this rank's part of a DTensor begins in the whole one; zeros where it has none of it."""
     chunks = tensor.__create_chunk_list__()

@@ -260,10 +260,11 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     if sharded:
         plain, experts = plain / work.shards(sizes), experts / work.expert_shards(sizes)
         copies = tuple(part for part in copies if part == "data")
-    for part, along, count, what in (
+    rows: tuple[tuple[Part, Along, float, str], ...] = (
         ("data" if "data" in work.parts else "context", copies, plain, "gradients"),
         ("expert", (REPLICA,), experts, "experts' gradients"),
-    ):
+    )
+    for part, along, count, what in rows:
         if count and along:
             size = count * (work.reduced_bytes if sharded else work.weight_bytes)
             calls = max(1, math.ceil(size / work.bucket_bytes))

@@ -50,6 +50,12 @@ _OPTIONS_KEY = next(
 )
 
 
+def storage_id(x: Any) -> int:
+    """The number of a tensor's storage, or of a storage: no other one has it while this one lives."""
+    found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
+    return found
+
+
 def options_type(name: str) -> Any:
     """The class of a collective's options, as in `AllreduceOptions`."""
     return getattr(bindings, name)
