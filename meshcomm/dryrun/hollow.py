@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.dryrun.ledger import COMPOSED, Ledger
+from meshcomm.dryrun.ledger import COMPOSED, Ledger, LedgerMode
 from meshcomm.dryrun.torch_private import (
     FakeMode,
     ToldWork,
@@ -26,7 +26,7 @@ from meshcomm.dryrun.torch_private import (
 )
 from meshcomm.parallel.torch_private import FakeTensor, storage_without_memory
 from meshcomm.train.torch_private import flops_of
-from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of, storage_id
+from meshcomm.transport.torch_private import explicit_kernel, leaves_of, storage_id
 
 _EMPTY: Final[dict[str, Any]] = {}
 # To ask whether something is a ProcessGroup takes long.
@@ -92,7 +92,7 @@ def _learned() -> dict[Any, _Known]:
 
 
 @final
-class Hollow(DispatchMode):  # type: ignore[misc]
+class Hollow(LedgerMode):
     """While it is entered, operators on the CPU's tensors give results of the right size, whose memory nobody has.
 
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
@@ -106,9 +106,8 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, ledger: Ledger, calls: Calls) -> None:
-        super().__init__()
+        super().__init__(ledger)
         self.answer = 0
-        self._ledger = ledger
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
         self._known = _learned()
@@ -123,15 +122,6 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         # Else torch puts two calls around each operator.
         return False
-
-    def __enter__(self) -> Hollow:
-        self._ledger.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._ledger.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
@@ -281,19 +271,11 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         return _Known(sizes, found, of, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        DispatchMode.__enter__(self)
-        try:
-            return func.decompose(*args, **kwargs)
-        finally:
-            DispatchMode.__exit__(self, None, None, None)
+        return self.inside(func.decompose, *args, **kwargs)
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Whatever they are made of is seen, and made where a tensor without values would only get a shape.
-        DispatchMode.__enter__(self)
-        try:
-            return explicit_kernel(func, *args, **kwargs)
-        finally:
-            DispatchMode.__exit__(self, None, None, None)
+        # What it is made of is made where a tensor without values would only get a shape.
+        return self.inside(explicit_kernel, func, *args, **kwargs)
 
     # -- calls on groups ------------------------------------------------------------------------------
 

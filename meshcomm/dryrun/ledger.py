@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final
 from unittest.mock import patch
 
 import torch
@@ -187,16 +187,14 @@ class Ledger:
         return {part: found[part] for part in PARTS}
 
 
-@final
-class Watched(DispatchMode):  # type: ignore[misc]
-    """While it is entered, a ledger is told of every tensor that an operator makes, and of its FLOPs."""
+class LedgerMode(DispatchMode):  # type: ignore[misc]
+    """Sees every operator while it is entered, and enters a ledger with it."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         self._ledger.__enter__()
         super().__enter__()
         return self
@@ -205,18 +203,30 @@ class Watched(DispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
         self._ledger.__exit__(*error)
 
+    def inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is made of other operators, so that this mode sees those."""
+        DispatchMode.__enter__(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            DispatchMode.__exit__(self, None, None, None)
+
+
+@final
+class Watched(LedgerMode):
+    """While it is entered, a ledger is told of every tensor that an operator makes, and of its FLOPs."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         if types and wraps_tensors(types):
             # DTensor and its like call the operators of what this rank holds, which come here.
             return NotImplemented
         if func.namespace in COMPOSED:
-            # Whatever they are made of is seen.
-            DispatchMode.__enter__(self)
-            try:
-                return explicit_kernel(func, *args, **(kwargs or {}))
-            finally:
-                DispatchMode.__exit__(self, None, None, None)
+            return self.inside(explicit_kernel, func, *args, **(kwargs or {}))
         found = func(*args, **(kwargs or {}))
         if fake_tensors_on():
             # DTensor finds shapes by trying operators on tensors without memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import MeshOnly, Settings
-from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine, sections
 from meshcomm.parallel.data import GradientSync
@@ -207,7 +206,11 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             mesh.trace_into(None)
         count = sum(local(each.detach()).numel() for each in parameters)
         step = passes.step_of(mesh, mesh.groups_by_label, ledger)
-        return step._replace(parameters=count, before=before, rows=rows_of(made))
+        return step._replace(
+            parameters=count,
+            before=before,
+            rows=summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows),
+        )
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:
@@ -224,12 +227,12 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
         return counted_step(mesh, config, hollow=True)
 
 
-def rows_of(made: Stats) -> list[Row]:
-    """What `mesh.stats()` counted, by dim and call."""
+def summed(counts: Iterable[Row]) -> list[Row]:
+    """One row for each dim and call."""
     rows: dict[tuple[str, str], Row] = {}
-    for row in made.rows:
-        sums = rows.get((row.dim, row.call), Row(row.dim, row.call, 0, 0))
-        rows[row.dim, row.call] = Row(row.dim, row.call, sums.calls + row.calls, sums.nbytes + row.nbytes)
+    for dim, call, calls, nbytes in counts:
+        _, _, before, earlier = rows.get((dim, call), (dim, call, 0, 0))
+        rows[dim, call] = Row(dim, call, before + calls, earlier + nbytes)
     return list(rows.values())
 
 

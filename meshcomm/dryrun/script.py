@@ -27,7 +27,7 @@ from meshcomm.comm.spans import Span
 from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger
-from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world
+from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world, summed
 from meshcomm.dryrun.world import failure_of
 from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
@@ -100,7 +100,6 @@ class _Recorder(Passes):
     def ended(self) -> None:
         """The program has ended before its last step."""
         if self.part == _WHOLE:
-            self.events = [each for each in self.events if each.kind != "part"]
             self.begins = None
         # Only the last one divides.
         self.events = [each for each in self.events if each.kind != "part" or each is self.begins]
@@ -193,18 +192,11 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     recorder.ended()
     mesh = _mesh(inside, "the program")
     step = recorder.step_of(mesh, recorder.groups, ledger)
-    rows = _rows(recorder.calls[recorder.begins.call if recorder.begins else 0 :])
+    # The mesh may be closed by now, and counts no more.
+    calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
+    rows = summed(Row(span.lane, span.call, 1, span.nbytes) for span in calls)
     count = sum(elements.values())
     return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
-
-
-def _rows(calls: Sequence[Span]) -> list[Row]:
-    """By dim and call; the mesh may be closed by now, and tells no sums any more."""
-    rows: dict[tuple[str, str], Row] = {}
-    for span in calls:
-        sums = rows.get((span.lane, span.call), Row(span.lane, span.call, 0, 0))
-        rows[span.lane, span.call] = sums._replace(calls=sums.calls + 1, nbytes=sums.nbytes + span.nbytes)
-    return list(rows.values())
 
 
 @contextmanager

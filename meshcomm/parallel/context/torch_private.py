@@ -97,18 +97,7 @@ def kernel_attention_backward(
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        None,
-        out,
-        lse.contiguous(),
-        seed,
-        seed,
-        0.0,
-        [True, True, True, False],
-        causal,
+        dout, q, k, v, None, out, lse.contiguous(), seed, seed, 0.0, [True, True, True, False], causal,
         scale=scale,
-    )
+    )  # fmt: skip
     return dq, dk, dv
