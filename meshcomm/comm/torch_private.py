@@ -29,12 +29,12 @@ def unobserved() -> bool:
 # Switches forward-mode AD on or off inside a block.
 set_forward_mode: Any = _forward_mode._set_fwd_grad_enabled
 
-# How an operator's rule for autograd goes on to what comes after autograd: another transform, a tracer, the call.
+# How the autograd rule of an operator continues below autograd: another transform, a tracer, or the call.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 single_level: Any = enable_single_level_autograd_function
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 after_autograd: Any = torch._C._after_autograd_keyset
-# Whether a tensor is one of those that a transform of torch.func hands out.
+# Whether a tensor is a wrapper of a torch.func transform.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether forward-mode AD is switched on, and a tensor's value and tangent (None) at its only level, 0.
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled

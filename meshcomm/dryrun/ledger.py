@@ -204,7 +204,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
         self._ledger.__exit__(*error)
 
     def inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what is made of other operators, so that this mode sees those."""
+        """Call a composite operator, so that this mode sees the operators inside."""
         DispatchMode.__enter__(self)
         try:
             return function(*args, **kwargs)
@@ -214,7 +214,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
 
 @final
 class Watched(LedgerMode):
-    """While it is entered, a ledger is told of every tensor that an operator makes, and of its FLOPs."""
+    """While it is entered, records every tensor that an operator makes, and its FLOPs, in a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)

@@ -112,7 +112,7 @@ class Passes(Spans):
         self.unseen += 1
 
     def ledger(self, hollow: bool) -> Ledger:
-        """One that knows the pass under way, and whose FLOPs are those of each event."""
+        """A ledger that knows the current pass. Events take their FLOPs from it."""
         ledger = Ledger(self.stretch, hollow=hollow)
         self.flops = lambda: ledger.flops
         return ledger

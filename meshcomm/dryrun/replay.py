@@ -91,8 +91,9 @@ class _Collective:
 
 
 class _Messages(NamedTuple):
-    """The messages of one call by one rank: when it began; (from, to) of each; and of those whose peer was run the channel,
-    the number in it, and whether it is sent.
+    """The messages of one call by one rank. began: when. pairs: (from, to) of each message.
+
+    parts: of messages whose peer was run: the channel, the number in the channel, and whether the rank sends.
     """
 
     began: float
@@ -102,7 +103,7 @@ class _Messages(NamedTuple):
 
 @final
 class _Rank:
-    """One rank's program and how far it is. calls: those that have begun, by their place in the step."""
+    """One rank's program, and how far it is. calls: the calls that have begun, by their place in the step."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -225,7 +226,7 @@ class _Replayer:
         return call
 
     def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
-        """The ends of one rank; those to ranks that were not run meet nobody."""
+        """One rank starts its messages. Peers that were not run are ignored."""
         call = _Messages(rank.now, [], [])
         for direction, peer, tag, _ in span.parts:
             if peer is None:
@@ -260,7 +261,7 @@ class _Replayer:
         return True
 
     def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float, float] | None:
-        """When the last of the others arrived, when the transfer begins, and when it is over; None: not known yet."""
+        """When the last peer arrived, the start of the transfer, and its end. None while unknown."""
         if isinstance(call, _Collective):
             return None if call.over is None else (max(call.arrived.values()), call.starts, call.over)
         if self.missing(call):

@@ -1,4 +1,4 @@
-"""The training of a config as ranks of a world that nobody has: what was found out, its times, and a timeline."""
+"""A dry run of the training of a config: findings, times, and a timeline."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 def memory(work: Workload, sizes: Sizes) -> Memory:
     """Bytes of the largest rank. Weights, gradients and Adam's two moments are of one dtype.
 
-    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Two layers and what is outside of layers
-    are gathered besides, or all layers where they stay gathered; gradients of several micro-batches add up unsharded.
+    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered are two layers, the tables and
+    the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
     """
     here = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
@@ -122,7 +122,7 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 
 
 def _activations(work: Workload, sizes: Sizes) -> float:
-    """Of the first rank of a pipeline, with the most micro-batches under way, or of the last, which has logits."""
+    """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
     entry, selective, everything = layer_activations(work, sizes)
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     usual = selective if work.recompute == "selective" else everything
@@ -246,8 +246,10 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
             size, each = count / number, again and not piped and what != "tables"
             times, narrow = 1 if what == "tables" else often, size * work.activation_bytes
             yield Flow("shard", along, "all_gather", times * number, narrow, each, f"{what} gathered")
-            wide, told = size * work.reduced_bytes, f"gradients of {what} scattered"
-            yield Flow("shard", along, "reduce_scatter", number, wide, False, told)
+            wide = size * work.reduced_bytes
+            yield Flow(
+                "shard", along, "reduce_scatter", number, wide, False, f"gradients of {what} scattered"
+            )
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -260,16 +262,14 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     if sharded:
         plain, experts = plain / work.shards(sizes), experts / work.expert_shards(sizes)
         copies = tuple(part for part in copies if part == "data")
-    rows: tuple[tuple[Part, Along, float, str], ...] = (
-        ("data" if "data" in work.parts else "context", copies, plain, "gradients"),
-        ("expert", (REPLICA,), experts, "experts' gradients"),
+    first: Part = "data" if "data" in work.parts else "context"
+    layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
+    rows: tuple[tuple[Part, Along, float, int, str], ...] = (
+        (first, copies, plain, layers + 1, "gradients"),
+        ("expert", (REPLICA,), experts, with_experts, "experts' gradients"),
     )
-    for part, along, count, what in rows:
+    for part, along, count, units, what in rows:
         if count and along:
             size = count * (work.reduced_bytes if sharded else work.weight_bytes)
-            calls = max(1, math.ceil(size / work.bucket_bytes))
-            if sharded:
-                calls = (
-                    work.expert_layers_of_rank(sizes) if experts == count else work.layers_of_rank(sizes) + 1
-                )
+            calls = units if sharded else max(1, math.ceil(size / work.bucket_bytes))
             yield Flow(part, along, "all_reduce", calls, size / calls, False, what)

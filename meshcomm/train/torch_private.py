@@ -28,7 +28,7 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Of matrices one beside the other, where one of both has three axes, or none; of as many of each, where both have."""
+    """A grouped matmul. With three axes in both operands there are as many matmuls as groups, else one."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
@@ -52,7 +52,7 @@ _MORE_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(operator: Any) -> Callable[..., int] | None:
-    """What tells the floating-point operations of an operator from its arguments and `out_val`, its result; None: of none."""
+    """The formula for the FLOPs of an operator, called with its arguments and `out_val`, its result. None without FLOPs."""
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(operator, "_overloadpacket", operator)

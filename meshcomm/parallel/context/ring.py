@@ -86,7 +86,7 @@ def ring_attention(
 def ring_turns(ranks: int, zigzag: bool, tokens: int, window: int | None) -> list[int]:
     """At which turns of the ring some rank computes something; at turn t each has the keys of the t-th rank before it.
 
-    tokens: of each rank. window: keys that a query meets, of its own sequence; None: all before it.
+    tokens: of each rank. window: how many keys a query sees. If None, all keys before the query.
 
     >>> ring_turns(4, False, tokens=8, window=9), ring_turns(8, True, tokens=8, window=4)
     ([0, 1], [0, 1, 7])
