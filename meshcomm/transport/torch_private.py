@@ -1,4 +1,4 @@
-"""Every private name of torch that meshcomm uses, each wrapped once. Tried on torch 2.11, 2.13, 2.14 and 2.15.
+"""Private names of torch for process groups, their hooks, DeviceMesh, and graphs. Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
 Why private names at all: `dist.new_group` names a group by counters that differ between ranks as
 soon as two ranks create different groups (two meshes on different ranks are enough), and groups
@@ -25,7 +25,6 @@ import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode

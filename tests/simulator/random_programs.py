@@ -136,7 +136,7 @@ def _begun_first(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> An
 
 
 def _objects(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
-    told = {"rank": mesh.rank, "first": x.view(-1)[0].item()}
+    told = {"rank": mesh.rank, "first": x.reshape(-1)[0].item()}
     if chance.random() < 0.5:
         return mesh.objects.all_gather(dims, told)
     return mesh.objects.broadcast(dims, told, src=chance.randrange(mesh.size(dims)))
