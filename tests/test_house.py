@@ -46,7 +46,7 @@ WITHOUT_TORCH = {
     "errors", "collectives", "layout", "algorithms", "config", "predict", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
-PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
+PRIVATE_FILE = "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
@@ -76,13 +76,46 @@ def misplaced(path: Path) -> Iterator[str]:
             yield f"{own} must not import {name}"
         if first == "torch" and own in WITHOUT_TORCH:
             yield f"{own} must not import torch"
-        if first == "torch" and path != PRIVATE_FILE and any(part.startswith("_") for part in rest):
-            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
+        if first == "torch" and path.name != PRIVATE_FILE and any(part.startswith("_") for part in rest):
+            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE}"
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a file defines, or sets as an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def private_torch_names(text: str, own: set[str]) -> Iterator[str]:
+    """Private attributes that a file reads of what is not Python's and not in `own`, but for operators of torch."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            name = ast.unparse(node)
+            if node.attr not in own and not name.startswith(
+                ("torch.ops.", "sys.", "os.", "pickle.", "random.")
+            ):
+                yield name
 
 
 def test_imports_point_upwards_and_torch_stays_where_it_belongs() -> None:
     assert {room(path) for path in FILES} <= {*ORDER}
     assert [f"{path.relative_to(ROOT)}: {wrong}" for path in FILES for wrong in misplaced(path)] == []
+
+
+def test_only_files_made_for_it_use_private_names_of_torch() -> None:
+    planted = (
+        "import torch\nad._level, torch._C.f, x._mine, torch.__file__, sys._getframe(), x.storage()._cdata"
+    )
+    assert sorted(private_torch_names(planted, {"_mine"})) == ["ad._level", "torch._C", "x.storage()._cdata"]
+    # Of NamedTuples, and of pytest.
+    own = {"_replace", "_asdict", "_fixtureinfo"}.union(*(own_names(ast.parse(f.read_text())) for f in FILES))
+    found = {path.relative_to(ROOT): list(private_torch_names(path.read_text(), own)) for path in FILES}
+    assert {path: names for path, names in found.items() if names and path.name != PRIVATE_FILE} == {}
 
 
 def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:

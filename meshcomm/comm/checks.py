@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
-from meshcomm.transport.torch_private import (
-    forward_mode,
+from meshcomm.comm.torch_private import (
+    forward_level,
     is_fwd_grad_enabled,
     is_wrapped,
-    profiling,
     transforming,
+    unobserved,
     unpack_dual,
 )
+from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,12 +40,12 @@ def usable(x: Any, device: torch.device) -> bool:
     Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
     differ in nothing else.
     """
-    return _plain(x, device) and _unobserved()
+    return _plain(x, device) and unobserved()
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
-    return _unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
+    return unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
 
 
 def _plain(x: Any, device: torch.device) -> bool:
@@ -58,11 +58,6 @@ def _plain(x: Any, device: torch.device) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
     )
-
-
-def _unobserved() -> bool:
-    """No forward-mode AD, no transform of torch.func, no profiler."""
-    return forward_mode._current_level < 0 and not transforming() and not profiling()
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
@@ -205,7 +200,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             if functional
             else "the tensor's .detach(), which shares its memory",
         )
-    if forward_mode._current_level >= 0 and has_tangent(x):
+    if forward_level() >= 0 and has_tangent(x):
         raise AutogradError(
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
@@ -224,7 +219,7 @@ def has_tangent(x: Tensor) -> bool:
 
 def followed(x: Tensor) -> bool:
     """Whether what is made of `x` is differentiated, or a transform of torch.func is under way."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_mode._current_level >= 0 or transforming()
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:

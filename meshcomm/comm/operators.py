@@ -21,21 +21,22 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from meshcomm.comm.checks import has_tangent
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
-from meshcomm.errors import AutogradError, MeshClosed
-from meshcomm.transport.torch_private import (
+from meshcomm.comm.torch_private import (
     SingleLevelFunction,
     after_autograd,
     below_autograd,
+    forward_level,
     only_device,
+    set_forward_mode,
     single_level,
     transforming,
 )
+from meshcomm.errors import AutogradError, MeshClosed
 
 # The rule of a gather that nobody is expected to differentiate.
 UNDETERMINED: Final[Any] = "undetermined"
@@ -219,7 +220,7 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         if not transforming():
             return _below(row, keys, x, place, args)
         # Function has switched these off for all transforms, of which this is only the innermost.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        with torch.enable_grad(), set_forward_mode(True):
             return _below(row, keys, x, place, args)
 
     @staticmethod
@@ -245,7 +246,7 @@ def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...])
 def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
     keys, place = keyset & after_autograd, (group, size, traced)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    transforms, level = transforming(), forward_ad._current_level
+    transforms, level = transforming(), forward_level()
     # A graph opens levels of forward mode without telling Python.
     if not (needs_grad or transforms or traced or level >= 0):
         return _below(row, keys, x, place, args)

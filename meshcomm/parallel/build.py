@@ -23,6 +23,7 @@ from meshcomm.parallel.expert import separate
 from meshcomm.parallel.model import Model, Splits, materialise
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.torch_private import unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -121,7 +122,7 @@ class LocalModel:
             for part in self.modules.modules()
             if not is_synchronised(part)
             for key in part._buffers
-            if key not in part._non_persistent_buffers_set
+            if key not in unsaved_buffers(part)
         ]
 
     def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Runner:

@@ -21,6 +21,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
+from meshcomm.transport.torch_private import storage_id
 
 OPS: Final = ("avg", "sum")
 
@@ -304,7 +305,7 @@ class _Slot:
         """Whether the gradient is still a view of the buffer, and of the parameter's dtype, device and shape."""
         value, grad, flat = local(self.parameter.detach()), local(self.grad), self.flat
         same = (value.dtype, value.device, value.shape) == (flat.dtype, flat.device, grad.shape)
-        return same and grad.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        return same and storage_id(grad) == storage_id(flat)
 
 
 class _Bucket:

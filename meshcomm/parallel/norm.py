@@ -13,7 +13,7 @@ from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
-from meshcomm.transport.torch_private import norms, scale_all
+from meshcomm.parallel.torch_private import norms, scale_all
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20

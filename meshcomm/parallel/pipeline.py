@@ -23,6 +23,7 @@ from meshcomm.errors import LayoutError, MeshcommError, TrainingError, Unsupport
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.tensor import local
+from meshcomm.parallel.torch_private import is_view
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -276,7 +277,7 @@ def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbat
 
 def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
     """The output in memory of its own: torch detaches it in place, which a view refuses."""
-    return output.clone() if output._is_view() else output
+    return output.clone() if is_view(output) else output
 
 
 def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int, dim: str) -> None:

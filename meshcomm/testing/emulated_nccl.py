@@ -32,16 +32,16 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
+from meshcomm.dryrun.torch_private import modes_left, schema_of
+from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
-    FakeTensor,
     Work,
     compiled_files,
     explicit_kernel,
     has_backend,
     leaves_of,
-    modes_left,
 )
 
 NAME: Final = "emulated_nccl"
@@ -504,14 +504,16 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             with self:  # such as reshape, which copies or does not
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found
-        name = func._schema.name
+        name = schema_of(func).name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             self.sync(name)
         if self.pending and name not in _UNTOUCHED and not func.is_view:
-            for given, argument in zip(func._schema.arguments, args, strict=False):
+            for given, argument in zip(schema_of(func).arguments, args, strict=False):
                 self._touch(argument, given.alias_info is not None and given.alias_info.is_write, name)
             written = {
-                each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+                each.name
+                for each in schema_of(func).arguments
+                if each.alias_info and each.alias_info.is_write
             }
             for key, argument in kwargs.items():
                 self._touch(argument, key in written, name)

@@ -36,7 +36,7 @@ from meshcomm.mesh.together import is_first, ranks_of, together
 from meshcomm.parallel.state import EXTRA
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
-from meshcomm.transport.torch_private import storage_info
+from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
 

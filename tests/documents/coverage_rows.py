@@ -77,7 +77,7 @@ _TABLE: Final = """
     mesh/test_verdicts.py test_who_has_not_come_and_what_it_does_instead
 14: PAGE#collectives docs/guide/communication.md#collectives
     comm/test_collectives.py test_against_numpy
-    simulator/test_programs.py test_random_programs
+    simulator/test_simulator.py test_random_programs_under_every_schedule_are_those_of_gloo
 15: PAGE#messages-objects-store docs/guide/communication.md#objects
     comm/test_objects.py test_every_call_along_every_dim_under_a_permuted_rank_order
         test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank

@@ -36,7 +36,7 @@ from meshcomm.parallel.context.block import (
     plain_gradients,
     wide,
 )
-from meshcomm.predict.traffic import ring_turns
+from meshcomm.parallel.context.ring import ring_turns
 from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]

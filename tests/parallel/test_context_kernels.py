@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context import block, ring, ring_attention
+from meshcomm.parallel.context import block, ring, ring_attention, torch_private
 from meshcomm.parallel.context.block import (
     Queries,
     attend_block,
@@ -22,7 +22,6 @@ from meshcomm.parallel.context.block import (
     plain_attention,
     plain_gradients,
 )
-from meshcomm.transport import torch_private
 from meshcomm.transport.torch_private import DispatchMode
 from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, split_up
 

@@ -82,6 +82,7 @@ def test_random_programs_under_every_schedule_are_those_of_gloo(pool: Pool) -> N
             random_programs.run_all,
             dims=random_programs.DIMS,
             merge=random_programs.MERGE,
+            rank_order=random_programs.ORDER,
             args=(seeds,),
             schedule_seed=schedule,
         )

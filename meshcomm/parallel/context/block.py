@@ -14,13 +14,13 @@ from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.order import Order, check_order
-from meshcomm.parallel.tensor.split import as_autocast
-from meshcomm.transport.torch_private import (
+from meshcomm.parallel.context.torch_private import (
     attention_kernel,
     kernel_alignment,
     kernel_attention,
     kernel_attention_backward,
 )
+from meshcomm.parallel.tensor.split import as_autocast
 
 # Elements of the scores that the formula holds at once.
 _SCORES = 1 << 24

@@ -32,7 +32,6 @@ from meshcomm.parallel.context.block import (
 )
 from meshcomm.parallel.context.order import Order
 from meshcomm.parallel.recompute import once
-from meshcomm.predict.traffic import ring_turns
 from meshcomm.transport.torch_private import outside_graphs
 
 Block: TypeAlias = tuple[slice, slice, Visible]
@@ -83,6 +82,22 @@ def ring_attention(
     apply: Any = _RingAttention.apply
     result: Tensor = apply(ring, q, k, v)
     return result
+
+
+def ring_turns(ranks: int, zigzag: bool, tokens: int, window: int | None) -> list[int]:
+    """At which turns of the ring some rank computes something; at turn t each has the keys of the t-th rank before it.
+
+    tokens: of each rank. window: how many keys a query sees. If None, all keys before the query.
+
+    >>> ring_turns(4, False, tokens=8, window=9), ring_turns(8, True, tokens=8, window=4)
+    ([0, 1], [0, 1, 7])
+    """
+    if window is None:
+        return list(range(ranks))
+    size = tokens // 2 if zigzag else tokens
+    # The farthest chunk of which a query of this one meets a key. The next one even if it meets none: keys go somewhere.
+    far = max(1, (window + size - 2) // size)
+    return [turn for turn in range(ranks) if turn <= far or (zigzag and ranks - turn <= far)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, 
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
-from meshcomm.transport.torch_private import has_memory, outside_graphs
+from meshcomm.parallel.torch_private import has_memory
+from meshcomm.transport.torch_private import outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 """The parameters of an `Experts`."""

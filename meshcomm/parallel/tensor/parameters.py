@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
-from meshcomm.transport.torch_private import dtensor_of, offsets, parts_of_dtensor
+from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
 # On a module: the sizes of the parts of each of its weights that has some.
 FUSED = "meshcomm_fused"
