@@ -164,7 +164,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         parameters = [parameter for _, parameter in engine.named_parameters()]
         samples = (known.train.microbatch * engine.microbatches, known.data.sequence)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        mesh.trace_into(passes)
+        mesh.metrics.trace_into(passes)
 
         def name_parts(*_: Any) -> None:
             _name_parts(ledger, engine, parameters)
@@ -185,7 +185,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             name_parts()
             made = mesh.stats().since(earlier)
         finally:
-            mesh.trace_into(None)
+            mesh.metrics.trace_into(None)
         count = sum(local(each.detach()).numel() for each in parameters)
         return Step(
             mesh.rank,
@@ -195,7 +195,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             ledger.peak(),
             rows_of(made),
             passes.calls,
-            mesh.groups_by_label,
+            mesh.metrics.groups,
             passes.events,
             ledger.flops,
             unseen=passes.unseen,

@@ -327,8 +327,8 @@ def how_many_ranks(command: str) -> LaunchError:
     )
 
 
-def put(variables: Mapping[str, str | None]) -> None:
-    """Set `variables`; those that are None are taken away."""
+def set_env(variables: Mapping[str, str | None]) -> None:
+    """Set `variables`; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -344,7 +344,7 @@ def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Itera
     try:
         yield
     finally:
-        put(before)
+        set_env(before)
 
 
 def refuse_conflict(variables: Mapping[str, str]) -> None:

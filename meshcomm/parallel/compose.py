@@ -15,7 +15,7 @@ from meshcomm.errors import ConfigError, LayoutError, ShapeError
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank, together
+from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks
 from meshcomm.parallel.batch_norm import is_synchronised
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
@@ -142,7 +142,7 @@ class Engine:
                 if filled:
                     model.fill(module, stage)
 
-        together(mesh, "fill the model", fill)
+        on_all_ranks(mesh, "fill the model", fill)
         if part.shard is None:
             self.gradients = self._synced(schedule.hooks_fire or ranks == 1)
         # Only now: sharding puts other parameters into the modules.

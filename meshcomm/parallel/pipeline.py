@@ -82,7 +82,7 @@ class Accumulate:
             if self._draws is not None:
                 self._draws.microbatch(i, START)
             here = {name: part[i] for name, part in parts.items()}
-            spans = None if self._mesh is None else self._mesh.spans
+            spans = None if self._mesh is None else self._mesh.metrics.spans
             with stretch(spans, PASSES, f"forward {i}"):
                 loss = self._loss(self._module(x, **here), target)
             with stretch(spans, PASSES, f"backward {i}"):
@@ -241,15 +241,15 @@ class _ToldStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)
-        with stretch(self.mesh.spans, PASSES, f"forward {fwd_chunk_id} of stage {self.stage_index}"):
+        with stretch(self.mesh.metrics.spans, PASSES, f"forward {fwd_chunk_id} of stage {self.stage_index}"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with stretch(self.mesh.spans, PASSES, f"backward {bwd_chunk_id} of stage {self.stage_index}"):
+        with stretch(self.mesh.metrics.spans, PASSES, f"backward {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with stretch(self.mesh.spans, PASSES, f"weights {bwd_chunk_id} of stage {self.stage_index}"):
+        with stretch(self.mesh.metrics.spans, PASSES, f"weights {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

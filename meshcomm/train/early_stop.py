@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank
+from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.train.report import Callback, Evaluation
 
 

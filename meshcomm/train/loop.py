@@ -12,7 +12,7 @@ import torch
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import is_first, together
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.agree import Facts, agreed_corpus
 from meshcomm.train.checkpoint import Attempt, Checkpoints, resume
@@ -54,7 +54,7 @@ def run(
                 check_sinks(train)
                 check_folder(Path(train.out))
 
-        together(mesh, "start the training", writable)
+        on_all_ranks(mesh, "start the training", writable)
         if mesh.device.type == "cpu":
             # More threads than cores slow each other down; ranks on one host share its cores.
             torch.set_num_threads(max(1, _cores() // facts.ranks_here))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, TrainingError
-from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks_of
 from meshcomm.models import model_of
 from meshcomm.models.declared import Declared
 from meshcomm.models.weights import INDEX, SINGLE
@@ -93,7 +93,7 @@ def save_pretrained(
             _begin(target, draft)
         return known, _shards(pieces, shard_bytes)
 
-    known, shards = together(mesh, what, plan)
+    known, shards = on_all_ranks(mesh, what, plan)
     pipeline = engine.sections.parallel.pipeline
     writes = all(coord == 0 for dim, coord in mesh.coords.items() if dim != pipeline)
     counts = of_every_rank(mesh, len(shards) if writes else 0)
@@ -117,7 +117,7 @@ def save_pretrained(
 
     places = {piece.name: file for file, shard in zip(names, shards, strict=True) for piece in shard}
     try:
-        together(mesh, what, end)
+        on_all_ranks(mesh, what, end)
         every = of_every_rank(mesh, places if writes else {})
         files = {name: file for each in every for name, file in each.items()}
         sizes = of_every_rank(mesh, _bytes(shards) if writes else 0)
@@ -135,7 +135,7 @@ def save_pretrained(
                     Path(source),
                 )
 
-        together(mesh, what, finish)
+        on_all_ranks(mesh, what, finish)
     except BaseException:
         if is_first(mesh):
             shutil.rmtree(draft, ignore_errors=True)

@@ -11,7 +11,7 @@ import torch
 
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank, ranks_of
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.train.metrics.flops import FlopCounter, peak_flops
 
 
