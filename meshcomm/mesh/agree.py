@@ -158,7 +158,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Give the verdict if nobody else is to come; return how many have to come before it is worth another look.
+    """Give the verdict if no more ranks are expected; return the count at which to look again.
 
     count: how many have counted themselves. Each of them says who it is right after that, unless it dies.
     """

@@ -147,7 +147,7 @@ def events_of(
 ) -> Iterator[Event]:
     """The events of one rank. lanes: of dims, in their order. groups: global ranks by label. No span is open.
 
-    shift_s: from the spans' clock to that of the file.
+    shift_s: added to the spans' times for the times in the file.
     """
     # Stretches of the program first, then dims as the plan has them, then any others.
     used = [span.lane for span in spans]
