@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,23 +55,23 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, everywhere: bool = True) -> list[str]:
-    """Modules that a file names in imports; without `everywhere`, only those run on import."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree)) if everywhere else tree.body
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+def imported(node: ast.AST, annotations: bool) -> Iterator[str]:
+    """The modules that are imported below `node`, in functions too. annotations: also those for annotations alone."""
+    guard = node.test if isinstance(node, ast.If) else None
+    if isinstance(guard, ast.Name) and guard.id == "TYPE_CHECKING" and not annotations:
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "a relative import"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child, annotations)
 
 
 def misplaced(path: Path) -> Iterator[str]:
     own = room(path)
-    for name in imports(path):
+    for name in imported(ast.parse(path.read_text()), annotations=True):
         first, *rest = name.split(".")
         if first == "meshcomm" and rest and rest[0] in ORDER and ORDER.index(rest[0]) > ORDER.index(own):
             yield f"{own} must not import {name}"
@@ -116,6 +117,22 @@ def test_only_files_made_for_it_use_private_names_of_torch() -> None:
     own = {"_replace", "_asdict", "_fixtureinfo"}.union(*(own_names(ast.parse(f.read_text())) for f in FILES))
     found = {path.relative_to(ROOT): list(private_torch_names(path.read_text(), own)) for path in FILES}
     assert {path: names for path, names in found.items() if names and path.name != PRIVATE_FILE} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    modules = {}
+    for name, path in names.items():
+        targets = {each.removeprefix("meshcomm.") for each in imported(ast.parse(path.read_text()), False)}
+        modules[name] = {each if each in names else each.rpartition(".")[0] for each in targets} & {
+            *names
+        } - {name}
+    TopologicalSorter(modules).prepare()
+    with pytest.raises(CycleError, match=r"mesh\.mesh"):
+        TopologicalSorter({**modules, "errors": {"mesh.mesh"}}).prepare()
 
 
 def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:

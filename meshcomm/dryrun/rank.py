@@ -186,7 +186,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         parameters = [parameter for _, parameter in engine.named_parameters()]
         samples = (known.train.microbatch * engine.microbatches, known.data.sequence)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        mesh.trace_into(passes)
+        mesh.metrics.trace_into(passes)
         name_parts = partial(_name_parts, ledger, engine, parameters)
         for module in engine.modules:
             module.register_forward_pre_hook(name_parts)
@@ -204,9 +204,9 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             name_parts()
             made = mesh.stats().since(earlier)
         finally:
-            mesh.trace_into(None)
+            mesh.metrics.trace_into(None)
         count = sum(local(each.detach()).numel() for each in parameters)
-        step = passes.step_of(mesh, mesh.groups_by_label, ledger)
+        step = passes.step_of(mesh, mesh.metrics.groups, ledger)
         return step._replace(
             parameters=count,
             before=before,

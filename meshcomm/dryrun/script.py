@@ -79,7 +79,7 @@ class _Recorder(Passes):
     def keep(self, span: Span) -> Span:
         """See Spans."""
         if self.mesh is not None and span.group and span.group not in self.groups:
-            self.groups |= self.mesh.groups_by_label
+            self.groups |= self.mesh.metrics.groups
         return super().keep(span)
 
     def stretch(self) -> tuple[str, bool]:
@@ -143,10 +143,10 @@ class _Inside:
                 hint="views and merged dims of one mesh",
             )
         self.mesh = self._recorder.mesh = mesh
-        self._recorder.groups = dict(mesh.groups_by_label)
+        self._recorder.groups = dict(mesh.metrics.groups)
         if self._looked:
             raise _Enough
-        mesh.trace_into(self._recorder)
+        mesh.metrics.trace_into(self._recorder)
 
 
 def script_step(script: Script, rank: int, world: int) -> Step:

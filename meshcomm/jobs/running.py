@@ -54,8 +54,8 @@ def _train(settings: Config) -> None:
     with _loading():
         from rich.console import Console
 
+        from meshcomm.mesh.all_ranks import is_first
         from meshcomm.mesh.opening import init
-        from meshcomm.mesh.together import is_first
         from meshcomm.train import Callback, find_attempt
         from meshcomm.train import run as run_training
         from meshcomm.train.screen import TrainingReporter

@@ -14,7 +14,7 @@ from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import together
+from meshcomm.mesh.all_ranks import on_all_ranks
 from meshcomm.parallel.batch_norm import is_synchronised
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
@@ -108,7 +108,7 @@ class LocalModel:
         self.gradients: list[GradientSync | Sharded] = []
         if parallel.shard is not None:
             self.gradients = [self._sharded()]
-        together(mesh, "fill the model", lambda: self._fill(filled))
+        on_all_ranks(mesh, "fill the model", lambda: self._fill(filled))
         if parallel.shard is None:
             self.gradients = self._synced()
         # Only now: sharding puts other parameters into the modules.

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.config import Config
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank
+from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, sections
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.model import Model

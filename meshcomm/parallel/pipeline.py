@@ -89,7 +89,7 @@ class Accumulate:
             if self._draws is not None:
                 self._draws.microbatch(i, START)
             here = {name: part[i] for name, part in parts.items()}
-            spans = self._mesh.spans if backward and self._mesh is not None else None
+            spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
             with stretch(spans, PASSES, f"forward {i}"):
                 loss = self._loss(self._module(x, **here), target)
             if backward:
@@ -231,7 +231,7 @@ class _PipelineStage(PipelineStage):
             self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
-        return stretch(self.mesh.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}")
+        return stretch(self.mesh.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}")
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)

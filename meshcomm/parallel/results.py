@@ -14,7 +14,7 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank, ranks_of
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor import local
 

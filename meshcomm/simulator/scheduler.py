@@ -18,7 +18,7 @@ import torch
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.environment import put
+from meshcomm.mesh.environment import set_env
 
 # Ranks keep little on the stack; what Python calls in Python is not there at all.
 _STACK_BYTES: Final = 4 * 1024 * 1024
@@ -88,7 +88,7 @@ class RankLocals:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        put(self._variables)
+        set_env(self._variables)
         sys.modules["__main__"] = self._main
         sys.argv = self._argv
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 import meshcomm
 from meshcomm.collectives import BARRIER
@@ -142,27 +141,6 @@ def test_who_shares_is_known_by_the_device_and_not_by_its_number(
 def test_blocking_wait_is_refused(pool: Pool) -> None:
     for text in pool.run(refused, 4, False, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, ranks=4):
         assert "LaunchError: TORCH_NCCL_BLOCKING_WAIT" in text and "unset TORCH_NCCL_BLOCKING_WAIT" in text
-
-
-def lent() -> tuple[list[bool], list[int], list[int]]:
-    """Of a DeviceMesh [[0, 1], [3, 2]]: for dp and tp, whether its groups are used, and what they gather."""
-    dist.init_process_group("gloo")
-    try:
-        given = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
-        with meshcomm.init(given) as mesh:
-            own = [mesh.group(dim) is not given.get_group(dim) for dim in ("dp", "tp")]
-            rank = torch.tensor([mesh.rank])
-            return own, mesh.all_gather("dp", rank).tolist(), mesh.all_gather("tp", rank).tolist()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_groups_of_a_device_mesh_are_lent_for_a_whole_dim_or_not_at_all(pool: Pool) -> None:
-    rows = {0: [0, 1], 1: [0, 1], 2: [3, 2], 3: [3, 2]}
-    columns = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
-    for rank, found in enumerate(pool.run(lent, ranks=4)):
-        # Along tp one of the two groups has its ranks in descending order: both are made anew.
-        assert found == ([False, True], columns[rank], rows[rank])
 
 
 @pytest.mark.parametrize("world", [8, 1_024, 16_384, 131_072])

@@ -458,7 +458,7 @@ def test_correct_programs_are_never_blamed() -> None:
         for each in range(4):
             random_programs.run(mesh, seed * 10 + each, steps=chance.randint(0, 4))
             mesh.step()
-        return mesh._steps
+        return mesh.metrics.steps
 
     for seed in range(6):
         found = meshcomm.simulate(
@@ -587,7 +587,7 @@ def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None
                 watched(mesh, steps, skip)
             except CallMismatchError as error:
                 found = copied(error)
-            at = mesh._steps
+            at = mesh.metrics.steps
     except CallMismatchError as error:
         assert found is None
         found = copied(error)
@@ -612,7 +612,7 @@ def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> No
 def test_nothing_is_posted_before_the_first_step(mesh: Mesh) -> None:
     watch: Any = mesh._watch
     for steps in range(4):
-        assert (mesh._steps, watch._desync._step) == (steps, steps)
+        assert (mesh.metrics.steps, watch._desync._step) == (steps, steps)
         mesh.all_reduce("dp", torch.ones(4))
         mesh.all_reduce("tp", torch.ones(4))
         mesh.step()
@@ -663,7 +663,7 @@ def test_a_trace_shows_the_steps(mesh: Mesh, tmp_path: Path) -> None:
     with mesh.trace(path):
         for _ in range(2):
             mesh.all_reduce("dp", torch.ones(1))
-            mesh.step(number=mesh._numbered + 7)
+            mesh.step(number=mesh.metrics.number + 7)
     events = json.loads(path.read_text())["traceEvents"]
     found = [(each["pid"], each["name"]) for each in events if each["name"].startswith("step ")]
     assert sorted(found) == [(0, "step 14"), (0, "step 7"), (1, "step 14"), (1, "step 7")]
