@@ -14,7 +14,6 @@ from meshcomm.comm.callsite import callsite
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.objects import Objects
 from meshcomm.comm.spans import Spans
-from meshcomm.comm.stragglers import Stragglers, measure
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import whole
@@ -24,7 +23,8 @@ from meshcomm.transport.torch_private import outside_graphs
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
-    from meshcomm.mesh.stats import Stats, StatsOfAll
+    from meshcomm.mesh.compare_ranks import StatsOfAll, Stragglers
+    from meshcomm.mesh.stats import Stats
     from meshcomm.mesh.tracing import Trace
 
 
@@ -57,6 +57,8 @@ class Metrics(TopologyQueries):
         Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
         the whole mesh; prints as a table.
         """
+        from meshcomm.mesh.compare_ranks import stragglers
+
         self._usable()
         named: dict[str, FlightRecorder] = {}
         for family in self.plan.families:
@@ -64,7 +66,7 @@ class Metrics(TopologyQueries):
             if family.size > 1 and recorder not in named.values():
                 named[family.name] = recorder
         dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        return measure(named, dims, self.objects.all_gather)
+        return stragglers(named, dims, self.objects.all_gather)
 
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
         """One step of the program is over: by now each rank of a group has begun the same collectives on it.
@@ -123,11 +125,12 @@ class Metrics(TopologyQueries):
 
         Called by: every rank of the mesh, in the same program order.
         """
-        from meshcomm.mesh.stats import of_all
+        from meshcomm.mesh.compare_ranks import records_of_all, stats_of_all
 
-        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        names = [family.name for family in self.plan.families]
-        return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
+        own = self.stats()
+        record = self.rank, own.seconds, own.sums
+        records = records_of_all(self.objects.all_gather, self.layout.dims, record)
+        return stats_of_all(records, [family.name for family in self.plan.families])
 
     def trace(self, path: str | PathLike[str]) -> Trace:
         """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.

@@ -48,7 +48,7 @@ from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, o
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.torch_store import prefixed, store_failed
-from meshcomm.mesh.watchdog import Watchdog
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_group, default_store, give_back
@@ -355,19 +355,17 @@ def _create(
         if world is not None:
             watch = world.watch(coords, prefix)
         elif groups:
-            watch = Watchdog(
-                dist.PrefixStore("watch", dist.PrefixStore("mesh", store)),
-                rank,
-                coords,
-                plan.layout.world_size,
-                reports,
-                compared,
+            options = WatchOptions(
                 timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
                 end=end,
+                reports=reports,
+                compared=compared,
                 alone=joined.pretended,
                 process_of=partial(state_of_rank, joined.store),
                 refused=refused,
             )
+            own_store = dist.PrefixStore("watch", dist.PrefixStore("mesh", store))
+            watch = Watchdog(own_store, rank, coords, plan.layout.world_size, options)
             if not joined.pretended and rank == min(plan.layout.ranks.tolist()):
                 leave_names({other: plan.layout.label(other) for other in plan.layout.ranks.tolist()})
     roles = getattr(settings, "parallel", None)

@@ -1,10 +1,10 @@
-"""What are the other ranks doing? Asked through the store, by one rank of a group whose call failed."""
+"""What are the other ranks doing? Asked through the store, by one rank of a group whose call failed, and answered."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, final
 
 from meshcomm.mesh.torch_store import wait_for, within
@@ -23,10 +23,10 @@ _LONGER: Final = 4
 
 @final
 class StatusQuery:
-    """Asks ranks for their status, which their watchdogs answer, and shares what follows from it.
+    """Asks ranks for their status, answers other ranks, and shares what follows from the statuses.
 
     Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is one, `answer/RANK/N` its answer, `closed/RANK`
-    what a rank said last; `first/CALL` which rank makes the diagnosis of a call, `diagnosis/CALL` what it found.
+    the last status of a rank; `first/CALL` which rank makes the diagnosis of a call, `diagnosis/CALL` what it found.
 
     Args:
         store: the watchdog's; every rank of the mesh looks at it each `look_s` seconds.
@@ -36,6 +36,7 @@ class StatusQuery:
         self._store = store
         self._rank = rank
         self._within_s = max(_ANSWER_S, 2 * look_s)
+        self._answered = 0
 
     def limited(self, call: Callable[[], T]) -> T:
         """What `call`, which uses this query, returns or raises; TimeoutError where the store does not answer.
@@ -83,6 +84,18 @@ class StatusQuery:
             last = now
         answers |= self._read(keys)
         return answers | self._read({rank: f"closed/{rank}" for rank in keys if rank not in answers})
+
+    def answer(self, status: Callable[[], Mapping[str, Any]]) -> bool:
+        """Answer the questions that have arrived; whether there were any. Raises RuntimeError where the store fails."""
+        before = self._answered
+        while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
+            self._answered += 1
+            self._store.set(f"answer/{self._rank}/{self._answered}", json.dumps(status()))
+        return self._answered > before
+
+    def leave(self, status: Mapping[str, Any]) -> None:
+        """The rank answers no more: its last status is for all questions."""
+        self._store.set(f"closed/{self._rank}", json.dumps(status))
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
         """The values of those keys that are there."""

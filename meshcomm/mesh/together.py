@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.compare_ranks import records_of_all
 from meshcomm.mesh.metrics import Metrics
 
 T = TypeVar("T")
@@ -24,10 +25,7 @@ def is_first(mesh: Mesh) -> bool:
 
 def of_every_rank(mesh: Metrics, mine: Any) -> list[Any]:
     """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
-    table = [mine]
-    for dim in reversed(list(mesh.layout.dims)):
-        table = [each for part in mesh.objects.all_gather(dim, table) for each in part]
-    return table
+    return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mine)
 
 
 def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
