@@ -1,4 +1,4 @@
-"""Why does a call not end? From what each rank says of itself to the rank, the line, and the error to raise."""
+"""Why does a call not end? From the status of each rank to the ranks that are missing, their lines, and the error to raise."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 Node = TypeVar("Node")
 
-# As `Watchdog.status` has it, by rank where there are several.
+# As `RankRecord.data` has it, by rank where there are several.
 Status: TypeAlias = Mapping[str, Any]
 Statuses: TypeAlias = Mapping[int, Status]
-# A message that a rank waits for, as `MessageLog.status` has it; None for a collective.
+# Messages that a rank waits for, as in `MessageLog.status`; None for a collective.
 Waiting: TypeAlias = Mapping[str, Any] | None
 
 # Ranks that one error has a line for, of groups with more.
 _LINES: Final = 16
 
-# Why a rank does not answer, by what its host knows of its process; "": nobody knows.
+# Why a rank does not answer, by the state of its process; "": unknown.
 _SILENT: Final = {
     "": "does not answer: it has ended, is stopped, or a call into C holds Python's GIL",
     "ended": "does not answer: its process has ended",
@@ -33,14 +33,14 @@ _SILENT: Final = {
     "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
 }
 
-# What to try where a rank cannot be reached at the address that it offered.
+# The hint where a rank cannot be reached at the address that it offered.
 INTERFACES: Final = (
     "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
 )
 
 
 class Reason(Enum):
-    """Why a backend ends a call; the value is what an error says of the call."""
+    """Why a backend ends a call; the value is a part of the error's text."""
 
     UNREACHABLE = "could not connect"
     TIMEOUT = "did not end in time"
@@ -49,7 +49,7 @@ class Reason(Enum):
     OTHER = "failed"
 
 
-# What backends say, in lower case; the first that is found counts. Tried: Gloo of torch 2.11 to 2.15, which connects
+# The texts of backends' errors, in lower case; the first match counts. Tried: Gloo of torch 2.11 to 2.15, which connects
 # to an address that another rank offered. Of NCCL from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
@@ -78,29 +78,28 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-# -- what the statuses say -------------------------------------------------------------------------------
+# -- from statuses to a diagnosis --------------------------------------------------------------------------
 
 
-class Wait(NamedTuple):
+class BlockedCall(NamedTuple):
     """A call that does not end on one rank.
 
-    number: of the collective on the group `label`, whose global ranks are `ranks`. waiting: the messages that `rank`
-    waits for in place of a collective.
+    number: of the collective on the group `label`, whose global ranks are `ranks`. messages: those that `rank` waits
+    for in place of a collective.
     """
 
     rank: int
     label: str
     ranks: Sequence[int]
     number: int
-    waiting: Waiting = None
+    messages: Waiting = None
 
 
 class Diagnosis(NamedTuple):
-    """Who keeps a call from ending.
+    """The ranks that keep a call from ending.
 
-    missing: ranks that have not come to the call. silent: some of them do not answer. mismatched: ranks that
-    made another call than most with sequence number `number`; of equally many, those without the lowest rank.
-    lines: all of it in words, a line for each rank.
+    missing: ranks that have not arrived at the call. silent: some of them do not answer. mismatched: ranks whose
+    call with sequence number `number` differs from the majority's, see `majority`. lines: a line for each rank.
     """
 
     missing: Sequence[int] = ()
@@ -111,24 +110,27 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    wait: Wait, statuses: Statuses, processes: Mapping[int, str] = MappingProxyType({})
+    blocked: BlockedCall, statuses: Statuses, processes: Mapping[int, str] = MappingProxyType({})
 ) -> Diagnosis:
     """Why the call does not end.
 
     processes: of ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
     """
-    if wait.waiting is None and (mismatch := find_mismatch(wait.label, wait.ranks, statuses)) is not None:
+    if (
+        blocked.messages is None
+        and (mismatch := find_mismatch(blocked.label, blocked.ranks, statuses)) is not None
+    ):
         return mismatch
-    found = absent(wait, statuses)
+    found = absent(blocked, statuses)
     lines = [
         f"{name_of_rank(rank, statuses.get(rank))} {doing or _SILENT[processes.get(rank, '')]}"
         for rank, doing in found
     ]
-    if not found and wait.waiting is None:
+    if not found and blocked.messages is None:
         lines = [
             f"{name_of_rank(rank, status)} has gone on: it {doing_of(status)}"
-            for rank, status in ((rank, statuses[rank]) for rank in wait.ranks if rank in statuses)
-            if (group := _group(status, wait.label)) is not None and group["started"] > wait.number
+            for rank, status in ((rank, statuses[rank]) for rank in blocked.ranks if rank in statuses)
+            if (group := _group(status, blocked.label)) is not None and group["started"] > blocked.number
         ]
     missing = list(dict.fromkeys(rank for rank, _ in found))
     silent = any(doing is None and processes.get(rank) != "runs" for rank, doing in found)
@@ -136,9 +138,9 @@ def diagnose(
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """The first sequence number on the group with which ranks made different operations, as far as is remembered.
+    """The first sequence number on the group with which ranks made different operations, as far as records go back.
 
-    Where all ranks bring equally much to an operation, it is another one with another size.
+    The size is compared too, where an operation needs the same size on all ranks.
     """
     recent = {
         rank: {number: made for number, *made in group.get("recent", ())}
@@ -161,32 +163,32 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
     return None
 
 
-def absent(wait: Wait, statuses: Statuses) -> list[tuple[int, str | None]]:
-    """The ranks that have not come to a call, and what each does instead; None: it is silent."""
-    if wait.waiting is not None:
-        return [each for part in wait.waiting["parts"] for each in _unmatched(wait, part, statuses)]
+def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | None]]:
+    """The ranks that have not arrived at a call, and the activity of each; None where a rank does not answer."""
+    if blocked.messages is not None:
+        return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
     found: list[tuple[int, str | None]] = []
-    for rank in wait.ranks:
+    for rank in blocked.ranks:
         status = statuses.get(rank)
-        group = _group(status, wait.label)
+        group = _group(status, blocked.label)
         if status is None:
             found.append((rank, None))
-        elif group is None or group["started"] < wait.number:
-            found.append((rank, f"has not come: it {doing_of(status, wait.label)}"))
+        elif group is None or group["started"] < blocked.number:
+            found.append((rank, f"has not come: it {doing_of(status, blocked.label)}"))
     return found
 
 
-def _unmatched(wait: Wait, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
+def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
     """The ranks that have not begun the other half of a message.
 
     Of a receive from any rank: all others, unless one has sent more than the waiting rank has received.
     """
-    rank, label = wait.rank, wait.label
+    rank, label = blocked.rank, blocked.label
     direction, source, tag, number = part
     half, has = ("recv", "received") if direction == "send" else ("send", "sent")
     found: list[tuple[int, str | None]] = []
     on_its_way = False
-    for peer in [other for other in wait.ranks if other != rank] if source is None else [source]:
+    for peer in [other for other in blocked.ranks if other != rank] if source is None else [source]:
         status = statuses.get(peer)
         if status is None:
             found.append((peer, None))
@@ -219,10 +221,10 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """What a rank is doing: the call that failed it, or that it is inside of, else where its program is."""
+    """The call that failed on a rank, or that it is blocked in; else the line of its program."""
     failed = status.get("failed")
     if failed is not None:
-        # What it does since then mostly follows from that.
+        # Its activity since then mostly follows from that.
         closed = "has closed the mesh, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
@@ -243,11 +245,6 @@ def doing_of(status: Status, label: str | None = None) -> str:
     return f"is at {status['main']}{after}{thread}"
 
 
-def ranks_list(ranks: Sequence[int]) -> list[int] | str:
-    """The ranks of a group as an error shows them."""
-    return list(ranks) if len(ranks) <= 16 else fold(ranks)
-
-
 def name_of_rank(rank: int, status: Status | None) -> str:
     """The rank with its coords, where it answered."""
     return rank_text(rank, None if status is None else status["coords"])
@@ -259,7 +256,7 @@ def activity(rank: int, status: Status | None, process: str = "") -> str:
 
 
 def root_cause(statuses: Statuses) -> list[str]:
-    """What the reports of a job say together: calls that differ, a circular wait, or who keeps the others waiting."""
+    """The root cause in the reports of a job: calls that differ, a circular wait, or the ranks that others wait for."""
     groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
     for label, ranks in groups.items():
         mismatch = find_mismatch(label, ranks, statuses)
@@ -275,11 +272,11 @@ def root_cause(statuses: Statuses) -> list[str]:
         failed = status.get("failed") or {}
         for group in status["groups"]:
             label, ours = group["label"], failed.get("label") == group["label"]
-            # Blocked in it, or was when it failed.
+            # The rank is blocked in it, or was when it failed.
             call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
             waiting = call if call and "parts" in call else None
-            wait = Wait(rank, label, group["ranks"], group["started"], waiting)
-            others = absent(wait, statuses) if call else []
+            blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
+            others = absent(blocked, statuses) if call else []
             if others:
                 waits[rank] = {peer for peer, _ in others}
                 calls[rank] = f"{call_text(call)}, at {call['callsite']}"
@@ -290,7 +287,7 @@ def root_cause(statuses: Statuses) -> list[str]:
         for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
             lines.append(f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}")
         return lines
-    # A rank that others wait for, and that waits for nobody, is where it began.
+    # The cause is a rank that others wait for and that waits for no other.
     roots: dict[int, list[int]] = {}
     for rank, peers in waits.items():
         for peer in peers - waits.keys():
@@ -393,7 +390,7 @@ class FailedCall:
         label, ranks = group["label"], group["ranks"]
         waiting: Waiting = None if made is not None else group["messages"]["waiting"]
         last = made or group["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
-        self.wait = Wait(rank, label, ranks, last["number"], waiting)
+        self.blocked = BlockedCall(rank, label, ranks, last["number"], waiting)
         self.reason = reason_of(error)
         self._error_line = first_line(error)
         self._where = where
@@ -401,7 +398,8 @@ class FailedCall:
         # As `CommunicationError.call` has it.
         self._call = None if waiting else {"label": label, **last}
         which = described(waiting) if waiting else f"call {last['number']}"
-        self._first = f"{which} on {label}, ranks {ranks_list(ranks)}, at {call['callsite']}"
+        who = list(ranks) if len(ranks) <= 16 else fold(ranks)
+        self._first = f"{which} on {label}, ranks {who}, at {call['callsite']}"
         self.facts: dict[str, Any] = {
             "label": label,
             "error": [self._error_line],
@@ -420,15 +418,18 @@ class FailedCall:
     @property
     def asks(self) -> list[int]:
         """The ranks to ask for a diagnosis: all others of the group, or of messages their other ends."""
-        peers = set() if self.wait.waiting is None else {peer for _, peer, _, _ in self.wait.waiting["parts"]}
+        peers = (
+            set()
+            if self.blocked.messages is None
+            else {peer for _, peer, _, _ in self.blocked.messages["parts"]}
+        )
         everybody = not peers or None in peers
-        return [rank for rank in self.wait.ranks if rank != self.wait.rank and (everybody or rank in peers)]
+        return [
+            rank for rank in self.blocked.ranks if rank != self.blocked.rank and (everybody or rank in peers)
+        ]
 
     def error(self, found: Diagnosis, reports: str) -> MeshcommError:
-        """The error for the rank whose call it was.
-
-        reports: where reports are left, "" for nowhere.
-        """
+        """The error for the rank of the call. reports: their folder, "" where none was written."""
         hint = "look at the ranks named above"
         if reports:
             hint = f"meshcomm report {reports} puts the ranks' reports together"
@@ -442,7 +443,7 @@ class FailedCall:
                 "step and the call that was left out",
                 mismatched_ranks=tuple(found.mismatched),
             )
-        if self.wait.waiting is None:
+        if self.blocked.messages is None:
             complete = "every rank of the group has come to the call"
             expected = "every rank of the group to make the same call and stay alive until it ends"
         else:
@@ -461,11 +462,11 @@ class FailedCall:
         return self._error(reason, lines, expected, hint, found.missing)
 
     def error_unasked(self, silent: bool) -> MeshcommError:
-        """The error where nobody could be asked: what the backend alone can tell.
+        """The error where no rank could be asked: only the backend's error is known.
 
         silent: the job's store does not answer, and has not failed either.
         """
-        others = [rank for rank in self.wait.ranks if rank != self.wait.rank]
+        others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
         reason = Reason.CLOSED if silent else self.reason
         # Of two ranks it is clear which one broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)

@@ -152,7 +152,7 @@ class FlightRecorder:
             span = Span(
                 self.label, counter.name, counter.call, site, entry[4], number, nbytes, op=op, root=root
             )
-            self.span = self.spans.keep(span, () if x is None else (x,))
+            self.span = self.spans.keep(span if x is None else span.of([x]))
         if profiling() and caller is not None:
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()

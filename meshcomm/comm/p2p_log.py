@@ -169,7 +169,7 @@ class MessageLog:
         if self.spans is not None:
             site = line_of(frame.f_code, frame.f_lasti)
             told = Span(self.label, name, call, site, now, nbytes=nbytes, parts=parts)
-            self.spans.keep(told, [end.x for end in ends])
+            self.spans.keep(told.of([end.x for end in ends]))
         total = counter_of(self._counters, name, call) if counted else None
         self.waiting = message = PendingMessage(
             self, name, call, parts, frame, nbytes, now, total, calls, told, unanswered
@@ -193,7 +193,7 @@ class MessageLog:
         if self.spans is not None:
             site = line_of(frame.f_code, frame.f_lasti)
             told = Span(self.label, name, direction, site, now, nbytes=nbytes, parts=parts, left=now)
-            self.spans.keep(told, tensors)
+            self.spans.keep(told.of(tensors))
         message = PendingMessage(self, name, direction, parts, frame, nbytes, now, told=told)
         message.over = message.began
         return message

@@ -50,6 +50,12 @@ class Span:
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
+    def of(self, tensors: Sequence[Tensor]) -> Span:
+        """This span; with shape and dtype, where the call is of one tensor."""
+        if len(tensors) == 1:
+            self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
+        return self
+
 
 class Spans:
     """What a trace keeps of one rank.
@@ -69,10 +75,8 @@ class Spans:
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
-    def keep(self, span: Span, tensors: Sequence[Tensor] = ()) -> Span:
-        """A call or a stretch begins, of these tensors; later facts are written to the span."""
-        if len(tensors) == 1:
-            span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
+    def keep(self, span: Span) -> Span:
+        """A call or a stretch begins; later facts are written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:

@@ -80,18 +80,18 @@ def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> Stats
 
     records: of each rank (rank, seconds, sums), where sums are `Stats.sums`. dims: in the order to show them.
     """
-    by_call: dict[tuple[Any, ...], dict[int, tuple[int, int, float | None]]] = {}
+    by_call: dict[tuple[str, str, bool], dict[int, tuple[int, int, float | None]]] = {}
     longest = 0.0
     for rank, seconds, sums in records:
         longest = max(longest, seconds)
-        for dim, call, async_op, *counted in sums:
-            by_call.setdefault((dim, call, async_op), {})[rank] = tuple(counted)
+        for dim, call, async_op, calls, nbytes, spent in sums:
+            by_call.setdefault((dim, call, async_op), {})[rank] = calls, nbytes, spent
     order = list(dict.fromkeys([*dims, *(key[0] for key in by_call)]))
     rows = [_spread(key, by_rank) for key, by_rank in by_call.items()]
     return StatsOfAll(longest, tuple(sorted(rows, key=lambda row: order.index(row.dim))))
 
 
-def _spread(key: tuple[Any, ...], by_rank: Mapping[int, tuple[int, int, float | None]]) -> Spread:
+def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, float | None]]) -> Spread:
     """Of equally fast or slow ranks the lowest one is named."""
     calls = sum(calls for calls, _, _ in by_rank.values())
     nbytes = sum(nbytes for _, nbytes, _ in by_rank.values())
@@ -100,8 +100,8 @@ def _spread(key: tuple[Any, ...], by_rank: Mapping[int, tuple[int, int, float | 
         lowest = min(by_rank)
         return Spread(*key, len(by_rank), calls, nbytes, None, lowest, None, lowest, None)
     fastest, slowest = min(spent, key=spent.__getitem__), max(spent, key=spent.__getitem__)
-    times = fmean(spent.values()), fastest, spent[fastest], slowest, spent[slowest]
-    return Spread(*key, len(by_rank), calls, nbytes, *times)
+    mean_s, least_s, most_s = fmean(spent.values()), spent[fastest], spent[slowest]
+    return Spread(*key, len(by_rank), calls, nbytes, mean_s, fastest, least_s, slowest, most_s)
 
 
 # -- stragglers ------------------------------------------------------------------------------------------
@@ -219,5 +219,5 @@ def stragglers(recorders: Mapping[str, FlightRecorder], dims: Sequence[str], gat
         dim: (group.mean_s[group.latest], group.ranks[group.latest]) for dim, group in groups.items()
     }
     records = records_of_all(gather, dims, own_latest)
-    latest = {dim: max(tuple(record[dim]) for record in records) for dim in own_latest}
+    latest = {dim: max(record[dim] for record in records) for dim in own_latest}
     return Stragglers(groups, {dim: Straggler(rank, mean_s) for dim, (mean_s, rank) in latest.items()}, hosts)

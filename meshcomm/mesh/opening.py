@@ -337,7 +337,6 @@ def _create(
         existing = source if isinstance(source, DeviceMesh) else None
         transports.update(create_transports(plan, rank, device, whole_world, create, existing))
         coords, groups = plan.layout.coords(rank), plan.for_rank(rank).groups
-        timeouts = {group.label: group.options.timeout_s for group in groups}
 
         def end(error: MeshcommError) -> None:
             # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
@@ -356,8 +355,8 @@ def _create(
             watch = world.watch(coords, prefix)
         elif groups:
             options = WatchOptions(
-                timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
-                end=end,
+                plan.defaults.timeout_s,
+                end,
                 reports=reports,
                 compared=compared,
                 alone=joined.pretended,

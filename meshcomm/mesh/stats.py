@@ -36,8 +36,8 @@ class CallStats:
 
     ranks:       of the group.
     async_op:    of asynchronous calls, once they were waited for; the others are blocking ones.
-    nbytes:      of the data as nccl-tests count it: what a rank brings; of all_gather, gather and scatter
-                 the whole; of a message what is sent, or received where nothing is.
+    nbytes:      of the data as nccl-tests count it: the input of a rank; of all_gather, gather and scatter the
+                 full tensor; of a message the bytes sent, or received where none are sent.
     seconds:     that the program was blocked in the calls: until they returned, or while starting them and
                  waiting for them. None where nobody knows: on devices that calls are only enqueued on, and of
                  calls that were not made through the mesh.
@@ -83,13 +83,13 @@ class CallStats:
 
     def since(self, earlier: CallStats | None) -> CallStats:
         """The calls after `earlier`, which has the same key; None: there were none before."""
-
-        def difference(name: str) -> Any:
-            a, b = getattr(self, name), getattr(earlier, name)
-            return a if a is None or b is None else a - b
-
-        summed = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
-        return self if earlier is None else replace(self, **{name: difference(name) for name in summed})
+        if earlier is None:
+            return self
+        sums = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
+        pairs = {name: (getattr(self, name), getattr(earlier, name)) for name in sums}
+        return replace(
+            self, **{name: a if a is None or b is None else a - b for name, (a, b) in pairs.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def stats(
     """The table of one rank, from the counters of its groups, without calls that were never made.
 
     counters: of each group, and whether its calls return when they are over; else their seconds are not told.
-    machine: what is known of the links; None predicts nothing.
+    machine: the speeds of links; None predicts nothing.
     """
     predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
@@ -157,7 +157,7 @@ def stats(
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """The model's seconds for what was counted; None where it has none."""
+    """The model's seconds for a call, its number and its bytes; None where the model does not cover the call."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:

@@ -26,26 +26,25 @@ from meshcomm.comm.diagnosis import (
     activity,
     diagnose,
     first_line,
-    ranks_list,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
+from meshcomm.layout.sizes import fold
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
-from meshcomm.mesh.rank_record import RankRecord, error_under_way, is_library, stack_of
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library, stack_of
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.torch_store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, unlimited_barrier
 
-# A call that its backend has not given up so long after the group's timeout: it never will.
+# A backend that has not given up a call so long after the group's timeout never will.
 GRACE_S: Final = 5.0
 
-# How many looks of all ranks together, whether they are asked, the one store of a job gets a second; it can answer
-# some 26,000 calls (TCPStore on one core).
+# How many looks for questions, of all ranks together, the job's store gets in a second; it can answer some 26,000
+# calls (TCPStore on one core).
 _LOOKS_PER_S: Final = 2_000
 
 # How often, in seconds, calls that are queued are looked at, where their group's timeout is long.
@@ -57,7 +56,7 @@ _CLOSES_S: Final = 10.0
 # Counts the ranks that have created their groups.
 _CREATED: Final = "created"
 
-# At so many looks in a row nobody was handling the error of a failed call: the program has caught it.
+# After so many looks in a row at which no thread handled the error of a failed call, the program has caught it.
 _UNHANDLED_LOOKS: Final = 4
 
 _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
@@ -76,18 +75,18 @@ def _not_refused() -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What a watchdog is told of its mesh and its job.
+    """The facts of the mesh and the job that a watchdog needs.
 
-    timeouts:   seconds by the label of a group.
+    timeout_s:  of groups whose transport does not know its timeout.
     end:        ends the process for the error of a call that the backend holds, from another thread than the blocked one.
     reports:    folder of this run for its ranks' reports, see `RankRecord`.
     compared:   how many messages of each pair of ranks are compared at most; None: all.
-    alone:      the other ranks are no processes, and nobody can be asked.
+    alone:      no other rank is a process: no rank asks or answers.
     process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
     refused:    the error where this rank may be of another job than the others; asked at each look.
     """
 
-    timeouts: Callable[[str], float]
+    timeout_s: float
     end: Callable[[MeshcommError], None]
     reports: str = ""
     compared: int | None = 0
@@ -100,9 +99,9 @@ class WatchOptions:
 class Watchdog(Watching):
     """Two threads of one rank: one answers other ranks by the rank's record, one looks for calls that do not end.
 
-    A rank whose call failed asks the others, see `StatusQuery`. Every rank looks for questions a few times a
+    A rank whose call failed asks the others, see `RecordExchange`. Every rank looks for questions a few times a
     second (less often in large worlds, so that the store sees 2,000 looks a second at most). Both threads end when
-    the mesh is closed, or is dropped.
+    the mesh is closed, or is dropped. own: the record of this rank.
 
     Args:
         store: a torch store under a prefix that only this mesh uses.
@@ -118,10 +117,10 @@ class Watchdog(Watching):
         self._world_size = world_size
         self._options = options
         self._recorders: list[FlightRecorder] = []
-        self._record = RankRecord(rank, coords, self._recorders, options.reports)
+        self.own = RankRecord(rank, coords, self._recorders, options.reports)
         self._interval_s = look_interval_s(world_size)
-        self._query = StatusQuery(store, rank, self._interval_s)
-        self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self._record, world_size)
+        self._exchange = RecordExchange(store, rank, self._interval_s)
+        self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
         self._timer = CallTimer()
         # The Work past the mesh that was last reported: as held, or as failed.
         self._reported: object = None
@@ -155,17 +154,16 @@ class Watchdog(Watching):
     # -- for the mesh -----------------------------------------------------------------------------------
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        options, of_plan = self._options, self._options.timeouts(label)
-        check = None
+        options, check = self._options, None
         if options.compared != 0:
             store = dist.PrefixStore("messages", self._store)
-            timeout_s = transport.timeout_s or of_plan
-            check = MessageCheck(store, label, ranks, self._record.rank, options.compared, timeout_s)
+            timeout_s = transport.timeout_s or options.timeout_s
+            check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
         # Weak, as a group outlives a mesh that is dropped without being closed, and a transport has the group's sockets.
         recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
         recorder.ordered = transport.ordered
         recorder.group_name = transport.group_name
-        recorder.timeout_s = partial(_timeout_s, ref(transport), of_plan)
+        recorder.timeout_s = partial(_timeout_s, ref(transport), options.timeout_s)
         self._recorders.append(recorder)
         return recorder
 
@@ -186,10 +184,6 @@ class Watchdog(Watching):
         # A call that failed before one that is still under way, then the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
-
-    def thread_ended(self, error: BaseException, thread: str) -> None:
-        """See RankRecord.thread_ended."""
-        self._record.thread_ended(error, thread)
 
     def report_failed(self) -> None:
         """Print in one line why a call past the mesh failed, where the program has not seen an explanation."""
@@ -215,7 +209,9 @@ class Watchdog(Watching):
         waits_s = 5.0
         try:
             # Nobody waits for a store that has stopped answering, least of all for one that was found so.
-            within(0.0 if self._silent else _CLOSES_S, partial(self._leave, self._store, self._query, last))
+            within(
+                0.0 if self._silent else _CLOSES_S, partial(self._leave, self._store, self._exchange, last)
+            )
         except TimeoutError:
             waits_s = 0.0
         except RuntimeError:
@@ -229,33 +225,33 @@ class Watchdog(Watching):
         self._store = dist.HashStore()
         self._options = replace(self._options, process_of=_unknown, refused=_not_refused)
         self._reported, self._unhandled = None, (None, 0)
-        self._query = StatusQuery(self._store, self._record.rank, self._interval_s)
+        self._exchange = RecordExchange(self._store, self.own.rank, self._interval_s)
         self._desync.let_go()
 
-    def _leave(self, store: Any, query: StatusQuery, last: Mapping[str, Any]) -> None:
+    def _leave(self, store: Any, exchange: RecordExchange, last: Mapping[str, Any]) -> None:
         """Publish this rank's last status, once all ranks have their groups: Gloo fails where a peer closes while it connects."""
         until = time.monotonic() + _CLOSES_S / 2
         waits = not self._options.alone and last["failed"] is None
         while waits and store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
             time.sleep(min(self._interval_s, 0.05))
-        query.leave(last)
+        exchange.leave(last)
 
     # -- answering --------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """This rank's record as plain data."""
-        return self._record.data(self._desync.found)
+        return self.own.data(self._desync.found)
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(TimeoutError, RuntimeError):
-            return {} if self._options.alone else self._query.limited(partial(self._query.ask, ranks))
+            return {} if self._options.alone else self._exchange.limited(partial(self._exchange.ask, ranks))
         return {}
 
     def _answer(self) -> bool:
         """Answer the questions that have arrived; whether to look again."""
         try:
-            if self._query.answer(self.status):
-                self._record.write(self._desync.found)
+            if self._exchange.answer(self.status):
+                self.own.write(self._desync.found)
             self._desync.look(time.monotonic())
             if (refused := self._options.refused()) is not None:
                 self._options.end(refused)
@@ -264,7 +260,7 @@ class Watchdog(Watching):
             self._failures += 1
             if self._failures > 1 and not self._stop.is_set():
                 lost = "has lost the job's store; it no longer answers others"
-                print(f"meshcomm: {self._record.label} {lost}", file=sys.stderr)
+                print(f"meshcomm: {self.own.label} {lost}", file=sys.stderr)
             return self._failures < 2
         return True
 
@@ -288,9 +284,9 @@ class Watchdog(Watching):
             past = call is recorder.work
             inside = _C10D if past else _COMM
             if _is_inside(inside):
-                where = f"a call inside the backend at {self._record.main_line}"
+                where = f"a call inside the backend at {self.own.main_line}"
                 held = TimeoutError("the backend is past its timeout and does not return: the process ends")
-                error = self._diagnosed(FailedCall.last_of(self._record.rank, recorder, where, held))
+                error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while, in which the backend may have given up or ended the call.
                 if _is_held(recorder, call) and _is_inside(inside):
@@ -306,14 +302,14 @@ class Watchdog(Watching):
         for recorder, queued in self._timer.stuck(self._recorders, now):
             held = TimeoutError("it was queued, and is not over; the process ends")
             if (message := queued.message) is not None:
-                where = f'{message.call} along "{message.name}" on {self._record.label}'
+                where = f'{message.call} along "{message.name}" on {self.own.label}'
                 with _waiting_for(recorder, message):
-                    failed = FailedCall.last_of(self._record.rank, recorder, where, held)
+                    failed = FailedCall.last_of(self.own.rank, recorder, where, held)
             else:
                 unknown = {"number": queued.number, "call": "a call", "dim": "?", "callsite": "?"}
                 made = recorder.call_data(queued.number) or unknown
-                where = f'{made["call"]} along "{made["dim"]}" on {self._record.label}'
-                failed = FailedCall(self._record.rank, recorder.status(), where, held, made)
+                where = f'{made["call"]} along "{made["dim"]}" on {self.own.label}'
+                failed = FailedCall(self.own.rank, recorder.status(), where, held, made)
             return self._diagnosed(failed)
         return None
 
@@ -326,7 +322,7 @@ class Watchdog(Watching):
         recorder = next((each for each in self._recorders if each.group_name == name), None)
         if recorder is None or now - self._barrier[1] < (timeout_s := recorder.timeout_s()) + GRACE_S:
             return None
-        own, call = self._record, f"monitored_barrier on {recorder.label}"
+        own, call = self.own, f"monitored_barrier on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
         statuses = self.statuses(others)
         if (cause := self._desync.cause(statuses)) is not None:
@@ -337,7 +333,7 @@ class Watchdog(Watching):
         held = f"timed out after the {timeout_s:g} s of the group, as it got no timeout; the process ends"
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
-            given="\n".join([f"ranks {ranks_list(recorder.ranks)}, at {own.main_line}", held, *lines]),
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
             expected="every rank of the group to make the same call and stay alive until it ends",
             hint="look at the ranks named above",
             missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
@@ -374,8 +370,8 @@ class Watchdog(Watching):
         """A message on a group, or its last collective, that was made past the mesh."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
-        where = f'{call["call"]} made past the mesh along "{call["dim"]}" on {self._record.label}'
-        return FailedCall.last_of(self._record.rank, recorder, where, error)
+        where = f'{call["call"]} made past the mesh along "{call["dim"]}" on {self.own.label}'
+        return FailedCall.last_of(self.own.rank, recorder, where, error)
 
     def _look_for_unhandled(self) -> None:
         """Report a call past the mesh whose error the program has caught, and did not end by.
@@ -395,8 +391,8 @@ class Watchdog(Watching):
     # -- asking -----------------------------------------------------------------------------------------
 
     def inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-        """The error for a call that failed: which ranks have not come, and what they do instead."""
-        failed = FailedCall.last_of(self._record.rank, recorder, where, error)
+        """The error for a call that failed: the ranks that have not arrived, and their activities."""
+        failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
             # The rest is a trace through C++, and its frames are ours.
             error.args = (first_line(error),)
@@ -406,14 +402,14 @@ class Watchdog(Watching):
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
-        own = self._record
+        own = self.own
         # What fails after the first failure mostly follows from it.
         own.failed = own.failed or failed.facts
         written = own.write(self._desync.found)
         found: dict[str, Any] = {}
         try:
             if self._desync.found is None:
-                found = self._query.limited(partial(self._shared_diagnosis, failed))
+                found = self._exchange.limited(partial(self._shared_diagnosis, failed))
         except (TimeoutError, RuntimeError) as lost:
             self._silent = isinstance(lost, TimeoutError)
         self._desync.found = self._desync.found or found.get("differs")
@@ -429,18 +425,18 @@ class Watchdog(Watching):
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
         """The diagnosis that one rank of the group makes for all; of a message, this rank's."""
         make = partial(self._diagnosis, failed)
-        if failed.wait.waiting is not None:
+        if failed.blocked.messages is not None:
             return make()
-        found = self._query.shared(f"{failed.wait.label}/{failed.wait.number}", make)
+        found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
         # From a failure of the same call before this rank came to it, as by a handle's own short timeout.
-        stale = self._record.rank in found["diagnosis"]["missing"]
+        stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
     def _diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        statuses = {**self._query.ask(failed.asks), self._record.rank: self.status()}
+        statuses = {**self._exchange.ask(failed.asks), self.own.rank: self.status()}
         self._desync.cause(statuses)
         silent = {rank: self._options.process_of(rank) for rank in failed.asks if rank not in statuses}
-        found = diagnose(failed.wait, statuses, silent)
+        found = diagnose(failed.blocked, statuses, silent)
         return {"differs": self._desync.found, "diagnosis": found._asdict()}
 
 
@@ -588,11 +584,9 @@ def _at_exit(watchdog: ref[Watchdog]) -> None:
 def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
     """See Watching.explain. thread: the one that ends by `error`, "" for the main one."""
     alive = watchdog()
-    if alive is None:
-        return None
-    if thread:
-        alive.thread_ended(error, thread)
-    return alive.explain(error)
+    if alive is not None and thread:
+        alive.own.thread_ended(error, thread)
+    return None if alive is None else alive.explain(error)
 
 
 def _inquire(
@@ -602,10 +596,10 @@ def _inquire(
     return failure(where, error) if alive is None else alive.inquire(recorder, where, error)
 
 
-def _timeout_s(transport: ref[Transport], of_plan: float) -> float:
-    """Seconds; a group that is lent has a timeout that may change."""
+def _timeout_s(transport: ref[Transport], default: float) -> float:
+    """The timeout of a group, which a program may change; `default` where the transport does not know it."""
     alive = transport()
-    return of_plan if alive is None else alive.timeout_s or of_plan
+    return default if alive is None else alive.timeout_s or default
 
 
 def _report(error: MeshcommError) -> None:
@@ -615,9 +609,9 @@ def _report(error: MeshcommError) -> None:
 
 
 def _is_inside(files: str | tuple[str, ...]) -> bool:
-    """Whether some thread is in a call of these files, and has not come back to the program, as by a signal's handler.
+    """Whether some thread is in a call of these files, and has not returned to the program, as by a signal's handler.
 
-    Not one whose call has failed, and that is asking why.
+    A thread whose call has failed, and that is asking why, does not count.
     """
     for thread in list(thread_frames()):
         for file, _, _ in stack_of(thread):

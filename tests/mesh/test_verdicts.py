@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.comm.counters import counter_of
-from meshcomm.comm.diagnosis import Wait, absent, diagnose
+from meshcomm.comm.diagnosis import BlockedCall, absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.jobs.afterwards import report
-from meshcomm.mesh.status_query import StatusQuery
+from meshcomm.mesh.rank_record import RecordExchange
 from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
@@ -365,7 +365,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
 
     def said(tag: int) -> list[tuple[int, str | None]]:
         waiting = {"call": "recv_any", "parts": [("recv", None, tag, 0)]}
-        return absent(Wait(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses)
+        return absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses)
 
     statuses = {
         0: status(0, ("recv", 1, 7, 2), ("recv", 2, 7, 1)),
@@ -386,7 +386,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     assert said(9) == [(3, None)]
     # Of several messages, those that lack one.
     waiting = {"call": "exchange", "parts": [("recv", 1, 7, 2), ("recv", 2, 9, 2)]}
-    assert absent(Wait(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
+    assert absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
         (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
     ]
 
@@ -441,21 +441,21 @@ class _BusyStore:
 
 @pytest.mark.faults
 def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.3)
-    monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 40)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.3)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 40)
     # Its eighth look is after 0.8 s at least, and would be after less than 0.3 s on an idle machine.
-    busy = StatusQuery(_BusyStore(0.1, 8), 0, 0.01)
+    busy = RecordExchange(_BusyStore(0.1, 8), 0, 0.01)
     assert busy.limited(lambda: busy.ask([1])) == {1: {"rank": 1}}
     # Who never answers is given up all the same, and on an idle machine in time.
-    idle = StatusQuery(_BusyStore(0.0, 1), 0, 0.01)
+    idle = RecordExchange(_BusyStore(0.0, 1), 0, 0.01)
     began = time.monotonic()
     assert idle.ask([1, 2]) == {1: {"rank": 1}}
     assert time.monotonic() - began >= 0.3
     # As is a store that does not answer, or that stops half way.
-    silent = StatusQuery(_BusyStore(3.0, 1), 0, 0.01)
+    silent = RecordExchange(_BusyStore(3.0, 1), 0, 0.01)
     with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
         silent.limited(lambda: silent.ask([1]))
-    monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 1)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 1)
     with pytest.raises(TimeoutError):
         idle.limited(lambda: time.sleep(20))
 
@@ -644,7 +644,7 @@ def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = 
     return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}
 
 
-CALL_9 = Wait(0, "dp", [0, 1, 2, 3], 9)
+CALL_9 = BlockedCall(0, "dp", [0, 1, 2, 3], 9)
 
 
 def test_equal_operations_with_other_counts_say_who_is_behind_and_who_is_ahead() -> None:
@@ -712,20 +712,20 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
     ranks: int, silent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operations of a hang's inquiry grow with the number of ranks, not with its square."""
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.5)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.5)
     store = _CountingStore(dist.HashStore(), silent)
     waiting = [rank for rank in range(1, ranks) if rank not in silent]
     asked: list[int] = []
     found: dict[int, Any] = {}
 
     def wait(rank: int) -> None:
-        query = StatusQuery(store, rank, 0.01)
+        query = RecordExchange(store, rank, 0.01)
 
         def make() -> dict[str, Any]:
             asked.append(rank)
             statuses = query.ask([other for other in range(ranks) if other != rank])
             statuses[rank] = status_of(rank, 9, (8, "all_reduce"))
-            return diagnose(Wait(rank, "dp", range(ranks), 9), statuses)._asdict()
+            return diagnose(BlockedCall(rank, "dp", range(ranks), 9), statuses)._asdict()
 
         found[rank] = query.shared("dp/9", make)
 
@@ -741,21 +741,21 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
 
 
 def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.1)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.1)
     store = dist.HashStore()
     store.set("first/dp/9", "7")  # rank 7 was first, and has ended
-    assert StatusQuery(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
+    assert RecordExchange(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
 
 
 def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1) -> Watchdog:
     """One in this process, of a rank of two whose other one is nowhere."""
-    return Watchdog(store, 0, {"dp": 0}, 2, WatchOptions(lambda _: timeout_s, ended.append))
+    return Watchdog(store, 0, {"dp": 0}, 2, WatchOptions(timeout_s, ended.append))
 
 
 def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a call that a signal's handler left by an exception, should its record not be cleared."""
     monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
@@ -791,7 +791,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
 ) -> None:
     """The program is elsewhere, and goes on."""
     monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
