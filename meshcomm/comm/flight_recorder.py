@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter as clock
 from traceback import clear_frames
 from types import CodeType, TracebackType
@@ -55,6 +56,7 @@ class FlightRecorder:
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
     hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
     steps:     what was called in each step, where the program tells.
+    group_name, timeout_s: of the backend's group, where a watchdog made the recorder.
     plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
                one. quick: the dictionaries of prepared calls, emptied for that time, as those do not ask for it.
 
@@ -70,6 +72,8 @@ class FlightRecorder:
     ) -> None:
         self.label = label
         self.plan = ""
+        self.group_name = ""
+        self.timeout_s: Callable[[], float] = partial(float, "inf")
         self.ranks = ranks
         self.inquire = inquire
         self.started = 0
@@ -144,20 +148,11 @@ class FlightRecorder:
         entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            tensors = () if x is None else (x,)
-            place, began = (frame.f_code, frame.f_lasti), entry[4]
-            self.span = self.spans.begin(
-                self.label,
-                counter.name,
-                counter.call,
-                place,
-                began,
-                nbytes,
-                tensors,
-                number=number,
-                op=op,
-                root=root,
+            site = line_of(frame.f_code, frame.f_lasti)
+            span = Span(
+                self.label, counter.name, counter.call, site, entry[4], number, nbytes, op=op, root=root
             )
+            self.span = self.spans.keep(span if x is None else span.of([x]))
         if profiling() and caller is not None:
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
@@ -356,12 +351,10 @@ class FlightRecorder:
     def last(self) -> dict[str, Any] | None:
         """The latest call as plain data, or None where there was none. shape: while it is under way."""
         found = self.call_data(self.started)
-        if found is None:
-            return None
-        shape = getattr(self.under_way, "shape", None)
-        found["shape"] = None if shape is None else list(shape)
-        found["inside"] = found.pop("over") is None
-        del found["began"]
+        if found is not None:
+            shape = getattr(self.under_way, "shape", None)
+            found["shape"] = None if shape is None else list(shape)
+            found["inside"] = found["over"] is None
         return found
 
     def history(self) -> list[dict[str, Any]]:
@@ -396,7 +389,7 @@ class FlightRecorder:
                 if call
             ],
             "messages": self.messages.status(self.ranks),
-            "steps": self.steps.told(),
+            "steps": self.steps.data(),
         }
 
 

@@ -167,8 +167,9 @@ class MessageLog:
             nbytes = max(sent, came) if calls else 0
         told, now = None, clock()
         if self.spans is not None:
-            at, tensors = (frame.f_code, frame.f_lasti), [end.x for end in ends]
-            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=parts)
+            site = line_of(frame.f_code, frame.f_lasti)
+            told = Span(self.label, name, call, site, now, nbytes=nbytes, parts=parts)
+            self.spans.keep(told.of([end.x for end in ends]))
         total = counter_of(self._counters, name, call) if counted else None
         self.waiting = message = PendingMessage(
             self, name, call, parts, frame, nbytes, now, total, calls, told, unanswered
@@ -190,9 +191,9 @@ class MessageLog:
         total.nbytes += nbytes
         parts, now, told = [(direction, peer, 0, number)], clock(), None
         if self.spans is not None:
-            at = frame.f_code, frame.f_lasti
-            told = self.spans.begin(self.label, name, direction, at, now, nbytes, tensors, parts=parts)
-            told.left = now
+            site = line_of(frame.f_code, frame.f_lasti)
+            told = Span(self.label, name, direction, site, now, nbytes=nbytes, parts=parts, left=now)
+            self.spans.keep(told.of(tensors))
         message = PendingMessage(self, name, direction, parts, frame, nbytes, now, told=told)
         message.over = message.began
         return message

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.mesh.compare_ranks import records_of_all
 
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh
@@ -25,10 +26,7 @@ def is_first(mesh: Mesh) -> bool:
 
 def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
-    rows = [mine]
-    for dim in reversed(list(mesh.layout.dims)):
-        rows = [row for part in mesh.objects.all_gather(dim, rows) for row in part]
-    return rows
+    return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mine)
 
 
 def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:

@@ -26,7 +26,6 @@ from meshcomm.comm.callsite import callsite, users_frame
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
-from meshcomm.comm.stragglers import Stragglers, measure
 from meshcomm.errors import (
     ConfigError,
     LayoutError,
@@ -55,7 +54,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import TopologyConfig
-    from meshcomm.mesh.stats import Stats, StatsOfAll
+    from meshcomm.mesh.compare_ranks import StatsOfAll, Stragglers
+    from meshcomm.mesh.stats import Stats
     from meshcomm.mesh.tracing import Trace
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid import RankGrid
@@ -422,13 +422,15 @@ class Mesh(AlongDims):
         Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
         the whole mesh; prints as a table.
         """
+        from meshcomm.mesh.compare_ranks import stragglers
+
         self._usable()
         names = [family.name for family in self.plan.families if family.size > 1]
         # Names that share a group share its record: the first name is kept.
         first = {id(self._at[name].recorder): name for name in reversed(names)}
         named = {name: self._at[name].recorder for name in names if name in first.values()}
         dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        return measure(named, dims, self.objects.all_gather)
+        return stragglers(named, dims, self.objects.all_gather)
 
     @outside_graphs
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
@@ -480,11 +482,12 @@ class Mesh(AlongDims):
 
         Called by: every rank of the mesh, in the same program order.
         """
-        from meshcomm.mesh.stats import of_all
+        from meshcomm.mesh.compare_ranks import records_of_all, stats_of_all
 
-        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        names = [family.name for family in self.plan.families]
-        return of_all(self.stats(), self.rank, dims, self.objects.all_gather, names)
+        own = self.stats()
+        record = self.rank, own.seconds, own.sums
+        records = records_of_all(self.objects.all_gather, self.layout.dims, record)
+        return stats_of_all(records, [family.name for family in self.plan.families])
 
     @outside_graphs
     def trace(self, path: str | PathLike[str]) -> Trace:

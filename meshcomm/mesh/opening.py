@@ -48,7 +48,7 @@ from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, o
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.torch_store import prefixed, store_failed
-from meshcomm.mesh.watchdog import Watchdog
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_group, default_store, give_back
@@ -372,21 +372,18 @@ class Opening:
         if not groups:
             return None
         # What the watchdog keeps must not keep the store.
-        timeouts = {group.label: group.options.timeout_s for group in groups}
         last = time.monotonic() + self._settings.mesh.timeout_s
-        watchdog = Watchdog(
-            dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store)),
-            meeting.rank,
-            coords,
-            plan.layout.world_size,
-            _reports(self._settings.mesh.reports, self._agreed.moment),
-            compared,
-            timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
-            end=partial(_end, meeting.launch, plan.layout.label(meeting.rank)),
+        options = WatchOptions(
+            plan.defaults.timeout_s,
+            partial(_end, meeting.launch, plan.layout.label(meeting.rank)),
+            reports=_reports(self._settings.mesh.reports, self._agreed.moment),
+            compared=compared,
             alone=meeting.pretended,
             process_of=partial(state_of_rank, meeting.store),
             refused=partial(_refused, meeting, last),
         )
+        store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
+        watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
         ranks = plan.layout.ranks.tolist()
         if not meeting.pretended and meeting.rank == min(ranks):
             leave_names({other: plan.layout.label(other) for other in ranks})

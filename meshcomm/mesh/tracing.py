@@ -18,8 +18,7 @@ from time import perf_counter as clock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-from meshcomm.comm.spans import Span, Spans, stretch
-from meshcomm.comm.stragglers import host
+from meshcomm.comm.spans import Span, Spans, host, stretch
 from meshcomm.errors import StoreError, UnsupportedOp
 from meshcomm.mesh.all_ranks import of_every_rank
 

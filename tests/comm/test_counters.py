@@ -16,7 +16,8 @@ from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
 from meshcomm.config import load
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
+from meshcomm.mesh.compare_ranks import StatsOfAll, records_of_all, stats_of_all
+from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
@@ -265,9 +266,9 @@ TRAIN: dict[str, Any] = {
 # -- shown ----------------------------------------------------------------------------------------
 
 ROWS = (
-    Row("dp", "all_reduce", True, 4, 10, 40_000_000, 0.002, 0.5),
-    Row("tp", "all_gather", False, 2, 20, 2_000_000, 0.01, 0.01, 0.004),
-    Row("tp", "barrier", False, 2, 1, 0, 0.001, 0.001),
+    CallStats("dp", "all_reduce", True, 4, 10, 40_000_000, 0.002, 0.5),
+    CallStats("tp", "all_gather", False, 2, 20, 2_000_000, 0.01, 0.01, 0.004),
+    CallStats("tp", "barrier", False, 2, 1, 0, 0.001, 0.001),
 )
 
 
@@ -300,7 +301,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         since = untimed.since(timed)
         assert since.rows == ()
         mesh.device = torch.device("cpu" if mesh.rank else "meta")
-        return untimed, of_all(mesh.stats(), mesh.rank, ["dp"], mesh.objects.all_gather, ["dp"])
+        return untimed, mesh.stats_of_all_ranks()
 
     for own, everyone in meshcomm.simulate(body, dims={"dp": 2}):
         (row,) = own.rows
@@ -314,45 +315,39 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         assert str(everyone).splitlines()[3].split()[-3:] == ["-", "-", "-"]
 
 
-def test_since_subtracts_and_of_all_names_the_slowest() -> None:
-    earlier = Stats("rank 0", 1.0, (Row("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),))
+def test_since_subtracts() -> None:
+    earlier = Stats(
+        "rank 0", 1.0, (CallStats("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),)
+    )
     (dp, tp, _) = Stats("rank 0", 2.0, ROWS).since(earlier).rows
     assert dp.calls == 10
     assert (tp.calls, tp.nbytes, tp.seconds) == (15, 1_500_000, pytest.approx(0.006))
     assert Stats("", 2.0, ROWS).since(Stats("", 1.0, ROWS)).rows == ()
 
-    def seconds(spent: float) -> Stats:
-        return Stats("", spent, (Row("tp", "shift", False, 4, 1, 8, spent, spent),))
 
-    # Two dims of two: rank r spent r + 1 seconds.
-    tables = {rank: seconds(rank + 1.0) for rank in range(4)}
+def test_the_sums_of_all_ranks_name_the_slowest() -> None:
+    # Rank r spent r + 1 seconds, and rank 2 made a call that the others did not.
+    records: list[Any] = [(rank, rank + 1.0, [("tp", "shift", False, 1, 8, rank + 1.0)]) for rank in range(4)]
+    records[2][2].append(("dp", "send", True, 3, 24, 0.5))
+    found = stats_of_all(reversed(records), ["dp", "tp"])
+    assert found.seconds == 4.0
+    assert [tuple(row) for row in found.rows] == [
+        ("dp", "send", True, 1, 3, 24, 0.5, 2, 0.5, 2, 0.5),
+        ("tp", "shift", False, 4, 4, 32, 2.5, 0, 1.0, 3, 4.0),
+    ]
+    # Of equally fast ranks the lowest; one whose seconds are unknown makes all times unknown.
+    equal = [(rank, 1.0, [("tp", "shift", False, 1, 8, 2.0)]) for rank in (3, 1)]
+    assert stats_of_all(equal, []).rows[0][6:] == (2.0, 1, 2.0, 1, 2.0)
+    unknown = [*equal, (0, 1.0, [("tp", "shift", False, 1, 8, None)])]
+    assert stats_of_all(unknown, []).rows[0][6:] == (None, 0, None, 0, None)
 
-    def merged(rank: int) -> Any:
-        def gather(dim: str, mine: Any) -> list[Any]:
-            peers = [rank // 2 * 2, rank // 2 * 2 + 1] if dim == "tp" else [rank % 2, rank % 2 + 2]
-            if dim == "tp":
-                return [alone(peer) for peer in peers]
-            return [of_pair(peer) for peer in peers]
 
-        return of_all(tables[rank], rank, ["tp", "dp"], gather, ["dp", "tp"])
+def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
+    def body(mesh: Mesh) -> list[int]:
+        return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mesh.rank)
 
-    def alone(rank: int) -> Any:
-        return (
-            rank + 1.0,
-            [("tp", "shift", False, 1, 1, 8, rank + 1.0, rank, rank + 1.0, rank, rank + 1.0)],
-        )
-
-    def of_pair(rank: int) -> Any:
-        low = rank // 2 * 2
-        return (
-            low + 2.0,
-            [("tp", "shift", False, 2, 2, 16, low + 1.5, low, low + 1.0, low + 1, low + 2.0)],
-        )
-
-    (row,) = merged(1).rows
-    assert (row.ranks, row.calls, row.nbytes, row.mean_s) == (4, 4, 32, 2.5)
-    assert (row.fastest, row.fastest_s, row.slowest, row.slowest_s) == (0, 1.0, 3, 4.0)
-    assert merged(2).seconds == 4.0
+    for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1, "tp": 3}):
+        assert found == list(range(6))
 
 
 def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:

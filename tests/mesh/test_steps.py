@@ -31,6 +31,7 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.testing import Pool
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
@@ -74,7 +75,7 @@ def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRec
 
 def found_in(recorders: dict[int, FlightRecorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
     """What other ranks conclude, to whom it comes through JSON."""
-    histories = {rank: json.loads(json.dumps(each.steps.told())) for rank, each in recorders.items()}
+    histories = {rank: json.loads(json.dumps(each.steps.data())) for rank, each in recorders.items()}
     return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
 
 
@@ -223,9 +224,9 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
     assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
     # What is remembered is bounded, and steps that are all alike take no more room.
     alike = noted([ADD] * 3000, [0, 1])
-    told = alike.steps.told()
-    assert told is not None
-    assert (len(told["runs"]), len(alike.steps.sums)) == (1, 22)
+    data = alike.steps.data()
+    assert data is not None
+    assert (len(data["runs"]), len(alike.steps.sums)) == (1, 22)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 7, 100, 12345])
@@ -311,7 +312,7 @@ class Rank:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.recorder = recorder_of(list(range(size)))
-        self.monitor = DesyncMonitor(store, rank, {"dp": rank}, [(self.recorder, 9.0)], size)
+        self.monitor = DesyncMonitor(store, RankRecord(rank, {"dp": rank}, [self.recorder]), size)
 
     def step(self, calls: Calls) -> None:
         make(self.recorder, calls)
@@ -372,7 +373,7 @@ def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
 def test_a_difference_is_published_to_all_ranks() -> None:
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3) for rank in range(3)]
-    outside = DesyncMonitor(store, 3, {"dp": 0}, [], 4)  # of no group with them
+    outside = DesyncMonitor(store, RankRecord(3, {"dp": 0}, []), 4)  # of no group with them
     outside.noted(1)
     for number, rank in enumerate(ranks):
         rank.step(ADD * (2 if number == 1 else 1))

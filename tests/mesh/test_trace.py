@@ -123,7 +123,7 @@ def traced(folder: str) -> dict[str, Any]:
             mesh.all_reduce("all", x)
             mesh.all_reduce(("pp", "dp"), x)
         assert trace.dropped == 0
-        mesh._watch._write()  # type: ignore[union-attr,attr-defined]
+        mesh._watch.own.write()  # type: ignore[union-attr,attr-defined]
         mesh.barrier()
     return {"ranks": {rank: mesh.layout.coords(rank) for rank in range(4)}}
 
