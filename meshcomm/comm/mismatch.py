@@ -52,7 +52,7 @@ class CallCheck:
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
         transport = self._transport()
-        if not self.active or transport.compares(name, call, facts):
+        if not self.active or transport.announce_call(name, call, facts):
             return False
         if self._left is not None:
             self._left -= 1
@@ -98,13 +98,13 @@ def mismatch(
     lines = []
     for sign in dict.fromkeys(signs[place] for place in odd):
         places = [place for place in odd if signs[place] == sign]
-        lines.append(f"{ranks_text([ranks[place] for place in places])}: {_told(calls[places[0]])}")
+        lines.append(f"{ranks_text([ranks[place] for place in places])}: {_call_text(calls[places[0]])}")
     rest = [place for place in range(len(signs)) if place not in odd]
     return CallMismatchError(
         f'ranks differ in call {number} along "{name}": {ranks_text([ranks[place] for place in odd])} '
         f"{'is' if len(odd) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
-        expected=f"as {ranks_text([ranks[place] for place in rest])}: {_told(usual)}",
+        expected=f"as {ranks_text([ranks[place] for place in rest])}: {_call_text(usual)}",
         hint="make the ranks of a group call the same in the same order; "
         "look for a branch that depends on the rank",
         mismatched_ranks=tuple(ranks[place] for place in odd),
@@ -124,7 +124,7 @@ def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
     return text
 
 
-def _told(call: Sequence[Any]) -> str:
+def _call_text(call: Sequence[Any]) -> str:
     name, facts, site = call
     listed = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items() if value is not None)
     return f"{name}({listed}) at {site}"

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter as clock
-from types import CodeType
 from typing import Final, final
 
 from torch import Tensor
 
-from meshcomm.comm.callsite import caller, line_of
+from meshcomm.comm.callsite import caller
 from meshcomm.transport.support import name_of
 
 # The lane of forward and backward passes, and that of what `mesh.step` tells of.
@@ -48,6 +47,11 @@ class Span:
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
+    def of(self, tensors: Sequence[Tensor]) -> None:
+        """The call was given these tensors; of one, shape and dtype are kept."""
+        if len(tensors) == 1:
+            self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
+
 
 class Spans:
     """What a trace keeps of one rank.
@@ -62,35 +66,13 @@ class Spans:
         self.step_began = clock()
         self._most = most
 
-    def begin(
-        self,
-        group: str,
-        lane: str,
-        call: str,
-        callsite: tuple[CodeType, int],
-        began: float,
-        nbytes: int,
-        tensors: Sequence[Tensor],
-        *,
-        number: int = 0,
-        parts: Sequence[tuple[str, int | None, int, int]] = (),
-        op: str | None = None,
-        root: int = -1,
-    ) -> Span:
-        """A call begins; what becomes known of it later is written to the span."""
-        span = Span(
-            group, lane, call, line_of(*callsite), began, number, nbytes, parts=parts, op=op, root=root
-        )
-        if len(tensors) == 1:
-            span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
-        return self.keep(span)
-
     def step(self, number: int) -> None:
         """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
+        """A call begins; what becomes known of it later is written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:

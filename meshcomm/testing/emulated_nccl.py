@@ -33,6 +33,7 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
+from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -65,7 +66,9 @@ _METHODS: Final = {
     "alltoall": ("ALLTOALL", 1),
 }
 _KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
-_LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_LACKING: Final = tuple(
+    getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
+)
 
 # Operators that do not touch the memory of what they are given.
 _UNTOUCHED: Final = frozenset(

@@ -22,8 +22,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.pattern import Recipe, explain_pattern
 from meshcomm.pattern.parse import parse, text_of
 from meshcomm.pattern.recipe import Step
-from meshcomm.pattern.roles import PARTIALS, mesh_dims
-from meshcomm.transport.support import REDUCE_OPS
+from meshcomm.pattern.roles import mesh_dims
 
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
 MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
@@ -527,10 +526,6 @@ def test_dims_of_the_mesh_are_ordered_by_distance() -> None:
     layout = Layout(DIMS, merge=MERGE, views=VIEWS)
     assert mesh_dims(layout) == {"pp": 2, "model": 4, "dp": 2, "ep": 4, "data": 4, "tp": 2}
     assert list(mesh_dims(layout)) == ["pp", "model", "dp", "ep", "data", "tp"]
-
-
-def test_reductions_are_those_of_the_transport() -> None:
-    assert set(PARTIALS) <= set(REDUCE_OPS)
 
 
 def test_the_guide_shows_what_is_so() -> None:
