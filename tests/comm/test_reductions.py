@@ -21,16 +21,19 @@ SQUARES = Reduction(
 ADDED = SQUARES.name
 
 
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REDUCTIONS, ADDED, SQUARES)
+
+
 def squares(mesh: Mesh) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REDUCTIONS, ADDED, SQUARES)
-        for dtype in (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64):
-            # Several times: the first calls are checked, and later ones may be prepared.
-            for _ in range(3):
-                for dims in ("one", "tp", "all"):
-                    every_call(mesh, dims, dtype)
-                every_algorithm(mesh, dtype)
-                patterns(mesh, dtype)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64):
+        # Several times: the first calls are checked, and later ones may be prepared.
+        for _ in range(3):
+            for dims in ("one", "tp", "all"):
+                every_call(mesh, dims, dtype)
+            every_algorithm(mesh, dtype)
+            patterns(mesh, dtype)
 
 
 def brought(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,12 +81,16 @@ def patterns(mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def on_processes() -> None:
-    for compared in (0, 3):
-        with meshcomm.init(**SETTINGS, device="cpu", timeout_s=60, validate_calls=compared) as mesh:
-            squares(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REDUCTIONS, ADDED, SQUARES)
+        for compared in (0, 3):
+            with meshcomm.init(**SETTINGS, device="cpu", timeout_s=60, validate_calls=compared) as mesh:
+                squares(mesh)
 
 
+@pytest.mark.usefixtures("added")
 def test_an_added_operation_is_right_in_the_simulator() -> None:
+    # The ranks are threads, which share the table.
     meshcomm.simulate(squares, **SETTINGS)
 
 
