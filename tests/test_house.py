@@ -20,6 +20,7 @@ ROOT = Path(meshcomm.__file__).parent
 ORDER = [
     "errors",
     "collectives",
+    "reductions",
     "layout",
     "algorithms",
     "config",
@@ -44,7 +45,7 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "collectives", "layout", "algorithms", "config", "predict", "show", "view", "cli",
+    "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILE = "torch_private.py"

@@ -23,6 +23,7 @@ from meshcomm.comm.torch_private import (
     unpack_dual,
 )
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
+from meshcomm.reductions import REDUCTIONS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -333,18 +334,19 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """A factor belongs to premul_sum, and to nothing else."""
-    if factor is not None and op != "premul_sum":
+    """A factor belongs to the operations that take one, and to nothing else."""
+    takes = REDUCTIONS[op].factor
+    if factor is not None and not takes:
         raise ShapeError(
             f"{where()}: factor has no effect with op={op!r}",
             given=f"op={op!r}, factor={factor}",
-            expected='op="premul_sum" beside a factor',
+            expected=" or ".join(f'op="{row.name}"' for row in REDUCTIONS.values() if row.factor),
             hint='op="premul_sum"',
         )
-    if factor is None and op == "premul_sum":
+    if factor is None and takes:
         raise ShapeError(
-            f'{where()}: op="premul_sum" without a factor',
-            given='op="premul_sum"',
+            f'{where()}: op="{op}" without a factor',
+            given=f'op="{op}"',
             expected="the number that each rank multiplies its x by before the sum",
             hint="factor=0.5",
         )
@@ -354,15 +356,13 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
 
 def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
     """A list of messages, each with its peer."""
-    if isinstance(envelopes, (list, tuple)) and all(
-        isinstance(each, (list, tuple)) and 2 <= len(each) <= 3 for each in envelopes
-    ):
-        return
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
-        wrong = next(e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3)
-        sized = f" of {len(wrong)}" if isinstance(wrong, (list, tuple)) else ""
-        found = f"a list with a {type(wrong).__name__}{sized}"
+        wrong = [e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3]
+        if not wrong:
+            return
+        sized = f" of {len(wrong[0])}" if isinstance(wrong[0], (list, tuple)) else ""
+        found = f"a list with a {type(wrong[0]).__name__}{sized}"
     raise ShapeError(
         f"{where()}: {what} is not a list of messages",
         given=f"{what}: {found}",

@@ -14,7 +14,7 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import BARRIER, HOOKED, ROWS, Collective
+from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
@@ -148,11 +148,12 @@ class FlightRecorder:
         entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            site = line_of(frame.f_code, frame.f_lasti)
+            line = line_of(frame.f_code, frame.f_lasti)
             span = Span(
-                self.label, counter.name, counter.call, site, entry[4], number, nbytes, op=op, root=root
+                self.label, counter.name, counter.call, line, entry[4], number, nbytes, op=op, root=root
             )
-            self.span = self.spans.keep(span if x is None else span.of([x]))
+            span.of(() if x is None else (x,))
+            self.span = self.spans.keep(span)
         if profiling() and caller is not None:
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
@@ -185,7 +186,7 @@ class FlightRecorder:
         finally:
             self.under_way, self._caller = self._outer, None
 
-    def is_of(self, nbytes: int) -> None:
+    def set_bytes(self, nbytes: int) -> None:
         """The call under way turns out to move so many bytes, by the counters' count."""
         place = self.started % KEPT
         entry = self.ring[place]
@@ -229,9 +230,7 @@ class FlightRecorder:
         if self.span is not None:
             self.span.left = now
         return (
-            None
-            if entry is None
-            else PendingCall(entry[0], entry[1], entry[4], now, self.span, place=entry[2:4])
+            None if entry is None else PendingCall(entry[0], entry[1], entry[4], now, self.span, entry[2:4])
         )
 
     # -- calls past the mesh -------------------------------------------------------------------------
@@ -403,6 +402,8 @@ class Caller:
         self.name, self.who = name, who
         self.transport, self.recorder = transport, recorder
         self.size, self.coord = transport.size, transport.coord
+        # The device types of tensors that calls take.
+        self.kinds = transport.kinds
 
     def where(self, call: str) -> str:
         """What opens an error about a call."""
@@ -411,6 +412,18 @@ class Caller:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         """The error for a call that the backend gave up on."""
         return self.recorder.inquire(self.recorder, self.where(call), error)
+
+    def start(self, call: Call) -> Sequence[Work]:
+        """Have the backend start a collective; nothing is returned where it is over."""
+        work = self.transport.start(call)
+        if self.recorder.ordered:
+            self.recorder.queued(work)
+        return () if work is None else (work,)
+
+    def run(self, call: Call) -> None:
+        """Start a collective and wait for it."""
+        for work in self.start(call):
+            work.wait()
 
     def wait_within(self, work: Work, timeout_s: float) -> None:
         """Wait for one of the group's Works for a limited time."""

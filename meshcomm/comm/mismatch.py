@@ -51,7 +51,7 @@ class CallCheck:
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
         transport = self._transport()
-        if not self.active or transport.compares(name, call, facts):
+        if not self.active or transport.announce_call(name, call, facts):
             return False
         if self._left is not None:
             self._left -= 1

@@ -50,11 +50,10 @@ class Span:
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
-    def of(self, tensors: Sequence[Tensor]) -> Span:
-        """This span; with shape and dtype, where the call is of one tensor."""
+    def of(self, tensors: Sequence[Tensor]) -> None:
+        """The call was given these tensors; of one, shape and dtype are kept."""
         if len(tensors) == 1:
             self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
-        return self
 
 
 class Spans:
@@ -76,7 +75,7 @@ class Spans:
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
-        """A call or a stretch begins; later facts are written to the span."""
+        """A call begins; what becomes known of it later is written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:

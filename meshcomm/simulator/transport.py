@@ -372,7 +372,7 @@ class SimulatorTransport(Transport):
         self._sent: Counter[tuple[int, int]] = Counter()
         self._told: Told | None = None
 
-    def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
         self._told = (name, call, facts)
         return True
 

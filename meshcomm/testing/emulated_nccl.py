@@ -34,6 +34,7 @@ from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
 from meshcomm.dryrun.torch_private import modes_left, schema_of
 from meshcomm.parallel.torch_private import FakeTensor
+from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -64,7 +65,9 @@ _METHODS: Final = {
     "alltoall": ("ALLTOALL", 1),
 }
 _KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
-_LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_LACKING: Final = tuple(
+    getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
+)
 
 # Operators that do not touch the memory of what they are given.
 _UNTOUCHED: Final = frozenset(

@@ -24,6 +24,7 @@ from meshcomm.comm.counters import counter_of
 from meshcomm.comm.diagnosis import BlockedCall, absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
+from meshcomm.comm.p2p_log import Batch
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.jobs.afterwards import report
 from meshcomm.mesh.rank_record import RecordExchange
@@ -534,7 +535,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
         assert not late(70.0)
         assert not late(73.0 + GRACE_S)
         assert late(73.1 + GRACE_S)
-    message = recorder.messages.begin("tp", "recv", [P2P("recv", torch.ones(2), 1, 0)])
+    message = recorder.messages.begin("tp", Batch("recv", [P2P("recv", torch.ones(2), 1, 0)]), True)
     assert not late(80.0)
     assert late(83.1 + GRACE_S)
     message.ended()

@@ -17,8 +17,7 @@ from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.pattern import explain_pattern
 from meshcomm.pattern.parse import parse
-from meshcomm.pattern.roles import PARTIALS, mesh_dims
-from meshcomm.transport.support import REDUCE_OPS
+from meshcomm.pattern.roles import mesh_dims
 
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
 MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
@@ -419,10 +418,6 @@ def test_dims_of_the_mesh_are_ordered_by_distance() -> None:
     layout = Layout(DIMS, merge=MERGE, views=VIEWS)
     assert mesh_dims(layout) == {"pp": 2, "model": 4, "dp": 2, "ep": 4, "data": 4, "tp": 2}
     assert list(mesh_dims(layout)) == ["pp", "model", "dp", "ep", "data", "tp"]
-
-
-def test_reductions_are_those_of_the_transport() -> None:
-    assert set(PARTIALS) <= set(REDUCE_OPS)
 
 
 def test_the_guide_shows_what_is_so() -> None:
