@@ -247,7 +247,7 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(REDUCE_SCATTER, x, async_op, op, axis=axis, **more)
+            return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, **more)
         return lists.collective(comm, REDUCE_SCATTER, x, async_op, axis, op=op, **more)
 
     # -- moving data ----------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(BROADCAST, x, async_op, root=src)
+            return comm.collective(BROADCAST, x, async_op, None, src)
         return lists.collective(comm, BROADCAST, x, async_op, root=src)
 
     @overload
@@ -295,7 +295,7 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(ALL_GATHER, x, async_op, axis=axis, **more)
+            return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, **more)
         return lists.collective(comm, ALL_GATHER, x, async_op, axis, **more)
 
     @overload
@@ -399,7 +399,7 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
         """
         comm = self._at.along(dims)
-        return comm.collective(ALL_TO_ALL, x, async_op, axis=split_axis, concat=concat_axis, **more)
+        return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, **more)
 
     # -- messages -------------------------------------------------------------------------------
 
