@@ -14,7 +14,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final, TypeVar, final
 
-from meshcomm.comm.callsite import is_ours, thread_frames
+from meshcomm.comm.callsite import is_ours, thread_stacks
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
@@ -59,7 +59,7 @@ class RankRecord:
     @property
     def main_line(self) -> str:
         """file:line and function of the innermost frame of the program itself."""
-        stack = stack_of(self._main)
+        stack = thread_stacks().get(self._main, [])
         own = [place for place in stack if not is_library(place[0])]
         for file, line, name in (own or stack)[:1]:
             return f"{file}:{line} in {name}"
@@ -206,20 +206,6 @@ def error_under_way() -> str:
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def stack_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, the innermost first.
-
-    No frame is kept: one that holds itself keeps its callers' locals, the tensors and connections of a failed call among
-    them, until Python looks for cycles.
-    """
-    found = []
-    frame = thread_frames().get(thread)
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
 
 
 def is_library(file: str) -> bool:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import thread_frames
+from meshcomm.comm.callsite import thread_frames, thread_stacks
 from meshcomm.comm.diagnosis import (
     Diagnosis,
     FailedCall,
@@ -34,11 +34,11 @@ from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError,
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library, stack_of
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.torch_store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, unlimited_barrier
+from meshcomm.transport.torch_private import capturing, is_in_barrier, unlimited_barrier
 
 # A backend that has not given up a call so long after the group's timeout never will.
 GRACE_S: Final = 5.0
@@ -126,8 +126,8 @@ class Watchdog(Watching):
         self._reported: object = None
         # One that has failed, and at how many looks nobody was handling its error.
         self._unhandled: tuple[object, int] = (None, 0)
-        # A `monitored_barrier` that a thread is in, and since when.
-        self._barrier = (0, 0.0)
+        # A `monitored_barrier` that a thread is in, and since when; when to look for one again.
+        self._barrier, self._barrier_look = (0, 0.0), 0.0
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -315,7 +315,14 @@ class Watchdog(Watching):
 
     def _held_barrier(self, now: float) -> MeshcommError | None:
         """`dist.monitored_barrier` on a group of the mesh, which torch lets wait 30 minutes where it gets no timeout."""
-        names = {id(frame): unlimited_barrier(frame) for frame in thread_frames().values()}
+        if now < self._barrier_look:
+            return None
+        self._barrier_look = now + min((each.timeout_s() for each in self._recorders), default=0.0) / 8
+        inside = [thread for thread, stack in thread_stacks().items() if is_in_barrier(stack)]
+        frames = thread_frames() if inside else {}
+        names = {
+            id(frames[thread]): unlimited_barrier(frames[thread]) for thread in inside if thread in frames
+        }
         frame, name = next(((frame, name) for frame, name in names.items() if name), (0, None))
         if self._barrier[0] != frame:
             self._barrier = frame, now
@@ -613,8 +620,8 @@ def _is_inside(files: str | tuple[str, ...]) -> bool:
 
     A thread whose call has failed, and that is asking why, does not count.
     """
-    for thread in list(thread_frames()):
-        for file, _, _ in stack_of(thread):
+    for stack in thread_stacks().values():
+        for file, _, _ in stack:
             if file.startswith(files):
                 return True
             if file == __file__ or not is_library(file):

@@ -283,11 +283,15 @@ def live_groups() -> int:
 _MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
 
 
+def is_in_barrier(stack: list[tuple[str, int, str]]) -> bool:
+    """Whether a thread with this stack (file, line and function, the innermost first) waits in `dist.monitored_barrier`."""
+    code = _MONITORED_BARRIER
+    return any((file, name) == (code.co_filename, code.co_name) for file, _, name in stack[:1])
+
+
 def unlimited_barrier(frame: Any) -> str | None:
     """The group's name, where a thread at `frame` is in `dist.monitored_barrier` that got no timeout; else None."""
-    while frame is not None and frame.f_code is not _MONITORED_BARRIER:
-        frame = frame.f_back
-    if frame is None:
+    if frame.f_code is not _MONITORED_BARRIER:
         return None
     given = frame.f_locals
     if given.get("timeout") is not c10d.default_pg_timeout:

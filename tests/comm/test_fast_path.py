@@ -126,9 +126,12 @@ def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, 
                 found.append(plain(one_call(mesh, rng)))
             except MeshcommError as error:
                 found.append((type(error).__name__, str(error)))
+        status = recorder.status()
+        for noted_time in ("began", "over"):
+            assert status["last"].pop(noted_time) is not None
         noted = {
             "counts": [(row.dim, row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows],
-            "status": recorder.status(),
+            "status": status,
             "ring": [
                 entry and (entry[0].name, entry[0].call, entry[1], entry[2].co_name, entry[3])
                 for entry in recorder.ring
