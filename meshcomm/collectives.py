@@ -152,6 +152,7 @@ SCATTER: Final = Collective(
     arguments=lambda x, out, size, lengths: ([out.view(-1)], _parts(x, size)),
     root="src",
     splits=True,
+    functional="slice",
 )
 REDUCE_SCATTER: Final = Collective(
     "reduce_scatter",

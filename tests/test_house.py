@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ROOT = Path(meshcomm.__file__).parent
 ORDER = [
     "errors",
     "collectives",
+    "reductions",
     "layout",
     "algorithms",
     "config",
@@ -43,10 +45,10 @@ ORDER = [
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "collectives", "layout", "algorithms", "config", "predict", "show", "view", "cli",
+    "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "cli",
     "__main__", "__init__",
 }  # fmt: skip
-PRIVATE_FILE = ROOT / "transport" / "torch_private.py"
+PRIVATE_FILE = "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
@@ -54,35 +56,84 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, everywhere: bool = True) -> list[str]:
-    """Modules that a file names in imports; without `everywhere`, only those run on import."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree)) if everywhere else tree.body
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+def imported(node: ast.AST, annotations: bool) -> Iterator[str]:
+    """The modules that are imported below `node`, in functions too. annotations: also those for annotations alone."""
+    guard = node.test if isinstance(node, ast.If) else None
+    if isinstance(guard, ast.Name) and guard.id == "TYPE_CHECKING" and not annotations:
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "a relative import"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child, annotations)
 
 
 def misplaced(path: Path) -> Iterator[str]:
     own = room(path)
-    for name in imports(path):
+    for name in imported(ast.parse(path.read_text()), annotations=True):
         first, *rest = name.split(".")
         if first == "meshcomm" and rest and rest[0] in ORDER and ORDER.index(rest[0]) > ORDER.index(own):
             yield f"{own} must not import {name}"
         if first == "torch" and own in WITHOUT_TORCH:
             yield f"{own} must not import torch"
-        if first == "torch" and path != PRIVATE_FILE and any(part.startswith("_") for part in rest):
-            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE.name}"
+        if first == "torch" and path.name != PRIVATE_FILE and any(part.startswith("_") for part in rest):
+            yield f"{name} is private to torch; wrap it in {PRIVATE_FILE}"
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a file defines, or sets as an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def private_torch_names(text: str, own: set[str]) -> Iterator[str]:
+    """Private attributes that a file reads of what is not Python's and not in `own`, but for operators of torch."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            name = ast.unparse(node)
+            if node.attr not in own and not name.startswith(
+                ("torch.ops.", "sys.", "os.", "pickle.", "random.")
+            ):
+                yield name
 
 
 def test_imports_point_upwards_and_torch_stays_where_it_belongs() -> None:
     assert {room(path) for path in FILES} <= {*ORDER}
     assert [f"{path.relative_to(ROOT)}: {wrong}" for path in FILES for wrong in misplaced(path)] == []
+
+
+def test_only_files_made_for_it_use_private_names_of_torch() -> None:
+    planted = (
+        "import torch\nad._level, torch._C.f, x._mine, torch.__file__, sys._getframe(), x.storage()._cdata"
+    )
+    assert sorted(private_torch_names(planted, {"_mine"})) == ["ad._level", "torch._C", "x.storage()._cdata"]
+    # Of NamedTuples, and of pytest.
+    own = {"_replace", "_asdict", "_fixtureinfo"}.union(*(own_names(ast.parse(f.read_text())) for f in FILES))
+    found = {path.relative_to(ROOT): list(private_torch_names(path.read_text(), own)) for path in FILES}
+    assert {path: names for path, names in found.items() if names and path.name != PRIVATE_FILE} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    modules = {}
+    for name, path in names.items():
+        targets = {each.removeprefix("meshcomm.") for each in imported(ast.parse(path.read_text()), False)}
+        modules[name] = {each if each in names else each.rpartition(".")[0] for each in targets} & {
+            *names
+        } - {name}
+    TopologicalSorter(modules).prepare()
+    with pytest.raises(CycleError, match=r"mesh\.mesh"):
+        TopologicalSorter({**modules, "errors": {"mesh.mesh"}}).prepare()
 
 
 def test_a_fresh_import_loads_neither_torch_nor_reads_the_environment() -> None:

@@ -52,7 +52,7 @@ PACKAGES: Final = (
     "meshcomm.algorithms",
     *(
         f"meshcomm.predict.{name}"
-        for name in ("machine", "links", "times", "lint", "stages", "passes", "memory", "traffic", "place")
+        for name in ("machine", "links", "times", "lint", "stages", "passes", "estimate", "place")
     ),
     "meshcomm.layout",
     "meshcomm.pattern",

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from meshcomm.collectives import ROWS
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import (
     CARRIES,
-    LACKS,
-    REDUCE_OPS,
     WIDENED,
     carries,
     name_of,
@@ -51,13 +50,13 @@ def page() -> str:
     ]
     rows = support_table()
     for backend in dict.fromkeys(row["backend"] for row in rows):
-        lines += [f"### {backend}", "", "| dtype | " + " | ".join(REDUCE_OPS) + " |"]
-        lines += ["|---" * (len(REDUCE_OPS) + 1) + "|"]
+        lines += [f"### {backend}", "", "| dtype | " + " | ".join(REDUCTIONS) + " |"]
+        lines += ["|---" * (len(REDUCTIONS) + 1) + "|"]
         for row in rows:
             if row["backend"] == backend:
-                cells = ["yes" if op in row["ops"].split() else "-" for op in REDUCE_OPS]
+                cells = ["yes" if op in row["ops"].split() else "-" for op in REDUCTIONS]
                 lines.append(f"| {row['dtype']} | {' | '.join(cells)} |")
-        lacking = ", ".join(sorted(LACKS.get(backend, ())))
+        lacking = ", ".join(sorted(op for op, row in REDUCTIONS.items() if backend in row.wire.lacking))
         lines += ["", *([f"{backend} itself lacks {lacking}.", ""] if lacking else [])]
     widened = ", ".join(f"{name_of(a)} as {name_of(b)}" for a, b in WIDENED.items())
     lines += [

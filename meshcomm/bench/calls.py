@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 import torch
@@ -48,52 +49,46 @@ def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
         # Written, not only promised by the system: pages that nobody has touched cost nothing to read.
         return torch.empty(elements, dtype=torch.float32, device=device).zero_()
 
+    x = zeros(count)
     match operation:
         case "all_reduce":
-            x = zeros(count)
             return Pair(lambda: mesh.all_reduce(dim, x), lambda: dist.all_reduce(x, group=group))
         case "all_gather":
-            piece, whole = zeros(count // n), zeros(count)
+            piece = zeros(count // n)
             return Pair(
-                lambda: mesh.all_gather(dim, piece, out=whole),
-                lambda: _ALL_GATHER(whole, piece, group=group),
+                lambda: mesh.all_gather(dim, piece, out=x), lambda: _ALL_GATHER(x, piece, group=group)
             )
         case "reduce_scatter":
-            x, part = zeros(count), zeros(count // n)
+            part = zeros(count // n)
             return Pair(
-                lambda: mesh.reduce_scatter(dim, x, out=part),
-                lambda: _REDUCE_SCATTER(part, x, group=group),
+                lambda: mesh.reduce_scatter(dim, x, out=part), lambda: _REDUCE_SCATTER(part, x, group=group)
             )
         case "all_to_all":
-            x = zeros(count)
             return Pair(
                 lambda: mesh.all_to_all(dim, x),
                 lambda: dist.all_to_all_single(torch.empty_like(x), x, group=group),
             )
         case "broadcast":
-            x = zeros(count)
             return Pair(
-                lambda: mesh.broadcast(dim, x, src=0),
-                lambda: dist.broadcast(x, group=group, group_src=0),
+                lambda: mesh.broadcast(dim, x, src=0), lambda: dist.broadcast(x, group=group, group_src=0)
             )
         case "reduce":
-            x = zeros(count)
             return Pair(
                 lambda: mesh.reduce(dim, x, dst=0),
                 lambda: dist.reduce(x.clone(), group=group, group_dst=0),
             )
         case "sendrecv":
-            x = zeros(count)
-
-            def ring() -> Tensor:
-                received = torch.empty_like(x)
-                ops = [
-                    dist.P2POp(dist.irecv, received, group=group, group_peer=(coord - 1) % n),
-                    dist.P2POp(dist.isend, x, group=group, group_peer=(coord + 1) % n),
-                ]
-                for work in dist.batch_isend_irecv(ops):
-                    work.wait()
-                return received
-
-            return Pair(lambda: mesh.shift(dim, x), ring)
+            return Pair(lambda: mesh.shift(dim, x), partial(_ring, x, group, coord, n))
     assert_never(operation)
+
+
+def _ring(x: Tensor, group: dist.ProcessGroup, coord: int, n: int) -> Tensor:
+    """`x` to the next rank of the group."""
+    received = torch.empty_like(x)
+    ops = [
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(coord - 1) % n),
+        dist.P2POp(dist.isend, x, group=group, group_peer=(coord + 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return received

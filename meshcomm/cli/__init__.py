@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshcomm.cli import afterwards, dryrun, looking, measuring, running  # noqa: F401
+from meshcomm.cli import afterwards, looking, measuring, running  # noqa: F401
 from meshcomm.cli.app import app
 
 __all__ = ["app", "main"]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
-from meshcomm.cli.app import AsJson, Overrides, World, app
+from meshcomm.cli.app import AsJson, Overrides, World, app, no_config, show_facts
+from meshcomm.errors import LaunchError
+
+# How long the ranks wait for each other where no config says.
+_DOCTOR_TIMEOUT_S: Final = 60.0
 
 
 @app.command()
@@ -47,9 +53,39 @@ def doctor(
 
     Exit code 1 where something would make the job fail.
     """
-    from meshcomm.jobs.doctor import doctor as job
+    if config is None and overrides:
+        raise no_config(overrides, "a CONFIG whose settings they change", "meshcomm doctor CONFIG --set ...")
+    from meshcomm.config import load
 
-    raise typer.Exit(job(config, overrides or (), world, json, everything))
+    settings = None if config is None else load(config, overrides or ())
+    from meshcomm.doctor import examine, examine_together
+    from meshcomm.doctor.finding import Finding, exit_code, view
+    from meshcomm.jobs.starting import refuse_other_world
+    from meshcomm.launch.rank import as_rank
+    from meshcomm.mesh.environment import find_launch
+
+    try:
+        here = find_launch(os.environ)
+    except LaunchError:
+        # It will be among the findings.
+        here = find_launch({})
+    facts: dict[str, Any] | None = None
+    code = 0
+
+    def together() -> None:
+        nonlocal facts, code
+        timeout_s = _DOCTOR_TIMEOUT_S if settings is None else settings.mesh.timeout_s
+        facts, code = examine_together(settings, here, timeout_s)
+
+    if here.kind == "single":
+        facts = examine(settings, world)
+        code = exit_code(map(Finding.read, facts["findings"]))
+    else:
+        refuse_other_world(here, world)
+        as_rank(together, here, lambda: f"rank {here.rank}")
+    if facts is not None:
+        show_facts(facts, json, partial(view, everything=everything))
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -1,9 +1,9 @@
-"""The `meshcomm` command itself, and what its commands have in common."""
+"""The `meshcomm` command itself, and the options that several commands share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from meshcomm.config import Config, TopologyConfig
 
+Facts = dict[str, Any]
 # How torchrun, Slurm, Open MPI, MPICH and MVAPICH number the processes of a host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
@@ -126,6 +127,12 @@ def _commands(version: Version = False) -> None:
     pass
 
 
+def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError:
+    """--set without a config."""
+    given = " ".join(f"--set {override}" for override in overrides)
+    return ConfigError("--set has no effect without a CONFIG", given=given, expected=expected, hint=hint)
+
+
 def discovered_topology(settings: Config) -> TopologyConfig:
     """`[topology]`, with what the launcher's environment says."""
     from meshcomm.predict.machine import discovered
@@ -140,8 +147,11 @@ def show(what: RenderableType) -> None:
     terminal().print(what, crop=False)
 
 
-def show_json(facts: object) -> None:
-    """Print plain data as JSON."""
+def show_facts(facts: Facts, json: bool, view: Callable[[Facts], RenderableType]) -> None:
+    """Print plain data as JSON, or the view of it."""
     from json import dumps
 
-    typer.echo(dumps(facts, indent=2))
+    if json:
+        typer.echo(dumps(facts, indent=2))
+    else:
+        show(view(facts))

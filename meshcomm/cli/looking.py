@@ -4,20 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show, show_json
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshcomm.config import Config
+    from meshcomm.layout import Dims
     from meshcomm.show.page import Part
 
 Export = Annotated[
     Path | None,
     typer.Option("--export", metavar="FILE", help="Write it to a file instead: .svg, .md or .json."),
+]
+
+By = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIM",
+        help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
+        "Draws the grid. Default: the innermost dim.",
+    ),
+]
+Other = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OTHER",
+        help="Compare with this config instead: settings, groups and their options, and which ranks "
+        "change place. --set changes both.",
+    ),
 ]
 
 
@@ -31,14 +50,7 @@ def plan(
     grid: Annotated[
         bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
     ] = False,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIM",
-            help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
-            "Draws the grid. Default: the innermost dim.",
-        ),
-    ] = None,
+    by: By = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
@@ -54,14 +66,7 @@ def plan(
         str | None,
         typer.Option(help="With --tree: a view's dims in place of the base's."),
     ] = None,
-    diff: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OTHER",
-            help="Compare with this config instead: settings, groups and their options, and which ranks "
-            "change place. --set changes both.",
-        ),
-    ] = None,
+    diff: Other = None,
     export: Export = None,
     json: AsJson = False,
     overrides: Overrides = None,
@@ -79,50 +84,79 @@ def plan(
     from meshcomm.config import load
 
     settings = load(config, overrides or ()).resolved(world)
-    laid_out, topology = settings.plan(world), discovered_topology(settings)
-    if tree:
-        from meshcomm.show.page import Line, as_text
-        from meshcomm.show.tree import FOLDED, headline, tree_facts, tree_view
-
-        whole = json or (export is not None and export.suffix.lower() == ".json")
-        facts = tree_facts(laid_out, view or "", topology, None if whole else FOLDED)
-
-        def drawn() -> list[Part]:
-            return [Line(as_text(tree_view(facts)), drawing=True)]
-
-        _give(facts, drawn, export, json, headline(facts), lambda: [tree_view(facts)])
-        return
     if diff is not None:
-        from meshcomm.show.diff import diff_facts, diff_page
+        picture = _difference(settings, load(diff, overrides or ()).resolved(world), world)
+        _write(picture, export, json)
+        raise typer.Exit(0 if picture.facts["equal"] else 1)
+    if tree:
+        whole = json or (export is not None and export.suffix.lower() == ".json")
+        picture = _tree(settings, world, view or "", whole)
+    else:
+        drawn = grid or by is not None or export is not None
+        picture = _tables(settings, world, rank, (_dims(by),) if drawn else (), schedule)
+    _write(picture, export, json)
 
-        other = load(diff, overrides or ()).resolved(world)
-        facts = diff_facts(settings, other, laid_out, other.plan(world))
-        _give(facts, lambda: diff_page(facts), export, json, f"{config} and {diff}")
-        raise typer.Exit(0 if facts["equal"] else 1)
+
+class _Picture(NamedTuple):
+    """The output of a command in every form.
+
+    page: for Markdown. shown: for the screen; the page if empty. svg: if omitted, a picture of the screen with `title`.
+    """
+
+    facts: dict[str, Any]
+    page: Callable[[], Sequence[Part]]
+    title: str = ""
+    shown: Sequence[RenderableType] = ()
+    svg: Callable[[], str] | None = None
+
+
+def _tree(settings: Config, world: int | None, view: str, whole: bool) -> _Picture:
+    from meshcomm.show.page import Line, as_text
+    from meshcomm.show.tree import FOLDED, headline, tree_facts, tree_view
+
+    topology = discovered_topology(settings)
+    facts = tree_facts(settings.plan(world), view, topology, None if whole else FOLDED)
+    drawn = tree_view(facts)
+    return _Picture(facts, lambda: [Line(as_text(drawn), drawing=True)], headline(facts), [drawn])
+
+
+def _difference(a: Config, b: Config, world: int | None) -> _Picture:
+    from meshcomm.show.diff import diff_facts, diff_page
+
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    return _Picture(facts, lambda: diff_page(facts), " and ".join(facts["sources"]))
+
+
+def _tables(
+    settings: Config, world: int | None, rank: int | None, colours: tuple[Dims | None, ...], schedule: bool
+) -> _Picture:
+    """colours: whose groups the grid's are; empty where no grid is drawn."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
 
+    laid_out, topology = settings.plan(world), discovered_topology(settings)
     facts = plan_facts(laid_out, rank, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    if grid or by is not None or export is not None:
-        facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
+    shown: list[RenderableType] = [page_view(plan_page(facts))]
+    if not colours:
+        grid = None
+    else:
+        facts["grid"] = grid_facts(laid_out, colours[0], topology, rank)
+        grid = RankGrid(facts["grid"])
+        shown.append(grid)
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
-
-    def shown() -> list[RenderableType]:
-        views: list[RenderableType] = [page_view(plan_page(facts))]
-        views += [RankGrid(facts["grid"])] if "grid" in facts else []
-        return [*views, ScheduleView(facts["schedule"])] if schedule else views
+        shown.append(ScheduleView(facts["schedule"]))
 
     def page() -> list[Part]:
-        return [*plan_page(facts), *RankGrid(facts["grid"]).page()]
+        return [*plan_page(facts), *([] if grid is None else grid.page())]
 
-    _give(facts, page, export, json, "", shown, lambda: RankGrid(facts["grid"]).svg())
+    return _Picture(facts, page, "", shown, None if grid is None else grid.svg)
 
 
 @app.command()
@@ -145,7 +179,7 @@ def where(
     asked = read_place(place)
     settings = load(config, overrides or ()).resolved(world)
     facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _give(facts, lambda: where_page(facts), export, json, f"where {place}")
+    _write(_Picture(facts, lambda: where_page(facts), f"where {place}"), export, json)
 
 
 @app.command()
@@ -169,10 +203,7 @@ def lint(
     topology = discovered_topology(settings)
     findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
     facts = lint_facts(settings, settings.plan(world), topology, findings)
-    if json:
-        show_json(facts)
-    else:
-        show(Folded(lint_text(settings.source, facts, findings)))
+    show_facts(facts, json, lambda _: Folded(lint_text(settings.source, facts, findings)))
     raise typer.Exit(int(strict and bool(findings)))
 
 
@@ -191,13 +222,15 @@ def view(
     overrides: Overrides = None,
 ) -> None:
     """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
+    from meshcomm.config.write import check_ending
+    from meshcomm.errors import ViewError
     from meshcomm.view.facts import page_facts
-    from meshcomm.view.page import check_page, export_page
+    from meshcomm.view.page import export_page
     from meshcomm.view.run import find_target
     from meshcomm.view.server import Server
 
     if export is not None:
-        check_page(export)
+        check_ending(export, "--export", ".html", ".htm", kind=ViewError)
     found = find_target(target, overrides or ())
     facts = page_facts(found.settings, world, discovered_topology(found.settings))
     if export is not None:
@@ -252,34 +285,23 @@ def _one_way_out(export: Path | None, json: bool) -> None:
         return
     if json:
         raise typer.BadParameter("--json prints and --export writes: one of the two")
-    from meshcomm.show.page import check_kind
+    from meshcomm.config.write import check_ending
+    from meshcomm.show.page import KINDS
 
-    check_kind(export)
+    check_ending(export, "--export", *KINDS)
 
 
-def _give(
-    facts: dict[str, Any],
-    page: Callable[[], Sequence[Part]],
-    export: Path | None,
-    json: bool,
-    title: str,
-    shown: Callable[[], Sequence[RenderableType]] | None = None,
-    svg: Callable[[], str] | None = None,
-) -> None:
-    """The facts as a file, as JSON, or on the screen.
+def _write(picture: _Picture, export: Path | None, json: bool) -> None:
+    """The facts as a file, as JSON, or on the screen."""
+    from rich.console import Group
 
-    page: for Markdown. shown: for the screen; None: the page. svg: None: a picture of what is shown, with `title`.
-    """
-    if json:
-        show_json(facts)
-        return
-    from meshcomm.show.page import as_text, page_view, text_svg
     from meshcomm.show.page import export as write
+    from meshcomm.show.page import page_view, svg_of
 
-    views = (lambda: [page_view(page())]) if shown is None else shown
     if export is None:
-        for view in views():
-            show(view)
+        show_facts(picture.facts, json, lambda _: Group(*picture.shown or [page_view(picture.page())]))
         return
-    write(export, facts, page, svg or (lambda: text_svg("\n".join(map(as_text, views())), title)))
+    views = picture.shown or [page_view(picture.page())]
+    svg = picture.svg or (lambda: svg_of(views, picture.title))
+    write(export, picture.facts, picture.page, svg)
     typer.echo(f"written: {export}", err=True)

@@ -15,8 +15,7 @@ from meshcomm.cli.app import (
     World,
     app,
     discovered_topology,
-    show,
-    show_json,
+    show_facts,
 )
 
 
@@ -60,12 +59,15 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
-    from meshcomm.jobs.bench import Output
+    from meshcomm.bench.facts import Asked
+    from meshcomm.jobs.bench import SIZES, Output
     from meshcomm.jobs.bench import bench as job
+    from meshcomm.predict.times import named_operations
+    from meshcomm.show.units import read_bytes
 
-    output = Output(json, fit)
-    code = job(config, overrides or (), world, operation or (), size or (), dim or (), rounds, alone, output)
-    raise typer.Exit(code)
+    sizes = [read_bytes(text) for text in size or SIZES]
+    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds, alone)
+    raise typer.Exit(job(config, overrides or (), world, asked, Output(json, fit)))
 
 
 @app.command()
@@ -91,10 +93,7 @@ def costs(
     machine = known_machine(discovered_topology(settings), settings.source)
     sizes = [read_bytes(text) for text in size or ("4KiB", "1MiB", "64MiB", "1GiB")]
     facts = cost_facts(settings.plan(world), machine, named_operations(operation or ()), sizes)
-    if json:
-        show_json(facts)
-        return
-    show(cost_view(facts))
+    show_facts(facts, json, cost_view)
 
 
 @app.command()
@@ -141,10 +140,7 @@ def place(
     if exact:
         for placement, each in zip(facts["placements"], ran, strict=True):
             placement["exact"] = each._asdict()
-    if json:
-        show_json(facts)
-    else:
-        show(place_view(facts))
+    show_facts(facts, json, place_view)
     if write is not None:
         write_placement(settings, ranking, choose, write)
         typer.echo(f"written: {write}", err=json)

@@ -1,15 +1,17 @@
-"""Commands that start ranks: train, run, simulate, parity."""
+"""Commands that run ranks, real ones or not: train, run, simulate, parity, dryrun."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, final
 
 import typer
 from typer.core import TyperCommand
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, show, show_json
-from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, no_config, show_facts
+from meshcomm.errors import LaunchError
 
 First = Annotated[
     Path | None,
@@ -87,15 +89,12 @@ def simulate(
 ) -> None:
     """Run a script as every rank in this one process: a proved deadlock, or a table of what was sent."""
     config, script, arguments = named("simulate", first, second, context.args, overrides)
-    from meshcomm.jobs.running import simulate as job
+    from meshcomm.show.stats import traffic_view
+    from meshcomm.simulator.run import simulate_script
 
-    facts = job(config, script, arguments, overrides or (), world, seed, explore, json)
-    if json:
-        show_json(facts)
-    else:
-        from meshcomm.show.stats import traffic_view
-
-        show(traffic_view(facts))
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        facts = simulate_script(config, script, arguments, overrides or (), world, seed, explore)
+    show_facts(facts, json, traffic_view)
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)
@@ -125,16 +124,70 @@ def parity(
     Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
     """
     from meshcomm.jobs.running import parity as job
+    from meshcomm.show.parity import parity_view
 
-    given = None if script is None else _found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]")
-    facts = job(config, overrides or (), world, steps, tolerance, given, context.args)
-    if json:
-        show_json(facts)
-    else:
-        from meshcomm.show.parity import parity_view
-
-        show(parity_view(facts))
+    given = None
+    if script is not None:
+        given = _found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]"), context.args
+    facts = job(config, overrides or (), world, steps, tolerance, given)
+    show_facts(facts, json, parity_view)
     raise typer.Exit(0 if facts["agrees"] else 1)
+
+
+@app.command(cls=ScriptCommand, context_settings=WORDS)
+def dryrun(
+    context: typer.Context,
+    first: First = None,
+    second: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A Python file in place of the training of CONFIG; what follows it is its own, as of meshcomm run.",
+        ),
+    ] = None,
+    world: World = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Run this rank too; several times.")] = None,
+    sample: Annotated[
+        int, typer.Option(min=0, help="Run so many ranks drawn at random besides those that stand for all.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="Draws the sample.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Leave SCRIPT after so many of mesh.step(), or steps of a Trainer.")
+    ] = 2,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the step as a timeline for Perfetto or chrome://tracing, as JSON."
+        ),
+    ] = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run a training or a script as ranks of a world that nobody has: do calls meet, does it fit, how long is a step?
+
+    The real program on tensors without values, on one rank of each kind: first, middle and last along each dim,
+    every stage, every corner, and a sample. Exit code 1 where calls do not meet, or memory exceeds topology.memory_gbytes.
+    """
+    from meshcomm.dryrun.script import Script
+    from meshcomm.jobs.dryrun import Sample
+    from meshcomm.jobs.dryrun import dryrun as job
+    from meshcomm.show.dryrun import dry_view
+
+    if first is None:
+        raise LaunchError(
+            "neither CONFIG nor SCRIPT was given",
+            given="no argument",
+            expected="a TOML, JSON or YAML file, or a Python file",
+            hint="meshcomm dryrun [CONFIG] [SCRIPT] [ARGUMENTS]",
+        )
+    config: Path | None = first
+    script: Script | None = None
+    if first.suffix == ".py" or second is not None:
+        config, path, arguments = named("dryrun", first, second, context.args, overrides)
+        script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
+    facts = job(config, overrides or (), world, script, Sample(rank or (), sample, seed), trace)
+    show_facts(facts, json, dry_view)
+    raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
 
 
 def named(
@@ -148,12 +201,8 @@ def named(
         config, script = None, first
         arguments = [*([] if second is None else [second]), *rest]
         if overrides:
-            raise ConfigError(
-                "--set has no effect without a CONFIG",
-                given=" ".join(f"--set {override}" for override in overrides),
-                expected="a CONFIG whose settings they change, and a script that calls meshcomm.init()",
-                hint=usage,
-            )
+            expected = "a CONFIG whose settings they change, and a script that calls meshcomm.init()"
+            raise no_config(overrides, expected, usage)
     elif second is None:
         raise LaunchError(
             f"no SCRIPT was given after {first}",

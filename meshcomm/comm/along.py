@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -15,12 +17,14 @@ from meshcomm.collectives import (
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
+    SCATTER,
 )
 from meshcomm.comm import lists, scheduled
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Envelope
+from meshcomm.comm.request import Request
 from meshcomm.errors import UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport.torch_private import outside_graphs
@@ -36,7 +40,8 @@ Async: TypeAlias = Literal[True]
 X = TypeVar("X", Tensor, list[Tensor], Sequence[Tensor])
 
 
-# What a call may be given by name besides `async_op`, for its overloads.
+# What a call may be given by name besides `async_op`. An option that is left out has the default of its field in
+# comm/request.py.
 class Factor(TypedDict, total=False):
     factor: float | None
 
@@ -78,16 +83,6 @@ class AlongDims:
         """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
         raise NotImplementedError
 
-    def _only_plain(self, call: str, **given: bool) -> None:
-        for name, is_given in given.items():
-            if is_given:
-                raise UnsupportedOp(
-                    f"{call} of a list on {self.label}: {name} has no effect",
-                    given=f"a list of tensors and {name}",
-                    expected=f"{name} beside a single tensor",
-                    hint="one call for each tensor",
-                )
-
     # -- reductions -----------------------------------------------------------------------------
 
     @overload
@@ -105,8 +100,8 @@ class AlongDims:
         op: str = "sum",
         *,
         async_op: bool = False,
-        factor: float | None = None,
         algorithm: Algorithm = "flat",
+        **more: Unpack[Factor],
     ) -> Any:
         """Reduce `x` over `dims`, in place, and return it.
 
@@ -135,9 +130,13 @@ class AlongDims:
             except TypeError:
                 comm = self._at.along(dims)
             if isinstance(x, Tensor):
-                return comm.collective(ALL_REDUCE, x, async_op, op=op, factor=factor)
-            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, factor=factor)
-        return self._by_algorithm(dims, x, op, async_op, factor, algorithm)
+                if not more:  # apart, as an empty ** costs a call some 80 ns
+                    return comm.collective(ALL_REDUCE, x, async_op, op)
+                return comm.collective(ALL_REDUCE, x, async_op, op, **more)
+            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, **more)
+        if not async_op and isinstance(x, Tensor):
+            return self._by_algorithm(dims, x, op, algorithm, **more)
+        raise self._no_algorithm(dims, x, async_op, algorithm)
 
     def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
         """The sum of `values` over `dims`, divided by that of `weights`: a mean over ranks with unequally many tokens.
@@ -167,30 +166,34 @@ class AlongDims:
     def _by_algorithm(
         self,
         dims: Dims,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         op: str,
-        async_op: bool,
-        factor: float | None,
-        algorithm: str,
+        algorithm: Any,
+        **more: Unpack[Factor],
     ) -> Tensor:
         self.layout.digits(dims)
         expanded = self.layout.expand(dims)
         levels = algorithm in ("hierarchical", "two_level")
-        known = levels or algorithm in scheduled.SCHEDULED
-        if not known or async_op or not isinstance(x, Tensor) or (levels and len(expanded) < 2):
-            choices = '"ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"'
-            raise UnsupportedOp(
-                f"all_reduce on {self.label}: this call has no algorithm {algorithm!r}",
-                given=f"dims {dims!r}, algorithm={algorithm!r}, async_op={async_op}, x a {type(x).__name__}",
-                expected=f"for one tensor, without async_op: {choices}, "
-                'and over two or more dims "hierarchical", "two_level"; else "flat"',
-                hint='algorithm="flat"',
-            )
+        if not (levels or algorithm in scheduled.SCHEDULED) or (levels and len(expanded) < 2):
+            raise self._no_algorithm(dims, x, False, algorithm)
         self.layout.digits(expanded)
         if algorithm == "hierarchical":
-            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, factor)
+            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, **more)
         inner = self.layout.size(expanded[-1]) if levels else 1
-        return scheduled.all_reduce(self._at.along(dims), x, op, factor, algorithm, inner)  # type: ignore[arg-type]
+        return scheduled.all_reduce(
+            self._at.along(dims), x, op, scheduled.Algorithm(algorithm, inner), **more
+        )
+
+    def _no_algorithm(self, dims: Dims, x: object, async_op: bool, algorithm: str) -> UnsupportedOp:
+        self.layout.digits(dims)
+        choices = '"ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"'
+        return UnsupportedOp(
+            f"all_reduce on {self.label}: this call has no algorithm {algorithm!r}",
+            given=f"dims {dims!r}, algorithm={algorithm!r}, async_op={async_op}, x a {type(x).__name__}",
+            expected=f"for one tensor, without async_op: {choices}, "
+            'and over two or more dims "hierarchical", "two_level"; else "flat"',
+            hint='algorithm="flat"',
+        )
 
     @overload
     def reduce(
@@ -208,13 +211,13 @@ class AlongDims:
         op: str = "sum",
         *,
         async_op: bool = False,
-        factor: float | None = None,
+        **more: Unpack[Factor],
     ) -> Any:
         """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
 
         Shape, op, calling: as for `all_reduce`. Returns new memory.
         """
-        return self._at.along(dims).collective(REDUCE, x, async_op, op=op, root=dst, factor=factor)
+        return self._at.along(dims).collective(REDUCE, x, async_op, op, dst, **more)
 
     @overload
     def reduce_scatter(
@@ -232,8 +235,7 @@ class AlongDims:
         op: str = "sum",
         *,
         async_op: bool = False,
-        out: Tensor | None = None,
-        factor: float | None = None,
+        **more: Unpack[Reduced],
     ) -> Any:
         """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
 
@@ -245,9 +247,8 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(REDUCE_SCATTER, x, async_op, op=op, axis=axis, out=out, factor=factor)
-        self._only_plain("reduce_scatter", out=out is not None)
-        return lists.collective(comm, REDUCE_SCATTER, x, async_op, op=op, axis=axis, factor=factor)
+            return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, **more)
+        return lists.collective(comm, REDUCE_SCATTER, x, async_op, axis, op=op, **more)
 
     # -- moving data ----------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(BROADCAST, x, async_op, root=src)
+            return comm.collective(BROADCAST, x, async_op, None, src)
         return lists.collective(comm, BROADCAST, x, async_op, root=src)
 
     @overload
@@ -280,8 +281,7 @@ class AlongDims:
         axis: int = 0,
         *,
         async_op: bool = False,
-        out: Tensor | None = None,
-        uneven: bool = False,
+        **more: Unpack[Joined],
     ) -> Any:
         """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
 
@@ -295,9 +295,8 @@ class AlongDims:
         """
         comm = self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(ALL_GATHER, x, async_op, axis=axis, out=out, uneven=uneven)
-        self._only_plain("all_gather", out=out is not None, uneven=uneven)
-        return lists.collective(comm, ALL_GATHER, x, async_op, axis=axis)
+            return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, **more)
+        return lists.collective(comm, ALL_GATHER, x, async_op, axis, **more)
 
     @overload
     def gather(
@@ -315,12 +314,11 @@ class AlongDims:
         axis: int = 0,
         *,
         async_op: bool = False,
-        uneven: bool = False,
-        out: Tensor | None = None,
+        **more: Unpack[Joined],
     ) -> Any:
         """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
         comm = self._at.along(dims)
-        return comm.collective(GATHER, x, async_op, root=dst, axis=axis, uneven=uneven, out=out)
+        return comm.collective(GATHER, x, async_op, root=dst, axis=axis, **more)
 
     @overload
     def scatter(
@@ -345,7 +343,7 @@ class AlongDims:
         axis: int = 0,
         *,
         async_op: bool = False,
-        out: Tensor | None = None,
+        **more: Unpack[Out],
     ) -> Any:
         """Slice c of tensor axis `axis` of coord src's x, on coord c.
 
@@ -354,7 +352,7 @@ class AlongDims:
         out:        on every rank or on none. Without it the shape is told to the ranks first.
         Returns:    new memory or `out`.
         """
-        return self._at.along(dims).scatter(x, src, axis, async_op, out)
+        return self._at.along(dims).collective(SCATTER, x, async_op, root=src, axis=axis, **more)
 
     @overload
     def all_to_all(
@@ -386,9 +384,7 @@ class AlongDims:
         concat_axis: int = 0,
         *,
         async_op: bool = False,
-        splits: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-        out: Tensor | None = None,
+        **more: Unpack[Moved],
     ) -> Any:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
@@ -403,16 +399,7 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
         """
         comm = self._at.along(dims)
-        return comm.collective(
-            ALL_TO_ALL,
-            x,
-            async_op,
-            axis=split_axis,
-            concat=concat_axis,
-            splits=splits,
-            received=received,
-            out=out,
-        )
+        return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, **more)
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -502,3 +489,21 @@ class AlongDims:
         Shape:   equal on all ranks, or any with handshake=True; new memory.
         """
         return self._at.along(dims).messages.shift(x, offset, wrap, handshake)
+
+
+def _with_options(call: Any) -> inspect.Signature:
+    """The signature with its options by name, as `help` and the page of the API show it."""
+    signature = inspect.signature(call)
+    *plain, more = signature.parameters.values()
+    kinds = globals()[more.annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__
+    defaults = {each.name: each.default for each in fields(Request)}
+    named = [
+        inspect.Parameter(name, more.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
+        for name, kind in kinds.items()
+    ]
+    return signature.replace(parameters=[*plain, *named])
+
+
+for _name in ("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"):
+    _call = vars(AlongDims)[_name]
+    _call.__signature__ = _with_options(_call)

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
-from meshcomm.transport.torch_private import (
-    forward_mode,
+from meshcomm.comm.torch_private import (
+    forward_level,
     is_fwd_grad_enabled,
     is_wrapped,
-    profiling,
     transforming,
+    unobserved,
     unpack_dual,
 )
+from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
+from meshcomm.reductions import REDUCTIONS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,12 +41,12 @@ def usable(x: Any, device: torch.device) -> bool:
     Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
     differ in nothing else.
     """
-    return _plain(x, device) and _unobserved()
+    return _plain(x, device) and unobserved()
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
-    return _unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
+    return unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
 
 
 def _plain(x: Any, device: torch.device) -> bool:
@@ -58,11 +59,6 @@ def _plain(x: Any, device: torch.device) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
     )
-
-
-def _unobserved() -> bool:
-    """No forward-mode AD, no transform of torch.func, no profiler."""
-    return forward_mode._current_level < 0 and not transforming() and not profiling()
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
@@ -205,7 +201,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             if functional
             else "the tensor's .detach(), which shares its memory",
         )
-    if forward_mode._current_level >= 0 and has_tangent(x):
+    if forward_level() >= 0 and has_tangent(x):
         raise AutogradError(
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
@@ -224,7 +220,7 @@ def has_tangent(x: Tensor) -> bool:
 
 def followed(x: Tensor) -> bool:
     """Whether what is made of `x` is differentiated, or a transform of torch.func is under way."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_mode._current_level >= 0 or transforming()
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:
@@ -338,18 +334,19 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """A factor belongs to premul_sum, and to nothing else."""
-    if factor is not None and op != "premul_sum":
+    """A factor belongs to the operations that take one, and to nothing else."""
+    takes = REDUCTIONS[op].factor
+    if factor is not None and not takes:
         raise ShapeError(
             f"{where()}: factor has no effect with op={op!r}",
             given=f"op={op!r}, factor={factor}",
-            expected='op="premul_sum" beside a factor',
+            expected=" or ".join(f'op="{row.name}"' for row in REDUCTIONS.values() if row.factor),
             hint='op="premul_sum"',
         )
-    if factor is None and op == "premul_sum":
+    if factor is None and takes:
         raise ShapeError(
-            f'{where()}: op="premul_sum" without a factor',
-            given='op="premul_sum"',
+            f'{where()}: op="{op}" without a factor',
+            given=f'op="{op}"',
             expected="the number that each rank multiplies its x by before the sum",
             hint="factor=0.5",
         )
@@ -359,15 +356,13 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
 
 def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
     """A list of messages, each with its peer."""
-    if isinstance(envelopes, (list, tuple)) and all(
-        isinstance(each, (list, tuple)) and 2 <= len(each) <= 3 for each in envelopes
-    ):
-        return
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
-        wrong = next(e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3)
-        sized = f" of {len(wrong)}" if isinstance(wrong, (list, tuple)) else ""
-        found = f"a list with a {type(wrong).__name__}{sized}"
+        wrong = [e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3]
+        if not wrong:
+            return
+        sized = f" of {len(wrong[0])}" if isinstance(wrong[0], (list, tuple)) else ""
+        found = f"a list with a {type(wrong[0]).__name__}{sized}"
     raise ShapeError(
         f"{where()}: {what} is not a list of messages",
         given=f"{what}: {found}",

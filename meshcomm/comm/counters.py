@@ -63,8 +63,8 @@ def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> 
 class PendingCall:
     """A call between its start and the end of its last wait. It counts from its first wait on.
 
-    total: where it counts; None: nowhere. calls: 0 for a part of a call that another part counts for.
-    shown: whose `waiting` it is while it is waited for; None: of `total`. told: its span, where a trace is taken.
+    total: where it counts, and whose `waiting` it is while it is waited for; None: nowhere. told: its span, where a
+    trace is taken.
     place: code and instruction of the user's line, where that is known.
     began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
     """
@@ -76,14 +76,12 @@ class PendingCall:
         began: float,
         left: float,
         told: Span | None = None,
-        calls: int = 1,
-        shown: Any = None,
         place: tuple[CodeType, int] | None = None,
     ) -> None:
         self._total = total
         self._sums: Sums | None = None if total is None else total.async_op
-        self._shown = shown or total
-        self._calls = calls
+        self._shown: Any = total
+        self._calls = 1
         self.nbytes = nbytes
         self._seconds = left - began
         self.told = told

@@ -1,4 +1,4 @@
-"""What the ranks of a group called in each step of their program, and the error where they differ."""
+"""The calls of the ranks of a group in each step of their program, and the error where they differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from zlib import crc32
 
 from meshcomm.comm.callsite import line_of
 from meshcomm.comm.counters import Entry
+from meshcomm.comm.mismatch import majority
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 
@@ -41,10 +42,10 @@ class _Run(NamedTuple):
 class StepHistory:
     """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
 
-    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end, and of
-    what the program called each step: where those of two ranks are equal, so is everything that they called before. The sum of a step divisible by
-    2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k, and so have a
-    rank and one that has made up to twice as many.
+    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end, and of the
+    steps' numbers: two ranks with equal sums have called the same before. The sum of a step divisible by 2**k is kept
+    for 4 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k, and so have a rank and one
+    that has made up to twice as many.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class StepHistory:
         # Last: readers in other threads begin with it.
         self.step = step
 
-    def told(self) -> dict[str, Any] | None:
+    def data(self) -> dict[str, Any] | None:
         """All of it as plain data; None before the first step.
 
         sums: (step, sum). runs: as _Run. cut: runs before the first one have been forgotten.
@@ -86,9 +87,9 @@ class StepHistory:
         return {"sums": list(self.sums.items()), "cut": len(runs) == RUNS, "runs": runs}
 
 
-def last_common(one: Mapping[int, int], other: Mapping[int, int]) -> int:
-    """The last step whose sum both have, 0 where there is none."""
-    return max(one.keys() & other.keys(), default=0)
+def last_common(*sums: Mapping[int, int]) -> int:
+    """The last step whose sum all have, 0 where there is none."""
+    return max(set.intersection(*map(set, sums)), default=0) if sums else 0
 
 
 def find_desync(
@@ -96,45 +97,45 @@ def find_desync(
 ) -> dict[str, Any] | None:
     """The first step in which ranks of a group differ, as plain data for `error_of`; None where none is known.
 
-    histories: `StepHistory.told` by rank, in coord order; coords: of these ranks, by rank.
+    histories: `StepHistory.data` by rank, in coord order; coords: of these ranks, by rank.
     """
-    told = {rank: history for rank, history in histories.items() if history is not None}
-    sums = {rank: dict(history["sums"]) for rank, history in told.items()}
-    last = max(set.intersection(*map(set, sums.values())), default=0) if sums else 0
-    signs: dict[int, Any] = {rank: each.get(last) for rank, each in sums.items()}
-    if len(set(signs.values())) < 2:
+    known = {rank: history for rank, history in histories.items() if history is not None}
+    sums = {rank: dict(history["sums"]) for rank, history in known.items()}
+    last = last_common(*sums.values())
+    if len({of_rank.get(last) for of_rank in sums.values()}) < 2:
         return None
     # From the oldest step on that all remember. What came before it may be the first difference.
-    oldest = max(history["runs"][0][0] for history in told.values())
-    cut = any(history["cut"] for history in told.values())
-    starts = {run[0] for history in told.values() for run in history["runs"]}
+    oldest = max(history["runs"][0][0] for history in known.values())
+    cut = any(history["cut"] for history in known.values())
+    starts = {run[0] for history in known.values() for run in history["runs"]}
     for start in sorted(start for start in starts if oldest <= start <= last):
-        steps = {rank: _step(history["runs"], start) for rank, history in told.items()}
-        # Ranks at steps of different numbers call alike until the last one: one has left a whole step out.
+        steps = {rank: _run_at(history["runs"], start) for rank, history in known.items()}
+        # Ranks at steps of different numbers call the same until the last one: one has left a whole step out.
         numbers = {rank: step.number for rank, step in steps.items()}
-        made = {rank: (step.calls, step.digest) for rank, step in steps.items()}
-        if len(set(numbers.values())) > 1 or len(set(made.values())) > 1:
+        calls = {rank: (step.calls, step.digest) for rank, step in steps.items()}
+        signs: Mapping[int, Any] = numbers if len(set(numbers.values())) > 1 else calls
+        if len(set(signs.values())) > 1:
             if cut and start == oldest:
                 break
-            signs = made if len(set(numbers.values())) == 1 else numbers
-            return _finding(label, signs, steps, coords, forgotten=False)
-    steps = {rank: _step(history["runs"], oldest) for rank, history in told.items()}
-    return _finding(label, signs, steps, coords, forgotten=True)
+            return _difference(label, signs, steps, coords, forgotten=False)
+    steps = {rank: _run_at(history["runs"], oldest) for rank, history in known.items()}
+    signs = {rank: of_rank[last] for rank, of_rank in sums.items()}
+    return _difference(label, signs, steps, coords, forgotten=True)
 
 
-def error_of(finding: Mapping[str, Any]) -> CallMismatchError:
-    """The error for what `find_desync` has found."""
-    facts = {key: finding[key] for key in ("given", "expected", "hint", "step")}
-    return CallMismatchError(finding["what"], **facts, mismatched_ranks=tuple(finding["mismatched"]))
+def error_of(difference: Mapping[str, Any]) -> CallMismatchError:
+    """The error for a result of `find_desync`."""
+    facts = {key: difference[key] for key in ("given", "expected", "hint", "step")}
+    return CallMismatchError(difference["what"], **facts, mismatched_ranks=tuple(difference["mismatched"]))
 
 
-def _step(runs: Sequence[Sequence[Any]], step: int) -> _Run:
+def _run_at(runs: Sequence[Sequence[Any]], step: int) -> _Run:
     """The step by itself."""
     run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
     return run._replace(first=step, number=run.number + step - run.first)
 
 
-def _finding(
+def _difference(
     label: str,
     signs: Mapping[int, Any],
     steps: Mapping[int, _Run],
@@ -142,10 +143,7 @@ def _finding(
     forgotten: bool,
 ) -> dict[str, Any]:
     """signs: equal where the calls are. forgotten: the difference is in that step or one before."""
-    # Of equally many ranks, those with the lowest one count as usual.
-    usual_sign = Counter(signs.values()).most_common(1)[0][0]
-    usual = [rank for rank, sign in signs.items() if sign == usual_sign]
-    mismatched = [rank for rank, sign in signs.items() if sign != usual_sign]
+    usual, mismatched = majority(signs)
     model, first = steps[usual[0]], steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
     number = model.number if apart else max(step.number for step in steps.values())
@@ -163,13 +161,13 @@ def _finding(
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
         made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
-        alike: dict[Any, list[int]] = {}
+        by_sign: dict[Any, list[int]] = {}
         for rank in mismatched:
-            alike.setdefault(signs[rank], []).append(rank)
-        given = "\n".join(
-            f"{ranks_text(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in alike.values()
-        )
-        given += f"\nstep {number} ended at {first.ended_at}"
+            by_sign.setdefault(signs[rank], []).append(rank)
+        lines = [
+            f"{ranks_text(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in by_sign.values()
+        ]
+        given = "\n".join([*lines, f"step {number} ended at {first.ended_at}"])
         expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
     return {
         "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
@@ -184,13 +182,13 @@ def _finding(
 
 def _calls(step: _Run, other: _Run) -> str:
     """How many calls, and those that `other` does not have from the same line as often."""
-    told = _collectives(step.calls)
+    text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
-        told += f" of {step.nbytes:,} bytes"
+        text += f" of {step.nbytes:,} bytes"
     lines = [line for line in step.operations if line not in other.operations] or list(step.operations)
     if len(lines) > _SHOWN + 1:
         lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more callsites"]
-    return f"{told}: {', '.join(lines)}" if lines else told
+    return f"{text}: {', '.join(lines)}" if lines else text
 
 
 def _collectives(count: int) -> str:

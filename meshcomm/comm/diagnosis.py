@@ -1,13 +1,13 @@
-"""Why does a call not end? From what each rank says of itself to the rank, the line, and the error to raise."""
+"""Why does a call not end? From the status of each rank to the ranks that are missing, their lines, and the error to raise."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
 
+from meshcomm.comm.mismatch import majority
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold, rank_text, ranks_text
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 Node = TypeVar("Node")
 
-# As `Watchdog.status` has it, by rank where there are several.
+# As `RankRecord.data` has it, by rank where there are several.
 Status: TypeAlias = Mapping[str, Any]
 Statuses: TypeAlias = Mapping[int, Status]
-# A message that a rank waits for, as `MessageLog.status` has it; None for a collective.
+# Messages that a rank waits for, as in `MessageLog.status`; None for a collective.
 Waiting: TypeAlias = Mapping[str, Any] | None
 
 # Ranks that one error has a line for, of groups with more.
 _LINES: Final = 16
 
-# Why a rank does not answer, by what its host knows of its process; "": nobody knows.
+# Why a rank does not answer, by the state of its process; "": unknown.
 _SILENT: Final = {
     "": "does not answer: it has ended, is stopped, or a call into C holds Python's GIL",
     "ended": "does not answer: its process has ended",
@@ -33,14 +33,14 @@ _SILENT: Final = {
     "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
 }
 
-# What to try where a rank cannot be reached at the address that it offered.
+# The hint where a rank cannot be reached at the address that it offered.
 INTERFACES: Final = (
     "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
 )
 
 
 class Reason(Enum):
-    """Why a backend ends a call; the value is what an error says of the call."""
+    """Why a backend ends a call; the value is a part of the error's text."""
 
     UNREACHABLE = "could not connect"
     TIMEOUT = "did not end in time"
@@ -49,7 +49,7 @@ class Reason(Enum):
     OTHER = "failed"
 
 
-# What backends say, in lower case; the first that is found counts. Tried: Gloo of torch 2.11 to 2.15, which connects
+# The texts of backends' errors, in lower case; the first match counts. Tried: Gloo of torch 2.11 to 2.15, which connects
 # to an address that another rank offered. Of NCCL from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
@@ -78,15 +78,28 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-# -- what the statuses say -------------------------------------------------------------------------------
+# -- from statuses to a diagnosis --------------------------------------------------------------------------
+
+
+class BlockedCall(NamedTuple):
+    """A call that does not end on one rank.
+
+    number: of the collective on the group `label`, whose global ranks are `ranks`. messages: those that `rank` waits
+    for in place of a collective.
+    """
+
+    rank: int
+    label: str
+    ranks: Sequence[int]
+    number: int
+    messages: Waiting = None
 
 
 class Diagnosis(NamedTuple):
-    """Who keeps a call from ending.
+    """The ranks that keep a call from ending.
 
-    missing: ranks that have not come to the call. silent: some of them do not answer. mismatched: ranks that
-    made another call than most with sequence number `number`; of equally many, those without the lowest rank.
-    lines: all of it in words, a line for each rank.
+    missing: ranks that have not arrived at the call. silent: some of them do not answer. mismatched: ranks whose
+    call with sequence number `number` differs from the majority's, see `majority`. lines: a line for each rank.
     """
 
     missing: Sequence[int] = ()
@@ -97,65 +110,37 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    label: str,
-    ranks: Sequence[int],
-    number: int | None,
-    statuses: Statuses,
-    waiting: Waiting = None,
-    rank: int = 0,
-    processes: Mapping[int, str] = MappingProxyType({}),
+    blocked: BlockedCall, statuses: Statuses, processes: Mapping[int, str] = MappingProxyType({})
 ) -> Diagnosis:
-    """Why a call on the group `label` of `ranks` does not end.
+    """Why the call does not end.
 
-    The collective `number`, or the messages that `rank` waits for, where `waiting` says which. number None: nobody
-    counts the calls on the group.
     processes: of ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
     """
-    if waiting is None and (mismatch := find_mismatch(label, ranks, statuses)) is not None:
+    if (
+        blocked.messages is None
+        and (mismatch := find_mismatch(blocked.label, blocked.ranks, statuses)) is not None
+    ):
         return mismatch
-    found = absent(label, ranks, number, statuses, waiting, rank)
+    found = absent(blocked, statuses)
     lines = [
-        f"{name_of_rank(peer, statuses.get(peer))} {doing or _SILENT[processes.get(peer, '')]}"
-        for peer, doing in found
+        f"{name_of_rank(rank, statuses.get(rank))} {doing or _SILENT[processes.get(rank, '')]}"
+        for rank, doing in found
     ]
-    if number is None:
-        return _uncounted(ranks, statuses, rank, found, lines, processes)
-    if not found and waiting is None:
+    if not found and blocked.messages is None:
         lines = [
-            f"{name_of_rank(peer, statuses[peer])} has gone on: it {doing_of(statuses[peer])}"
-            for peer in ranks
-            if (group := _group(statuses.get(peer), label)) is not None and group["started"] > number
+            f"{name_of_rank(rank, status)} has gone on: it {doing_of(status)}"
+            for rank, status in ((rank, statuses[rank]) for rank in blocked.ranks if rank in statuses)
+            if (group := _group(status, blocked.label)) is not None and group["started"] > blocked.number
         ]
-    missing = list(dict.fromkeys(peer for peer, _ in found))
-    return Diagnosis(missing, _lost(found, processes), lines=_first(lines))
-
-
-def _uncounted(
-    ranks: Sequence[int],
-    statuses: Statuses,
-    rank: int,
-    found: Sequence[tuple[int, str | None]],
-    lines: Sequence[str],
-    processes: Mapping[int, str],
-) -> Diagnosis:
-    """The diagnosis of a call on a group whose calls nobody counts: the ranks that have left, then all others' lines."""
-    others = [
-        f"{name_of_rank(peer, statuses[peer])} {doing_of(statuses[peer])}"
-        for peer in ranks
-        if peer in statuses and peer != rank and peer not in dict(found)
-    ]
-    return Diagnosis([peer for peer, _ in found], _lost(found, processes), lines=_first([*lines, *others]))
-
-
-def _lost(found: Iterable[tuple[int, str | None]], processes: Mapping[int, str]) -> bool:
-    """Whether a rank that is missing does not answer, and its process is not known to run."""
-    return any(doing is None and processes.get(peer) != "runs" for peer, doing in found)
+    missing = list(dict.fromkeys(rank for rank, _ in found))
+    silent = any(doing is None and processes.get(rank) != "runs" for rank, doing in found)
+    return Diagnosis(missing, silent, lines=_first(lines))
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """The first sequence number on the group with which ranks made different operations, as far as is remembered.
+    """The first sequence number on the group with which ranks made different operations, as far as records go back.
 
-    Where all ranks bring equally much to an operation, it is another one with another size.
+    The size is compared too, where an operation needs the same size on all ranks.
     """
     recent = {
         rank: {number: made for number, *made in group.get("recent", ())}
@@ -169,53 +154,41 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
             rank: f"{call} of {nbytes} bytes" if sized and nbytes is not None else call
             for rank, (call, _, nbytes) in calls.items()
         }
-        usual = Counter(what.values()).most_common(1)[0][0]
-        lines = {
-            rank: f"{name_of_rank(rank, statuses[rank])} made {what[rank]}, at {callsite}, as call {number}"
-            for rank, (_, callsite, _) in calls.items()
-            if what[rank] != usual
-        }
-        if lines:
-            others = [rank for rank in calls if rank not in lines]
-            rest = f"{ranks_text(others)} made {usual}, at {calls[others[0]][1]}, as call {number}"
-            return Diagnosis((), False, list(lines), number, [*_first(list(lines.values())), rest])
+        usual, mismatched = majority(what)
+        made = {rank: f"made {what[rank]}, at {calls[rank][1]}, as call {number}" for rank in calls}
+        if mismatched:
+            lines = [f"{name_of_rank(rank, statuses[rank])} {made[rank]}" for rank in mismatched]
+            lines = [*_first(lines), f"{ranks_text(usual)} {made[usual[0]]}"]
+            return Diagnosis((), False, mismatched, number, lines)
     return None
 
 
-def absent(
-    label: str,
-    ranks: Sequence[int],
-    number: int | None,
-    statuses: Statuses,
-    waiting: Waiting = None,
-    rank: int = 0,
-) -> list[tuple[int, str | None]]:
-    """The ranks that have not come to a call, see `diagnose`, and what each does instead; None: it is silent."""
-    if waiting is not None:
-        return [each for part in waiting["parts"] for each in _unmatched(rank, label, ranks, part, statuses)]
+def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | None]]:
+    """The ranks that have not arrived at a call, and the activity of each; None where a rank does not answer."""
+    if blocked.messages is not None:
+        return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
     found: list[tuple[int, str | None]] = []
-    for peer in ranks:
-        status = statuses.get(peer)
-        group = _group(status, label)
+    for rank in blocked.ranks:
+        status = statuses.get(rank)
+        group = _group(status, blocked.label)
         if status is None:
-            found.append((peer, None))
-        elif status.get("closed") if number is None else group is None or group["started"] < number:
-            found.append((peer, f"has not come: it {doing_of(status, label)}"))
+            found.append((rank, None))
+        elif group is None or group["started"] < blocked.number:
+            found.append((rank, f"has not come: it {doing_of(status, blocked.label)}"))
     return found
 
 
-def _unmatched(
-    rank: int, label: str, ranks: Sequence[int], part: Sequence[Any], statuses: Statuses
-) -> list[tuple[int, str | None]]:
-    """Who has not done the other half of a message that `rank` waits for.
+def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
+    """The ranks that have not begun the other half of a message.
 
-    Of a receive from any rank: all others, unless one has sent more than `rank` has received.
+    Of a receive from any rank: all others, unless one has sent more than the waiting rank has received.
     """
+    rank, label = blocked.rank, blocked.label
     direction, source, tag, number = part
     half, has = ("recv", "received") if direction == "send" else ("send", "sent")
     found: list[tuple[int, str | None]] = []
     on_its_way = False
-    for peer in [other for other in ranks if other != rank] if source is None else [source]:
+    for peer in [other for other in blocked.ranks if other != rank] if source is None else [source]:
         status = statuses.get(peer)
         if status is None:
             found.append((peer, None))
@@ -248,10 +221,10 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """What a rank is doing: the call that failed it, or that it is inside of, else where its program is."""
+    """The call that failed on a rank, or that it is blocked in; else the line of its program."""
     failed = status.get("failed")
     if failed is not None:
-        # What it does since then mostly follows from that.
+        # Its activity since then mostly follows from that.
         closed = "has closed the mesh, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
@@ -260,7 +233,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if calls:
         # A collective says more than a message.
         call = next((each for each in reversed(calls) if "parts" not in each), calls[-1])
-        return f"is in {_told(call)}, at {call['callsite']}"
+        return f"is in {call_text(call)}, at {call['callsite']}"
     own = _group(status, label)
     after = ""
     thread = f"; {status['thread']}" if status.get("thread") else ""
@@ -277,8 +250,13 @@ def name_of_rank(rank: int, status: Status | None) -> str:
     return rank_text(rank, None if status is None else status["coords"])
 
 
+def activity(rank: int, status: Status | None, process: str = "") -> str:
+    """One line: the rank, and its call or line. process: the state of its process, see `diagnose`."""
+    return f"{name_of_rank(rank, status)} {_SILENT[process] if status is None else doing_of(status)}"
+
+
 def root_cause(statuses: Statuses) -> list[str]:
-    """What the reports of a job say together: calls that differ, a circular wait, or who keeps the others waiting."""
+    """The root cause in the reports of a job: calls that differ, a circular wait, or the ranks that others wait for."""
     groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
     for label, ranks in groups.items():
         mismatch = find_mismatch(label, ranks, statuses)
@@ -294,13 +272,14 @@ def root_cause(statuses: Statuses) -> list[str]:
         failed = status.get("failed") or {}
         for group in status["groups"]:
             label, ours = group["label"], failed.get("label") == group["label"]
-            # Blocked in it, or was when it failed.
+            # The rank is blocked in it, or was when it failed.
             call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
             waiting = call if call and "parts" in call else None
-            others = absent(label, group["ranks"], group["started"], statuses, waiting, rank) if call else []
+            blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
+            others = absent(blocked, statuses) if call else []
             if others:
                 waits[rank] = {peer for peer, _ in others}
-                calls[rank] = f"{_told(call)}, at {call['callsite']}"
+                calls[rank] = f"{call_text(call)}, at {call['callsite']}"
     if not waits:
         return ["no rank was found waiting for another: the reports hold no diagnosis"]
     if circle := find_circle(waits):
@@ -308,17 +287,15 @@ def root_cause(statuses: Statuses) -> list[str]:
         for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
             lines.append(f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}")
         return lines
-    # A rank that others wait for, and that waits for nobody, is where it began.
+    # The cause is a rank that others wait for and that waits for no other.
     roots: dict[int, list[int]] = {}
     for rank, peers in waits.items():
         for peer in peers - waits.keys():
             roots.setdefault(peer, []).append(rank)
     lines = []
     for root, waiters in sorted(roots.items(), key=lambda item: -len(item[1])):
-        found = statuses.get(root)
-        does = _SILENT[""] if found is None else doing_of(found)
         waits_for = f"wait{'s' if len(waiters) == 1 else ''} for it in {calls[waiters[0]]}"
-        lines.append(f"{name_of_rank(root, found)} {does}; rank {fold(sorted(waiters))} {waits_for}")
+        lines.append(f"{activity(root, statuses.get(root))}; rank {fold(sorted(waiters))} {waits_for}")
     return lines
 
 
@@ -328,7 +305,7 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:_LINES], f"and {len(lines) - _LINES} more ranks"]
 
 
-def _told(call: Mapping[str, Any]) -> str:
+def call_text(call: Mapping[str, Any]) -> str:
     """A collective, or messages, as `FlightRecorder.status` has them, in words."""
     if "parts" in call:
         return f'{described(call)} along "{call["dim"]}"'
@@ -352,26 +329,20 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
     """Ranks that wait each for the next and the last for the first; [] where there are none.
 
-    waits: rank -> the ranks that it waits for. A shortest circle through the lowest rank of the circle
-    that following the waits from the lowest rank leads into.
+    waits: rank -> the ranks that it waits for. A shortest circle through the lowest rank that is in one.
     """
     left = dict(waits)
-    # Who waits for nobody that is left is in no circle.
-    while free := [rank for rank, others in left.items() if not any(other in left for other in others)]:
+    # A rank that waits for none of those left is in no circle.
+    while free := [rank for rank, others in left.items() if left.keys().isdisjoint(others)]:
         for rank in free:
             del left[rank]
-    if not left:
-        return []
-    walk = [min(left)]
-    while (following := next(other for other in left[walk[-1]] if other in left)) not in walk:
-        walk.append(following)
-    start = min(walk[walk.index(following) :])
-    return shortest_way(left, start, start)[:-1]
+    ways = (shortest_way(left, rank, rank) for rank in sorted(left))
+    return next((way[:-1] for way in ways if way), [])
 
 
 def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
     """The nodes from one to another, both included, in one step or more; [] where there is no way."""
-    came = dict.fromkeys(after[source], source)
+    came = dict.fromkeys(after.get(source, ()), source)
     front = list(came)
     for node in front:
         for later in after.get(node, ()):
@@ -396,67 +367,69 @@ def _group(status: Status | None, label: str | None) -> Any:
 
 @final
 class FailedCall:
-    """The last collective on a group, or the messages that its rank waits for, and what the backend said of it.
+    """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
 
-    waiting: the messages; None for a collective. number: the collective's. facts: as reports hold it.
+    facts: as reports hold it.
 
     Args:
+        rank: this one.
         group: as `FlightRecorder.status` has it.
         where: opens the error, as in `all_reduce along "dp" on rank 0 (dp=0)`.
         error: the backend's.
         made: the collective, where it is not the group's last one, as `FlightRecorder.call_data` has it.
-        counted: whether the numbers of calls on the group are known.
     """
 
     def __init__(
         self,
+        rank: int,
         group: Mapping[str, Any],
         where: str,
         error: BaseException,
         made: Mapping[str, Any] | None = None,
-        counted: bool = True,
     ) -> None:
-        self.label: str = group["label"]
-        self.ranks: Sequence[int] = group["ranks"]
-        self.waiting: Waiting = None if made is not None else group["messages"]["waiting"]
+        label, ranks = group["label"], group["ranks"]
+        waiting: Waiting = None if made is not None else group["messages"]["waiting"]
         last = made or group["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
-        self.number: int | None = last["number"] if counted else None
+        self.blocked = BlockedCall(rank, label, ranks, last["number"], waiting)
         self.reason = reason_of(error)
-        self._said = first_line(error)
+        self._error_line = first_line(error)
         self._where = where
-        call = self.waiting or last
+        call = waiting or last
         # As `CommunicationError.call` has it.
-        self._call = None if self.waiting or not counted else {"label": self.label, **last}
-        who = list(self.ranks) if len(self.ranks) <= 16 else fold(self.ranks)
-        which = f"call {self.number}" if counted else str(last["call"])
-        which = described(self.waiting) if self.waiting else which
-        self._first = f"{which} on {self.label}, ranks {who}, at {call['callsite']}"
+        self._call = None if waiting else {"label": label, **last}
+        which = described(waiting) if waiting else f"call {last['number']}"
+        who = list(ranks) if len(ranks) <= 16 else fold(ranks)
+        self._first = f"{which} on {label}, ranks {who}, at {call['callsite']}"
         self.facts: dict[str, Any] = {
-            "label": self.label,
-            "error": [self._said],
-            "call": _told(call),
+            "label": label,
+            "error": [self._error_line],
+            "call": call_text(call),
             "callsite": call["callsite"],
-            "waiting": self.waiting,
+            "waiting": waiting,
         }
 
     @classmethod
-    def last_of(cls, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
+    def last_of(cls, rank: int, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
         """The call on a group that has just failed, or is under way."""
         group = recorder.status()
         # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
-        return cls(group, where, error, group["last"] if recorder.under_way is not None else None)
+        return cls(rank, group, where, error, group["last"] if recorder.under_way is not None else None)
 
-    def asks(self, rank: int) -> list[int]:
-        """Whom `rank` has to ask for a diagnosis: all others of the group, or of messages their other ends."""
-        peers = set() if self.waiting is None else {peer for _, peer, _, _ in self.waiting["parts"]}
+    @property
+    def asks(self) -> list[int]:
+        """The ranks to ask for a diagnosis: all others of the group, or of messages their other ends."""
+        peers = (
+            set()
+            if self.blocked.messages is None
+            else {peer for _, peer, _, _ in self.blocked.messages["parts"]}
+        )
         everybody = not peers or None in peers
-        return [other for other in self.ranks if other != rank and (everybody or other in peers)]
+        return [
+            rank for rank in self.blocked.ranks if rank != self.blocked.rank and (everybody or rank in peers)
+        ]
 
     def error(self, found: Diagnosis, reports: str) -> MeshcommError:
-        """The error for the rank whose call it was.
-
-        reports: where reports are left, "" for nowhere.
-        """
+        """The error for the rank of the call. reports: their folder, "" where none was written."""
         hint = "look at the ranks named above"
         if reports:
             hint = f"meshcomm report {reports} puts the ranks' reports together"
@@ -470,17 +443,17 @@ class FailedCall:
                 "step and the call that was left out",
                 mismatched_ranks=tuple(found.mismatched),
             )
-        come = "every rank of the group has come to the call"
-        expected = "every rank of the group to make the same call and stay alive until it ends"
-        if self.waiting is not None:
-            come = "both ends have begun every message of the call"
+        if self.blocked.messages is None:
+            complete = "every rank of the group has come to the call"
+            expected = "every rank of the group to make the same call and stay alive until it ends"
+        else:
+            complete = "both ends have begun every message of the call"
             expected = (
                 "a receive for every send, with the same tag, and both ends to stay alive until it ends"
             )
         lines = list(found.lines)
         if not found.missing:
-            failed = f"{come}; moving its data failed: {self._said}"
-            lines = [self._said if self.number is None else failed, *lines]
+            lines.insert(0, f"{complete}; moving its data failed: {self._error_line}")
             if self.reason is Reason.UNREACHABLE:
                 hint = INTERFACES
         reason = Reason.CLOSED if found.silent else self.reason
@@ -488,18 +461,18 @@ class FailedCall:
             reason = Reason.TIMEOUT
         return self._error(reason, lines, expected, hint, found.missing)
 
-    def error_unasked(self, rank: int, silent: bool) -> MeshcommError:
-        """The error where nobody could be asked: what the backend alone can tell.
+    def error_unasked(self, silent: bool) -> MeshcommError:
+        """The error where no rank could be asked: only the backend's error is known.
 
         silent: the job's store does not answer, and has not failed either.
         """
-        others = [other for other in self.ranks if other != rank]
+        others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
         reason = Reason.CLOSED if silent else self.reason
         # Of two ranks it is clear which one broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)
         why = "the host that holds it has ended or cannot be reached from this one"
         lines = [
-            self._said,
+            self._error_line,
             f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
         expected = "a store that lives as long as the job: in the launcher, or in rank 0"
@@ -509,7 +482,7 @@ class FailedCall:
     def error_alone(self) -> MeshcommError:
         """The error where the backend failed by itself: no rank is waited for."""
         hint = "look at the backend's own error, which is the cause"
-        return self._error(Reason.OTHER, [self._said], "a call that the backend can make", hint)
+        return self._error(Reason.OTHER, [self._error_line], "a call that the backend can make", hint)
 
     def _error(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter as clock
 from traceback import clear_frames
 from types import CodeType, TracebackType
@@ -13,7 +14,7 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import BARRIER, HOOKED, ROWS, Collective
+from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.desync import StepHistory
@@ -55,6 +56,7 @@ class FlightRecorder:
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
     hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
     steps:     what was called in each step, where the program tells.
+    group_name, timeout_s: of the backend's group, where a watchdog made the recorder.
     plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
                one. quick: the dictionaries of prepared calls, emptied for that time, as those do not ask for it.
 
@@ -70,6 +72,8 @@ class FlightRecorder:
     ) -> None:
         self.label = label
         self.plan = ""
+        self.group_name = ""
+        self.timeout_s: Callable[[], float] = partial(float, "inf")
         self.ranks = ranks
         self.inquire = inquire
         self.started = 0
@@ -144,20 +148,12 @@ class FlightRecorder:
         entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
         self.ring[number % KEPT] = entry
         if self.spans is not None:
-            tensors = () if x is None else (x,)
-            place, began = (frame.f_code, frame.f_lasti), entry[4]
-            self.span = self.spans.begin(
-                self.label,
-                counter.name,
-                counter.call,
-                place,
-                began,
-                nbytes,
-                tensors,
-                number=number,
-                op=op,
-                root=root,
+            line = line_of(frame.f_code, frame.f_lasti)
+            span = Span(
+                self.label, counter.name, counter.call, line, entry[4], number, nbytes, op=op, root=root
             )
+            span.of(() if x is None else (x,))
+            self.span = self.spans.keep(span)
         if profiling() and caller is not None:
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
@@ -190,7 +186,7 @@ class FlightRecorder:
         finally:
             self.under_way, self._caller = self._outer, None
 
-    def is_of(self, nbytes: int) -> None:
+    def set_bytes(self, nbytes: int) -> None:
         """The call under way turns out to move so many bytes, by the counters' count."""
         place = self.started % KEPT
         entry = self.ring[place]
@@ -234,9 +230,7 @@ class FlightRecorder:
         if self.span is not None:
             self.span.left = now
         return (
-            None
-            if entry is None
-            else PendingCall(entry[0], entry[1], entry[4], now, self.span, place=entry[2:4])
+            None if entry is None else PendingCall(entry[0], entry[1], entry[4], now, self.span, entry[2:4])
         )
 
     # -- calls past the mesh -------------------------------------------------------------------------
@@ -356,12 +350,10 @@ class FlightRecorder:
     def last(self) -> dict[str, Any] | None:
         """The latest call as plain data, or None where there was none. shape: while it is under way."""
         found = self.call_data(self.started)
-        if found is None:
-            return None
-        shape = getattr(self.under_way, "shape", None)
-        found["shape"] = None if shape is None else list(shape)
-        found["inside"] = found.pop("over") is None
-        del found["began"]
+        if found is not None:
+            shape = getattr(self.under_way, "shape", None)
+            found["shape"] = None if shape is None else list(shape)
+            found["inside"] = found["over"] is None
         return found
 
     def history(self) -> list[dict[str, Any]]:
@@ -396,7 +388,7 @@ class FlightRecorder:
                 if call
             ],
             "messages": self.messages.status(self.ranks),
-            "steps": self.steps.told(),
+            "steps": self.steps.data(),
         }
 
 
@@ -410,6 +402,8 @@ class Caller:
         self.name, self.who = name, who
         self.transport, self.recorder = transport, recorder
         self.size, self.coord = transport.size, transport.coord
+        # The device types of tensors that calls take.
+        self.kinds = transport.kinds
 
     def where(self, call: str) -> str:
         """What opens an error about a call."""
@@ -418,6 +412,18 @@ class Caller:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         """The error for a call that the backend gave up on."""
         return self.recorder.inquire(self.recorder, self.where(call), error)
+
+    def start(self, call: Call) -> Sequence[Work]:
+        """Have the backend start a collective; nothing is returned where it is over."""
+        work = self.transport.start(call)
+        if self.recorder.ordered:
+            self.recorder.queued(work)
+        return () if work is None else (work,)
+
+    def run(self, call: Call) -> None:
+        """Start a collective and wait for it."""
+        for work in self.start(call):
+            work.wait()
 
     def wait_within(self, work: Work, timeout_s: float) -> None:
         """Wait for one of the group's Works for a limited time."""

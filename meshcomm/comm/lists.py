@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from meshcomm.comm.checks import (
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import join, materialised, pack, split, unpack, unwatched
-from meshcomm.errors import ShapeError
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.transport.torch_private import copy_all
 
 # One message holds at most this much; the packed copy is all the memory that a list costs.
 _MOST_BYTES = 256 * 1024 * 1024
+# What a call of a list takes besides its axis.
+_TAKEN: Final = ("op", "root", "factor")
 
 
 def collective(
@@ -35,43 +37,23 @@ def collective(
     row: Collective,
     tensors: Sequence[Tensor],
     async_op: bool,
-    *,
-    op: str | None = None,
-    root: int = -1,
     axis: int = 0,
-    factor: float | None = None,
+    **options: Any,
 ) -> list[Tensor] | Handle[list[Tensor]]:
     """What `Communicator.collective` does, with each tensor of a list: in place, or an all_gather or a reduce_scatter."""
     call = f"{row.name} of a list"
-    where, device = partial(comm.where, call), comm.transport.device
-    if not isinstance(tensors, (list, tuple)):
-        raise ShapeError(
-            f"{comm.where(row.name)} was given a {type(tensors).__name__}",
-            given=type(tensors).__name__,
-            expected="a tensor, or a list of tensors",
-            hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
-        )
+    where = partial(comm.where, call)
+    _check_list(comm, row, tensors, options)
     if row.root is not None:
-        check_coord(root, comm.size, row.root, where)
-    sources: list[Tensor] = []
-    axes: list[int] = []
+        check_coord(options["root"], comm.size, row.root, where)
     # Mostly nothing is to be asked, and lists are long.
-    dense = all_usable(tensors, device)
+    dense = all_usable(tensors, comm.transport.device)
     for x in tensors if not dense else ():
-        check_tensor(x, comm.transport.kinds, where)
+        check_tensor(x, comm.kinds, where)
         check_in_place(x, where, row.with_gradient)
         if row.in_place:
             check_written(x, where)
-    if row.in_place:
-        sources = list(tensors)
-    else:
-        for x in tensors:
-            x = x.unsqueeze(0) if row.joins and x.ndim == 0 else x
-            axes.append(normal_axis(x, axis, where))
-            if row.splits:
-                check_divisible(x, axes[-1], comm.size, where, comm.who)
-                x = split(x, axes[-1], comm.size)
-            sources.append(materialised(x))
+    sources, axes = (list(tensors), []) if row.in_place else _sources(comm, row, tensors, axis)
     messages = _messages(sources, dense)
     if row.in_place and len(messages) > 1:
         check_apart(sources, (), where, lambda one, other: one.dtype == other.dtype)
@@ -80,8 +62,7 @@ def collective(
         group = [sources[i] for i in places]
         # Of what is split, the parts of each coord lie together.
         flat = torch.cat([x.reshape(comm.size, -1) for x in group], 1).view(-1) if row.splits else pack(group)
-        handle: Any = comm.collective(row, flat, True, op=op, root=root, factor=factor)
-        under_way.append((handle, places))
+        under_way.append((comm.collective(row, flat, True, **options), places))
 
     def finish() -> list[Tensor]:
         results = list(tensors)
@@ -105,6 +86,41 @@ def collective(
     for handle in handles:
         handle.at_once()
     return finish()
+
+
+def _check_list(comm: Communicator, row: Collective, tensors: object, options: dict[str, Any]) -> None:
+    """Refuse what is no list, and options that lists do not take."""
+    if not isinstance(tensors, (list, tuple)):
+        raise ShapeError(
+            f"{comm.where(row.name)} was given a {type(tensors).__name__}",
+            given=type(tensors).__name__,
+            expected="a tensor, or a list of tensors",
+            hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
+        )
+    for name, value in options.items():
+        if name not in _TAKEN and value is not None and value is not False:
+            raise UnsupportedOp(
+                f"{row.name} of a list on {comm.who}: {name} has no effect",
+                given=f"a list of tensors and {name}",
+                expected=f"{name} beside a single tensor",
+                hint="one call for each tensor",
+            )
+
+
+def _sources(
+    comm: Communicator, row: Collective, tensors: Sequence[Tensor], axis: int
+) -> tuple[list[Tensor], list[int]]:
+    """What travels for each tensor, dense, the parts of each coord in front; and the axis that is cut or joined."""
+    where = partial(comm.where, f"{row.name} of a list")
+    sources, axes = [], []
+    for x in tensors:
+        x = x.unsqueeze(0) if row.joins and x.ndim == 0 else x
+        axes.append(normal_axis(x, axis, where))
+        if row.splits:
+            check_divisible(x, axes[-1], comm.size, where, comm.who)
+            x = split(x, axes[-1], comm.size)
+        sources.append(materialised(x))
+    return sources, axes
 
 
 def _fill(tensors: list[Tensor], values: list[Tensor], dense: bool) -> None:

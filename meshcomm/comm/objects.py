@@ -81,7 +81,7 @@ class Objects:
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a src that is no coord.
         """
-        call = _Call(self._at.along(dims), "broadcast", src, pickle, max_bytes, self._device)
+        call = self._call(dims, "broadcast", src, pickle, max_bytes)
         if self._pretended:
             if call.comm.coord != src:
                 self._nobody(call)
@@ -99,7 +99,7 @@ class Objects:
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`.
         """
-        call = _Call(self._at.along(dims), "all_gather", -1, pickle, max_bytes, self._device)
+        call = self._call(dims, "all_gather", -1, pickle, max_bytes)
         if self._pretended:
             return [self._own_of(call, obj, call.comm.size)] * call.comm.size
         with call.begun() as (comm, moves):
@@ -115,7 +115,7 @@ class Objects:
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a dst that is no coord.
         """
-        call = _Call(self._at.along(dims), "gather", dst, pickle, max_bytes, self._device)
+        call = self._call(dims, "gather", dst, pickle, max_bytes)
         if self._pretended:
             found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
             return found if call.comm.coord == dst else None
@@ -139,7 +139,7 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`, also where the list has another length
                    than the dims; LayoutError for a src that is no coord.
         """
-        call = _Call(self._at.along(dims), "scatter", src, pickle, max_bytes, self._device)
+        call = self._call(dims, "scatter", src, pickle, max_bytes)
         if self._pretended and call.comm.coord == src:
             return self._own_of(call, _one_each(objs, call.comm.size)[src], call.comm.size)
         if self._pretended:
@@ -168,7 +168,7 @@ class Objects:
                 never meet on Gloo.
         Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
         """
-        call = _Call(self._at.along(dims), "send", dst, pickle, max_bytes, self._device, tag)
+        call = self._call(dims, "send", dst, pickle, max_bytes, tag)
         if self._pretended and dst != call.comm.coord:
             self._own_of(call, obj, group=False)
             return
@@ -222,7 +222,7 @@ class Objects:
         self, dims: Dims, src: int | None, tag: int, pickle: bool, max_bytes: int
     ) -> tuple[Any, int]:
         root = -1 if src is None else src
-        call = _Call(self._at.along(dims), "recv", root, pickle, max_bytes, self._device, tag)
+        call = self._call(dims, "recv", root, pickle, max_bytes, tag)
         coord, tag = call.comm.coord, OWN_TAGS + tag
         kept = self._own.get((call.comm.name, tag))
         if kept and src in (None, coord):
@@ -255,6 +255,11 @@ class Objects:
             data = comm.messages.recv(call.blank(offer.size), src, tag)
         return call.decoded(data), src
 
+    def _call(self, dims: Dims, name: str, root: int, pickle: bool, max_bytes: int, tag: int = 0) -> _Call:
+        comm = self._at.along(dims)
+        check_tag(tag, lambda: comm.where(f"objects.{name}"))
+        return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
+
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
         """What this rank gives, as what came of a call in a pretended world, which is counted as any."""
         with (
@@ -279,16 +284,7 @@ class _Call:
     offer: what this rank says about itself.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        call: str,
-        root: int,
-        pickle: bool,
-        max_bytes: int,
-        device: torch.device,
-        tag: int = 0,
-    ) -> None:
+    def __init__(self, comm: Communicator, call: str, root: int, offer: _Offer, device: torch.device) -> None:
         self.comm = comm
         self.name = call
         self.root = root
@@ -298,16 +294,15 @@ class _Call:
         self._carrier = torch.device("cpu") if "cpu" in comm.transport.kinds else device
         if call in _ROOTS and root != -1:
             check_coord(root, comm.size, _ROOTS[call], lambda: self.where)
-        check_tag(tag, lambda: self.where)
-        if type(max_bytes) is not int or not HEADER_BYTES <= max_bytes <= 1 << 62:
+        if type(offer.cap) is not int or not HEADER_BYTES <= offer.cap <= 1 << 62:
             raise LayoutError(
-                f"{self.where}: max_bytes={max_bytes!r}",
-                given=f"max_bytes={max_bytes!r}",
+                f"{self.where}: max_bytes={offer.cap!r}",
+                given=f"max_bytes={offer.cap!r}",
                 expected=f"a whole number from {HEADER_BYTES} to {1 << 62}",
                 hint="leave max_bytes out",
             )
         name = f"{call}, {_ROOTS[call]}={root}" if call in ("broadcast", "gather", "scatter") else call
-        self.offer = _Offer(name, 0, None, None, max_bytes, bool(pickle))
+        self.offer = offer._replace(call=name)
         self._cause: Exception | None = None
 
     def begun(self, group: bool = True) -> AbstractContextManager[tuple[Communicator, Callable[[int], None]]]:

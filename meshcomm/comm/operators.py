@@ -11,7 +11,7 @@ tangent; under vmap the batch is one more axis of the same call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +21,23 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from meshcomm.comm.checks import has_tangent
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
-from meshcomm.errors import AutogradError, MeshClosed
-from meshcomm.transport.torch_private import (
+from meshcomm.comm.torch_private import (
     SingleLevelFunction,
     after_autograd,
     below_autograd,
+    forward_level,
     only_device,
+    set_forward_mode,
     single_level,
     transforming,
 )
+from meshcomm.errors import AutogradError, MeshClosed
+from meshcomm.reductions import REDUCTIONS, with_gradient
 
 # The rule of a gather that nobody is expected to differentiate.
 UNDETERMINED: Final[Any] = "undetermined"
@@ -90,7 +92,7 @@ class _Row:
     name: str
     arguments: str
     run: Callable[..., Tensor]
-    shape: Callable[..., list[int]] | None
+    shape: Callable[..., Sequence[int]] | None
     adjoint: Callable[..., Tensor]
     axes: int = 0
     op: int | None = None
@@ -114,14 +116,6 @@ def _shift(comm: Communicator, x: Tensor, offset: int) -> Tensor:
 def _made(comm: Communicator, row: Collective, x: Tensor, **given: Any) -> Tensor:
     result: Tensor = comm.collective(row, x.detach(), **given)
     return result.contiguous()
-
-
-def _scaled(shape: list[int], axis: int, by: int, divided: int) -> list[int]:
-    return [*shape[:axis], shape[axis] * by // divided, *shape[axis + 1 :]]
-
-
-def _all_to_all_shape(shape: list[int], size: int, split_axis: int, concat_axis: int) -> list[int]:
-    return _scaled(_scaled(shape, split_axis, 1, size), concat_axis, size, 1)
 
 
 def _all_reduce_adjoint(dy: Tensor, place: Place, op: str, grad: str) -> Tensor:
@@ -148,7 +142,7 @@ def _reduce_scatter_adjoint(dy: Tensor, place: Place, axis: int, op: str) -> Ten
 
 
 def _averaged(dx: Tensor, place: Place, op: str) -> Tensor:
-    return dx / place[1] if op == "avg" else dx
+    return dx / place[1] if REDUCTIONS[op].wire.divided else dx
 
 
 _ROWS: Final = (
@@ -164,7 +158,7 @@ _ROWS: Final = (
         "all_gather",
         "int axis, str grad",
         lambda comm, x, axis, grad: _made(comm, ALL_GATHER, x, axis=axis),
-        lambda s, n, axis, grad: _scaled(s, axis, n, 1),
+        lambda s, n, axis, grad: ALL_GATHER.shape(s, axis, n),
         _all_gather_adjoint,
         axes=1,
     ),
@@ -172,7 +166,7 @@ _ROWS: Final = (
         "reduce_scatter",
         "int axis, str op",
         lambda comm, x, axis, op: _made(comm, REDUCE_SCATTER, x, axis=axis, op=op),
-        lambda s, n, axis, op: _scaled(s, axis, 1, n),
+        lambda s, n, axis, op: REDUCE_SCATTER.shape(s, axis, n),
         _reduce_scatter_adjoint,
         axes=1,
         op=1,
@@ -181,7 +175,7 @@ _ROWS: Final = (
         "slice",
         "int axis",
         _slice,
-        lambda s, n, axis: _scaled(s, axis, 1, n),
+        lambda s, n, axis: REDUCE_SCATTER.shape(s, axis, n),
         lambda dy, place, axis: call("all_gather", dy, place, axis, "slice"),
         axes=1,
     ),
@@ -189,7 +183,7 @@ _ROWS: Final = (
         "all_to_all",
         "int split_axis, int concat_axis",
         lambda comm, x, split, concat: _made(comm, ALL_TO_ALL, x, axis=split, concat=concat),
-        _all_to_all_shape,
+        lambda s, n, split, concat: ALL_TO_ALL.shape(s, split, n, concat),
         lambda dy, place, split, concat: call("all_to_all", dy, place, concat, split),
         axes=2,
     ),
@@ -219,7 +213,7 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         if not transforming():
             return _below(row, keys, x, place, args)
         # Function has switched these off for all transforms, of which this is only the innermost.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        with torch.enable_grad(), set_forward_mode(True):
             return _below(row, keys, x, place, args)
 
     @staticmethod
@@ -245,30 +239,34 @@ def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...])
 def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
     keys, place = keyset & after_autograd, (group, size, traced)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    transforms, level = transforming(), forward_ad._current_level
+    transforms, level = transforming(), forward_level()
     # A graph opens levels of forward mode without telling Python.
     if not (needs_grad or transforms or traced or level >= 0):
         return _below(row, keys, x, place, args)
     tangent = has_tangent(x)
     if level >= 0 and traced and not transforms and not tangent and only_device(keys):
         raise AutogradError(
-            f"forward-mode AD around a compiled function, with {_told(row, group)} in it",
+            f"forward-mode AD around a compiled function, with {_call_text(row, group)} in it",
             given="a graph that was made without tangents, which would be lost",
             expected="the derivative inside of what is compiled, or no torch.compile",
             hint="torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)))",
         )
-    if row.op is not None and (op := args[row.op]) not in ("sum", "avg") and (needs_grad or tangent):
+    if row.op is not None and not _linear(op := args[row.op]) and (needs_grad or tangent):
         raise AutogradError(
-            f"{_told(row, group)} has no gradient for op={op!r}",
+            f"{_call_text(row, group)} has no gradient for op={op!r}",
             given=f"op={op!r}, a tensor that needs gradients",
-            expected='op="sum" or op="avg"',
+            expected=with_gradient(),
             hint="x.detach()",
         )
     with single_level() if transforms else nullcontext():
         return _Linear.apply(x, row, keys, place, args)  # type: ignore[no-any-return]
 
 
-def _told(row: _Row, group: str) -> str:
+def _linear(op: str) -> bool:
+    return op in REDUCTIONS and REDUCTIONS[op].linear
+
+
+def _call_text(row: _Row, group: str) -> str:
     return f'functional.{row.name} along "{group.partition("/")[2]}"'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +31,7 @@ from meshcomm.comm.checks import (
 )
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.p2p_log import MessageLog, PendingMessage
+from meshcomm.comm.p2p_log import Batch, MessageLog, PendingMessage
 from meshcomm.comm.shapes import (
     CARRIED,
     as_bytes,
@@ -65,7 +65,7 @@ class Messages(Caller):
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
         super().__init__(name, transport, who, recorder)
-        self._kinds = kinds = transport.message_kinds
+        self.kinds = kinds = transport.message_kinds
         # Where what describes a message is: that of the mesh, if messages are carried there.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._fast: dict[tuple[object, ...], torch.device] = {}
@@ -80,12 +80,12 @@ class Messages(Caller):
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
         """Send `x` to coord `dst`; with `async_op`, a handle. See `Mesh.send`."""
         if not handshake and self._is_fast("send", x, dst, tag):
-            return self._start("send", [P2P("send", x, dst, tag)], async_op)
+            return self._start(Batch("send", [P2P("send", x, dst, tag)], async_op, carried=True))
         end = self._checked("send", "send", x, dst, tag)
         ends = [end]
         if handshake and dst != self.coord:
             ends.insert(0, end._replace(x=header_of(end.x, self.where("send"))))
-        return self._issue("send", ends, async_op, nbytes=end.x.nbytes)
+        return self._issue(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
     def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
@@ -97,7 +97,7 @@ class Messages(Caller):
                 check_answered(
                     self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
                 )
-                self._issue("recv", [header], calls=0)
+                self._issue(Batch("recv", [header], calls=0))
                 out = described_by(header.x)
         found: Tensor = self._receive("recv", out, src, tag, False)
         return found
@@ -109,16 +109,16 @@ class Messages(Caller):
     def _receive(self, call: str, out: Tensor, src: int | None, tag: int, async_op: bool) -> Any:
         if self._is_fast("recv", out, src, tag):
             written([out])
-            handle = self._start("recv", [P2P("recv", out, src, tag)], async_op, result=out, source=src)
-            return handle if async_op else out
+            ends = [P2P("recv", out, src, tag)]
+            return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
         end = self._checked("recv", call, out, src, tag)
-        return self._issue("recv", [end], async_op, lambda: into(out, end.x), source=src)
+        return self._issue(Batch("recv", [end], async_op, lambda: into(out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
-        handle = self._issue("recv_any", [end], True, calls=0 if out is None else 1)
+        handle = self._issue(Batch("recv_any", [end], True, calls=0 if out is None else 1))
         handle.at_once()
         handle.wait()
         if out is not None:
@@ -136,8 +136,7 @@ class Messages(Caller):
         if (ends := self._fast_batch(sends, recvs)) is not None:
             outs = [end.x for end in ends[: len(recvs)]]
             written(outs)
-            handle = self._start(call, ends, async_op, result=outs, carried=True)
-            return handle if async_op else outs
+            return self._start(Batch(call, ends, async_op, result=outs, carried=True))
         check_envelopes(sends, "sends", lambda: self.where(call))
         check_envelopes(recvs, "recvs", lambda: self.where(call))
         coming = [self._checked("recv", call, *each) for each in recvs]
@@ -148,7 +147,7 @@ class Messages(Caller):
         def finish() -> list[Tensor]:
             return [into(each[0], end.x) for each, end in zip(recvs, coming, strict=True)]
 
-        return self._issue(call, [*coming, *going], async_op, finish)
+        return self._issue(Batch(call, [*coming, *going], async_op, finish))
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
@@ -160,11 +159,11 @@ class Messages(Caller):
             if known and ("recv", source, int, 0, int, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
-                self._start("shift", ends, carried=True)
+                self._start(Batch("shift", ends, carried=True))
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or handshake or not self._is_fast("send", x, target, 0):
-            check_tensor(x, self._kinds, lambda: self.where("shift"))
+            check_tensor(x, self.kinds, lambda: self.where("shift"))
             check_in_place(x, lambda: self.where("shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
@@ -179,7 +178,7 @@ class Messages(Caller):
             if goes:
                 header = header_of(materialised(x.detach()), self.where("shift"))
                 first.append(P2P("send", header, target, 0))
-            self._issue("shift", first, calls=0)
+            self._issue(Batch("shift", first, calls=0))
             buffer = described_by(blank) if comes else buffer
         sends, recvs = [(x, target)] if goes else [], [(buffer, source)] if comes else []
         received = self.exchange(sends, recvs, call="shift")
@@ -234,7 +233,7 @@ class Messages(Caller):
         def where() -> str:
             return self.where(call)
 
-        check_tensor(x, self._kinds, where)
+        check_tensor(x, self.kinds, where)
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)
         else:
@@ -277,91 +276,45 @@ class Messages(Caller):
                 hint="name the source: mesh.recv(dims, out, src=...)",
             )
 
-    def _issue(
-        self,
-        call: str,
-        ends: Sequence[P2P],
-        async_op: bool = False,
-        finish: Callable[[], Any] | None = None,
-        *,
-        source: int | None = None,
-        calls: int = 1,
-        nbytes: int | None = None,
-    ) -> Any:
+    def _issue(self, batch: Batch) -> Any:
         """Start messages, those of this rank to itself first; their result, or the handle whose `wait` gives it."""
-        own = [self._loopback.start(each, self.where("recv")) for each in ends if each.peer == self.coord]
-        others = [each for each in ends if each.peer != self.coord]
-        handle = None
-        for room in () if async_op else own:
+        ends, here = batch.ends, self.where("recv")
+        batch.own = [self._loopback.start(end, here) for end in ends if end.peer == self.coord]
+        for room in () if batch.async_op else batch.own:
             room.wait()
-        if others:
-            handle = self._start(
-                call, others, async_op, finish, source=source, calls=calls, nbytes=nbytes, own=own
-            )
-        elif async_op:
-            handle = Handle(own, self, _told(call, ends), finish, source=source)
-        return finish() if handle is None and finish is not None else handle
+        batch.ends = [end for end in ends if end.peer != self.coord]
+        if batch.ends:
+            return self._start(batch)
+        if batch.async_op:
+            batch.ends = ends
+            return Handle(batch.own, self, batch.told, batch.finish, source=batch.source)
+        return batch.made()
 
-    def _start(
-        self,
-        call: str,
-        ends: Sequence[P2P],
-        async_op: bool = False,
-        finish: Callable[[], Any] | None = None,
-        *,
-        result: Any = None,
-        source: int | None = None,
-        calls: int = 1,
-        nbytes: int | None = None,
-        own: Sequence[Work] = (),
-        carried: bool = False,
-    ) -> Any:
-        """Start messages to other ranks and wait for them, or return the handle that does, and for `own`.
-
-        carried: every dtype is known to be one that backends carry.
-        calls, nbytes: see MessageLog.begin.
-        """
+    def _start(self, batch: Batch) -> Any:
+        """Start messages to other ranks; their result, or the handle that waits for them and for `batch.own`."""
         recorder, log = self.recorder, self.recorder.messages
         message = handle = None
         works: Sequence[Work] = ()
-        if self.transport.ordered and len(ends) == 1:
-            self._check_order(call, ends[0], log)
+        alone = self.transport.ordered and len(batch.ends) == 1
+        if alone:
+            self._check_order(batch, log)
         try:
             # Messages of a collective that is done step by step are a part of it.
-            message = log.begin(self.name, call, ends, recorder.under_way is None, calls, nbytes)
-            left_s = None if async_op else log.confirm(message)
+            message = log.begin(self.name, batch, recorder.under_way is None)
+            left_s = None if batch.async_op else log.confirm(message)
             with (
-                record_function(f"meshcomm::{call} {self.name}{recorder.plan}")
+                record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}")
                 if profiling()
                 else _UNLABELLED
             ):
-                works = self.transport.start_p2p(
-                    ends
-                    if carried
-                    else [
-                        end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1)))
-                        for end in ends
-                    ]
-                )
+                works = self.transport.start_p2p(batch.ends if batch.carried else _carried(batch.ends))
             if recorder.ordered:
                 recorder.queued(works[-1], message)
-            if async_op:
+            if batch.async_op:
                 message.started()
-                if self.transport.ordered and len(ends) == 1:
+                if alone:
                     log.flies(message)
-                handle = Handle(
-                    [*own, *works] if own else works,
-                    self,
-                    _told(call, ends),
-                    finish,
-                    result=result,
-                    pending=message,
-                    source=source
-                    if ends[0].peer is not None
-                    else partial(self._served_by, works[0], message),
-                    confirm=partial(log.confirm, message) if message.unanswered else None,
-                    held=ends,
-                )
+                handle = self._handle(batch, works, message)
             else:
                 for work in works:
                     if left_s is None:
@@ -370,21 +323,36 @@ class Messages(Caller):
                         self.wait_within(work, left_s)
         except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
             works = ()  # an error that is kept keeps this frame, which must not keep the group
-            raise self.failed(_told(call, ends), error) from error
+            raise self.failed(batch.told, error) from error
         finally:
             log.waiting = None
             if message is not None and handle is None:
                 message.ended()
-        return handle
+        return handle if batch.async_op else batch.made()
 
-    def _check_order(self, call: str, end: P2P, log: MessageLog) -> None:
+    def _handle(self, batch: Batch, works: Sequence[Work], message: PendingMessage) -> Handle[Any]:
+        from_any = batch.ends[0].peer is None
+        return Handle(
+            [*batch.own, *works] if batch.own else works,
+            self,
+            batch.told,
+            batch.finish,
+            result=batch.result,
+            pending=message,
+            source=partial(self._served_by, works[0], message) if from_any else batch.source,
+            confirm=partial(self.recorder.messages.confirm, message) if message.unanswered else None,
+            held=batch.ends,
+        )
+
+    def _check_order(self, batch: Batch, log: MessageLog) -> None:
         """Refuse a message that has to wait for another one of this rank in the other direction, and may keep it waiting."""
-        other = next((each for each in log.flying if each.parts[0][0] != end.direction), None)
+        direction = batch.ends[0].direction
+        other = next((each for each in log.flying if each.parts[0][0] != direction), None)
         if other is None:
             return
         raise UnsupportedOp(
-            f"{self.where(_told(call, [end]))}: {self.transport.name} would start it when an earlier "
-            f"{'receive' if end.direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
+            f"{self.where(batch.told)}: {self.transport.name} would start it when an earlier "
+            f"{'receive' if direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
             given=f"{other.call} at {line_of(*other.place)} was not waited for",
             expected="messages in both directions as one call, or a wait in between",
             hint="mesh.exchange(dims, sends=[...], recvs=[...]), or mesh.shift",
@@ -397,12 +365,9 @@ class Messages(Caller):
         return src
 
 
-def _told(call: str, ends: Sequence[P2P]) -> str:
-    """What an error calls a call: with its peer where it has one."""
-    if call not in ("send", "recv"):
-        return call
-    peer = ends[-1].peer
-    return f"{call} {'to' if call == 'send' else 'from'} {'any coord' if peer is None else peer}"
+def _carried(ends: Sequence[P2P]) -> list[P2P]:
+    """The messages in dtypes that backends carry."""
+    return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 
 @final

@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter as clock
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, final
@@ -17,7 +18,7 @@ from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import CallMismatchError
-from meshcomm.transport.base import P2P, Direction
+from meshcomm.transport.base import P2P, Direction, Work
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import capturing, work_error
 
@@ -40,6 +41,44 @@ Unanswered: TypeAlias = tuple[str, int]
 
 
 @final
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One call that sends or receives: its messages, receives first, and what the caller gets.
+
+    finish:  makes the result; result: the result, where there is nothing to make.
+    source:  of a receive, the coord that it is from.
+    calls:   0 where it prepares another call that counts. nbytes: for the counters; None: of all `ends`.
+    own:     the Works of messages of this rank to itself.
+    carried: every dtype is known to be one that backends carry.
+    """
+
+    call: str
+    ends: Sequence[P2P]
+    async_op: bool = False
+    finish: Callable[[], Any] | None = None
+    result: Any = None
+    source: int | None = None
+    calls: int = 1
+    nbytes: int | None = None
+    own: Sequence[Work] = ()
+    carried: bool = False
+
+    @property
+    def told(self) -> str:
+        """What an error calls the call: with its peer where it has one."""
+        if self.call not in ("send", "recv"):
+            return self.call
+        peer = self.ends[-1].peer
+        return (
+            f"{self.call} {'to' if self.call == 'send' else 'from'} {'any coord' if peer is None else peer}"
+        )
+
+    def made(self) -> Any:
+        """The result, when all messages are over."""
+        return self.result if self.finish is None else self.finish()
+
+
+@final
 class PendingMessage(PendingCall):
     """A call that sends or receives, with the line that made it.
 
@@ -48,30 +87,28 @@ class PendingMessage(PendingCall):
     """
 
     place: tuple[CodeType, int]
+    unanswered: Sequence[Unanswered] = ()
+    # Where this counts as under way; None: nowhere.
+    _log: MessageLog | None = None
 
     def __init__(
-        self,
-        log: MessageLog,
-        name: str,
-        call: str,
-        parts: Sequence[Part],
-        frame: FrameType,
-        nbytes: int,
-        began: float,
-        total: CallCounter | None = None,
-        calls: int = 1,
-        told: Span | None = None,
-        unanswered: Sequence[Unanswered] = (),
+        self, log: MessageLog, name: str, call: str, nbytes: int, parts: Sequence[Part], frame: FrameType
     ) -> None:
-        place = frame.f_code, frame.f_lasti
-        super().__init__(total, nbytes, began, began, told, calls, log, place)
+        began = clock()
+        super().__init__(None, nbytes, began, began, None, (frame.f_code, frame.f_lasti))
+        self._shown = log
         self.name = name
         self.call = call
         self.parts = parts
-        self.unanswered = unanswered
-        # Where this counts as under way; None: nowhere.
-        self._log: MessageLog | None = None
+        spans = log.spans
+        if spans is not None:
+            span = Span(log.label, name, call, line_of(*self.place), began, nbytes=nbytes, parts=parts)
+            self.told = spans.keep(span)
         log.recent.append(self)
+
+    def counts(self, total: CallCounter, calls: int) -> None:
+        """It is summed up there; calls: 0 for a part of a call that another part counts for."""
+        self._total, self._sums, self._calls = total, total.async_op, calls
 
     def started(self) -> None:
         """The backend has the messages, and the program goes on."""
@@ -127,19 +164,10 @@ class MessageLog:
         """Whether messages with this peer are no longer compared, and nobody asks for each of them."""
         return self.spans is None and (self._check is None or not self._check.compares(direction, peer))
 
-    def begin(
-        self,
-        name: str,
-        call: str,
-        ends: Sequence[P2P],
-        counted: bool = True,
-        calls: int = 1,
-        nbytes: int | None = None,
-    ) -> PendingMessage:
+    def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
         """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
 
-        counted: it is no part of a collective that is done step by step. calls: 0 where it prepares another that
-        counts. nbytes: for the counters; None: of all `ends`.
+        counted: it is no part of a collective that is done step by step.
         Raises CallMismatchError where the other end of one is known to mean another tensor; that
         message is not counted.
         """
@@ -148,7 +176,7 @@ class MessageLog:
         parts: list[Part] = []
         unanswered: list[Unanswered] = []
         sent = came = 0
-        for direction, x, peer, tag in ends:
+        for direction, x, peer, tag in batch.ends:
             number = 0
             if direction == "send":
                 sent += x.nbytes
@@ -163,16 +191,16 @@ class MessageLog:
             elif check is not None:
                 check.takes_any()
             parts.append((direction, peer, tag, number))
+        nbytes = batch.nbytes
         if nbytes is None:
-            nbytes = max(sent, came) if calls else 0
-        told, now = None, clock()
-        if self.spans is not None:
-            at, tensors = (frame.f_code, frame.f_lasti), [end.x for end in ends]
-            told = self.spans.begin(self.label, name, call, at, now, nbytes, tensors, parts=parts)
-        total = counter_of(self._counters, name, call) if counted else None
-        self.waiting = message = PendingMessage(
-            self, name, call, parts, frame, nbytes, now, total, calls, told, unanswered
-        )
+            nbytes = max(sent, came) if batch.calls else 0
+        self.waiting = message = PendingMessage(self, name, batch.call, nbytes, parts, frame)
+        if message.told is not None:
+            message.told.of([end.x for end in batch.ends])
+        if counted:
+            message.counts(counter_of(self._counters, name, batch.call), batch.calls)
+        if unanswered:
+            message.unanswered = unanswered
         return message
 
     def past(
@@ -188,13 +216,11 @@ class MessageLog:
         total = counter_of(self._counters, name, direction, True)
         total.calls += 1
         total.nbytes += nbytes
-        parts, now, told = [(direction, peer, 0, number)], clock(), None
-        if self.spans is not None:
-            at = frame.f_code, frame.f_lasti
-            told = self.spans.begin(self.label, name, direction, at, now, nbytes, tensors, parts=parts)
-            told.left = now
-        message = PendingMessage(self, name, direction, parts, frame, nbytes, now, told=told)
+        message = PendingMessage(self, name, direction, nbytes, [(direction, peer, 0, number)], frame)
         message.over = message.began
+        if message.told is not None:
+            message.told.of(tensors)
+            message.told.left = message.began
         return message
 
     def flies(self, message: PendingMessage) -> None:

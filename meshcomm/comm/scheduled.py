@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -25,6 +25,7 @@ from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_w
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import into, materialised, unwatched
+from meshcomm.reductions import REDUCTIONS, WIRE_OPS
 
 Scheduled: TypeAlias = Literal[
     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "two_level"
@@ -39,18 +40,6 @@ _MOST_CHUNKS: Final = 16
 # Of larger tensors pieces of this size follow each other through the dims of `hierarchical`.
 _PIECE_BYTES: Final = 4 << 20
 
-# How two operands become one; an average is divided at the end.
-COMBINE: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
 
 class _Moves(NamedTuple):
     """One step with chunks as elements: (peer, start, stop), and for receives whether they are reduced."""
@@ -59,39 +48,42 @@ class _Moves(NamedTuple):
     receives: tuple[tuple[int, int, int, bool], ...]
 
 
-def all_reduce(
-    comm: Communicator,
-    x: Tensor,
-    op: str,
-    factor: float | None,
-    algorithm: Scheduled,
-    inner: int = 1,
-    chunks: int | None = None,
-) -> Tensor:
-    """Reduce `x` in place over `comm`, as the schedule of `algorithm` says, and return it.
+class Algorithm(NamedTuple):
+    """Which schedule an all_reduce follows.
 
-    All arguments are equal on every rank, as for `Communicator.all_reduce`, whose checks, operations
-    and errors these are. Every rank gets bit-equal values: each sum is made by one rank and copied,
-    or by two from the same operands in the same order.
     inner:  for "two_level", how many neighbouring coords form a group.
     chunks: for the trees, in how many pieces the data of one tree follow one another; None: of 8 MiB
             each, at most 16.
     """
-    if x.numel() == 0:
-        # Every rank meets all the same, so that a skipped call is noticed.
-        found: Tensor = comm.collective(ALL_REDUCE, x, op=op, factor=factor)
-        return found
 
-    def run(flat: Tensor, plain_op: str) -> None:
-        trees = 2 if algorithm == "double_tree" else 1
-        pieces = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES))) if chunks is None else chunks
-        moves = _moves(algorithm, comm.size, inner, pieces, comm.coord, flat.numel())
+    name: Scheduled
+    inner: int = 1
+    chunks: int | None = None
+
+    def run(self, comm: Communicator, flat: Tensor, op: str) -> None:
+        """Reduce a flat tensor in place over `comm`. op: of WIRE_OPS."""
+        name, inner, pieces, wire_op = self.name, self.inner, self.chunks, WIRE_OPS[op]
+        if pieces is None:
+            trees = 2 if name == "double_tree" else 1
+            pieces = min(_MOST_CHUNKS, -(-flat.nbytes // (trees * _CHUNK_BYTES)))
+        moves = _moves(name, comm.size, inner, pieces, comm.coord, flat.numel())
         with unwatched(flat):
-            _run(comm, flat, moves, COMBINE[plain_op], f"all_reduce by {algorithm}")
-            if plain_op == "avg":
+            _run(comm, flat, moves, getattr(torch, wire_op.combine), f"all_reduce by {name}")
+            if wire_op.divided:
                 flat.div_(comm.size)
 
-    reduced: Tensor = comm.collective(ALL_REDUCE, x, op=op, factor=factor, algorithm=(algorithm, run))
+
+def all_reduce(comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, **more: Any) -> Tensor:
+    """Reduce `x` in place over `comm`, as the schedule of `algorithm` says, and return it.
+
+    All arguments are equal on every rank, as for `Communicator.collective`, whose checks, operations
+    and errors these are. Every rank gets bit-equal values: each sum is made by one rank and copied,
+    or by two from the same operands in the same order.
+    """
+    if x.numel() > 0:
+        more["algorithm"] = algorithm
+    # Where there is nothing to reduce, every rank still meets, so that a skipped call is noticed.
+    reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, **more)
     return reduced
 
 
@@ -157,7 +149,7 @@ def _run(
                 combine(left, right, out=mine)
 
 
-def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None) -> Tensor:
+def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, **more: Any) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
     Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced
@@ -167,11 +159,11 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     """
     inner = comms[-1]
     where = partial(inner.where, "all_reduce")
-    check_tensor(x, inner.transport.kinds, where)
+    check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
         # An empty tensor still makes every rank meet, so that a skipped call is noticed.
         for comm in comms:
-            comm.collective(ALL_REDUCE, x, op=op, factor=factor)
+            comm.collective(ALL_REDUCE, x, False, op, **more)
         return x
     check_in_place(x, where, "all_reduce")
     check_written(x, where)
@@ -182,14 +174,13 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     padded[:length] = flat
     most = max(1, _PIECE_BYTES // (inner.size * flat.element_size())) * inner.size
     pieces = padded.split(most)
-    further = "sum" if op == "premul_sum" else op
     # While two pieces cross the outer dims, which are the slow ones, the one behind them is being reduced
     # inside and the one before them gathered.
     crossing: deque[tuple[Handle[Tensor] | None, Tensor, Tensor]] = deque()
     gathering: list[Handle[Tensor]] = []
 
     def reduce(number: int) -> Any:
-        return inner.collective(REDUCE_SCATTER, pieces[number], True, op=op, factor=factor)
+        return inner.collective(REDUCE_SCATTER, pieces[number], True, op, **more)
 
     def gather() -> None:
         across, mine, piece = crossing.popleft()
@@ -199,6 +190,8 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
         gathering.append(inner.collective(ALL_GATHER, mine, True, out=piece))
 
     reducing = reduce(0)
+    # What one level has prepared is not prepared again.
+    further = REDUCTIONS[op].wire.name
     for number, piece in enumerate(pieces):
         mine = reducing.wait()
         if number + 1 < len(pieces):
@@ -206,7 +199,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
         if len(comms) == 2:
             crossing.append((comms[0].collective(ALL_REDUCE, mine, True, op=further), mine, piece))
         else:
-            hierarchical(comms[:-1], mine, further, None)
+            hierarchical(comms[:-1], mine, further)
             crossing.append((None, mine, piece))
         if len(crossing) == 2:
             gather()

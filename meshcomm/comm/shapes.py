@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import ShapeError
+from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.torch_private import written
 
 # What every backend carries as it is.
@@ -33,8 +34,12 @@ _INTS: Final = {
 }
 
 _MOST_AXES: Final = 14
-# A fixed order, the same on every rank of one torch version: a dtype travels as its index.
-_DTYPES: Final = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+# A fixed order, the same on every rank of one torch version: a dtype travels as its index. float32
+# is the first, as a dry run reads zeros.
+_DTYPES: Final = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)},
+    key=lambda d: (d != torch.float32, str(d)),
+)
 
 
 def materialised(x: Tensor) -> Tensor:
@@ -135,7 +140,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 def is_ordered(dtype: torch.dtype, op: str) -> bool:
     """Whether `as_ordered` travels for this reduction: backends do not agree on the smaller of a number and NaN."""
-    return op in ("min", "max") and dtype in _INTS
+    return WIRE_OPS[op].nan is not None and dtype in _INTS
 
 
 def as_ordered(x: Tensor, op: str) -> Tensor:
@@ -148,7 +153,7 @@ def as_ordered(x: Tensor, op: str) -> Tensor:
     bits = x.detach().view(kind)
     limits = torch.iinfo(kind)
     keys = torch.where(bits < 0, bits ^ limits.max, bits)
-    keys.masked_fill_(x.isnan(), limits.max if op == "max" else limits.min)
+    keys.masked_fill_(x.isnan(), limits.max if WIRE_OPS[op].nan == "greatest" else limits.min)
     # No backend reduces 16-bit whole numbers.
     return keys.to(torch.int32) if kind is torch.int16 else keys
 

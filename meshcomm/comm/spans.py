@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter as clock
-from types import CodeType
 from typing import Final, final
 
 from torch import Tensor
 
-from meshcomm.comm.callsite import caller, line_of
+from meshcomm.comm.callsite import caller
 from meshcomm.transport.support import name_of
 
 # The lane of forward and backward passes, and that of what `mesh.step` tells of.
 PASSES: Final = "passes"
 STEPS: Final = "steps"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 # More calls than this a trace does not keep: some 500 bytes each.
 MOST: Final = 200_000
 
@@ -48,6 +50,11 @@ class Span:
     at_once: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
+    def of(self, tensors: Sequence[Tensor]) -> None:
+        """The call was given these tensors; of one, shape and dtype are kept."""
+        if len(tensors) == 1:
+            self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
+
 
 class Spans:
     """What a trace keeps of one rank.
@@ -62,35 +69,13 @@ class Spans:
         self.step_began = clock()
         self._most = most
 
-    def begin(
-        self,
-        group: str,
-        lane: str,
-        call: str,
-        callsite: tuple[CodeType, int],
-        began: float,
-        nbytes: int,
-        tensors: Sequence[Tensor],
-        *,
-        number: int = 0,
-        parts: Sequence[tuple[str, int | None, int, int]] = (),
-        op: str | None = None,
-        root: int = -1,
-    ) -> Span:
-        """A call begins; what becomes known of it later is written to the span."""
-        span = Span(
-            group, lane, call, line_of(*callsite), began, number, nbytes, parts=parts, op=op, root=root
-        )
-        if len(tensors) == 1:
-            span.shape, span.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
-        return self.keep(span)
-
     def step(self, number: int) -> None:
         """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
+        """A call begins; what becomes known of it later is written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:
@@ -98,16 +83,22 @@ class Spans:
         return span
 
 
-def stretch(spans: Spans | None, lane: str, name: str) -> AbstractContextManager[None]:
-    """The block as a span of its own; None: no trace is taken."""
-    return nullcontext() if spans is None else _stretch(spans, Span("", lane, name, caller(), 0.0))
-
-
 @contextmanager
-def _stretch(spans: Spans, span: Span) -> Iterator[None]:
-    span.began = clock()
-    spans.keep(span)
+def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
+    """The block as a span; None: no trace is taken."""
+    if spans is None:
+        yield
+        return
+    span = spans.keep(Span("", lane, name, caller(), clock()))
     try:
         yield
     finally:
         span.left = clock()
+
+
+def host() -> int:
+    """Equal for two processes that share a monotonic clock: those of one boot of one kernel."""
+    try:
+        return uuid.UUID(_BOOT.read_text().strip()).int >> 65
+    except (OSError, ValueError):
+        return uuid.getnode()

@@ -69,6 +69,17 @@ def whole_toml(value: Any) -> str:
     return str(value)
 
 
+def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommError] = ConfigError) -> None:
+    """Raise `kind` where a file of this name is not written. option: that named it."""
+    if path.suffix.lower() not in endings:
+        raise kind(
+            f"{path}: not a kind of file that {option} writes",
+            given=f"the ending {path.suffix}" if path.suffix else "no ending",
+            expected="one of " + ", ".join(endings) if len(endings) > 1 else f"the ending {endings[0]}",
+            hint=f"{option} {path.with_suffix(endings[0])}" if path.name else None,
+        )
+
+
 def write_whole(
     path: Path, text: str, *, given: str | None = None, kind: type[MeshcommError] = ConfigError
 ) -> None:

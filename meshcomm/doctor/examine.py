@@ -30,7 +30,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     """Everything that `meshcomm doctor` shows, as data that JSON can hold.
 
     Args:
-        settings: the job's. None: only what needs no plan is looked at.
+        settings: the job's. If omitted, checks that need a plan are skipped.
         world: number of processes; default the launcher's, or what the mesh's sizes say.
 
     Keys: findings, versions, host, interfaces, limits, launch (None without a launcher), ranks (None: see

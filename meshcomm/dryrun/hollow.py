@@ -12,22 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.dryrun.ledger import COMPOSED, Ledger
-from meshcomm.transport.torch_private import (
-    DispatchMode,
+from meshcomm.dryrun.ledger import COMPOSED, Ledger, LedgerMode
+from meshcomm.dryrun.torch_private import (
     FakeMode,
-    FakeTensor,
     ToldWork,
-    explicit_kernel,
+    decomposes,
     fake_tensors_on,
     flatten_tree,
-    flops_of,
-    leaves_of,
-    storage_without_memory,
+    schema_of,
     tell_hooks,
     unflatten_tree,
     wraps_tensors,
 )
+from meshcomm.parallel.torch_private import FakeTensor, storage_without_memory
+from meshcomm.train.torch_private import flops_of
+from meshcomm.transport.torch_private import explicit_kernel, leaves_of, storage_id
 
 _EMPTY: Final[dict[str, Any]] = {}
 # To ask whether something is a ProcessGroup takes long.
@@ -93,7 +92,7 @@ def _learned() -> dict[Any, _Known]:
 
 
 @final
-class Hollow(DispatchMode):  # type: ignore[misc]
+class Hollow(LedgerMode):
     """While it is entered, operators on the CPU's tensors give results of the right size, whose memory nobody has.
 
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
@@ -107,9 +106,8 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, ledger: Ledger, calls: Calls) -> None:
-        super().__init__()
+        super().__init__(ledger)
         self.answer = 0
-        self._ledger = ledger
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
         self._known = _learned()
@@ -124,15 +122,6 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         # Else torch puts two calls around each operator.
         return False
-
-    def __enter__(self) -> Hollow:
-        self._ledger.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._ledger.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
@@ -150,7 +139,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
     def _handler(self, func: Any) -> _Handler:
         """What does an operator."""
         self._names[func] = str(func)
-        schema, namespace = func._schema, func.namespace
+        schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
             return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
         if func is torch.ops.aten.equal.default:
@@ -171,7 +160,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
             # A view, which touches no memory; or one or a copy, as of reshape.
-            return self._decomposed if func._can_decompose() else _as_torch
+            return self._decomposed if decomposes(func) else _as_torch
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,7 +234,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             formula = flops_of(func)
             flops = 0 if formula is None else int(formula(*theirs, **named, out_val=result))
         places = {id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
-        given = {_memory_of(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
+        given = {storage_id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
         memories: dict[int, tuple[int, int]] = {}
 
         def one(x: Any) -> Any:
@@ -255,10 +244,10 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             if number is not None:
                 return _Result(number, -1, x.dtype, None, (), 0)
             shape = (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
-            if _memory_of(x) in given:
-                return _Result(given[_memory_of(x)], -1, *shape)
+            if storage_id(x) in given:
+                return _Result(given[storage_id(x)], -1, *shape)
             size = x.untyped_storage().nbytes()
-            place, _ = memories.setdefault(_memory_of(x), (len(memories), size))
+            place, _ = memories.setdefault(storage_id(x), (len(memories), size))
             return _Result(-1, place, *shape)
 
         resized = []
@@ -282,19 +271,11 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         return _Known(sizes, found, of, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        DispatchMode.__enter__(self)
-        try:
-            return func.decompose(*args, **kwargs)
-        finally:
-            DispatchMode.__exit__(self, None, None, None)
+        return self.inside(func.decompose, *args, **kwargs)
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Whatever they are made of is seen, and made where a tensor without values would only get a shape.
-        DispatchMode.__enter__(self)
-        try:
-            return explicit_kernel(func, *args, **kwargs)
-        finally:
-            DispatchMode.__exit__(self, None, None, None)
+        # What it is made of is made where a tensor without values would only get a shape.
+        return self.inside(explicit_kernel, func, *args, **kwargs)
 
     # -- calls on groups ------------------------------------------------------------------------------
 
@@ -305,7 +286,7 @@ class Hollow(DispatchMode):  # type: ignore[misc]
         if not known:
             self._calls.beyond()
         self._works[work] = self._calls.waiting() if known else int
-        returned = len(func._schema.returns)
+        returned = len(schema_of(func).returns)
         return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
 
     def _waited(self, work: ToldWork) -> None:
@@ -319,12 +300,12 @@ class Hollow(DispatchMode):  # type: ignore[misc]
             self._calls.beyond()
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
-            self._flying.update({_memory_of(each): told for each in outputs})
+            self._flying.update({storage_id(each): told for each in outputs})
         return found
 
     def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
         for each in leaves_of(args):
-            told = self._flying.pop(_memory_of(each), None)
+            told = self._flying.pop(storage_id(each), None)
             if told is not None:
                 told()
         return args[0]
@@ -355,11 +336,6 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
         else:
             # 1, 1.0 and True are equal.
             key += (type(x), x)
-
-
-def _memory_of(x: Tensor) -> int:
-    found: int = x.untyped_storage()._cdata
-    return found
 
 
 def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:

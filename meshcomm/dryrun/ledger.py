@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final
 from unittest.mock import patch
 
 import torch
@@ -17,16 +17,10 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from meshcomm.comm.callsite import line_of
-from meshcomm.transport.torch_private import (
-    DispatchMode,
-    backward_number,
-    explicit_kernel,
-    fake_tensors_on,
-    flops_of,
-    leaves_of,
-    parts_of_dtensor,
-    wraps_tensors,
-)
+from meshcomm.dryrun.torch_private import fake_tensors_on, wraps_tensors
+from meshcomm.parallel.torch_private import parts_of_dtensor
+from meshcomm.train.torch_private import backward_number, flops_of
+from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of, storage_id
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "gathered", "rest")
@@ -96,7 +90,7 @@ class Ledger:
         for tensor in tensors:
             # Without an operator: a view of what FSDP has let go of would bring its memory back.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
-            held = self._held.get(mine.untyped_storage()._cdata)
+            held = self._held.get(storage_id(mine))
             if held is not None:
                 held.part = part
 
@@ -116,16 +110,16 @@ class Ledger:
 
         def resized(storage: UntypedStorage, size: int) -> Any:
             # FSDP lets go of what it has gathered by this, past all operators.
-            held = ledger._held.get(storage._cdata)
+            held = ledger._held.get(storage_id(storage))
             if not ledger._hollow or held is None:
                 resize(storage, size)
             if held is not None and held.nbytes != size:
                 ledger._clock += 1
-                ledger._becomes(storage._cdata, held, size, "resize_")
+                ledger._becomes(storage_id(storage), held, size, "resize_")
             return storage
 
         def sized(storage: UntypedStorage) -> int:
-            held = ledger._held.get(storage._cdata)
+            held = ledger._held.get(storage_id(storage))
             return size(storage) if held is None else held.nbytes
 
         self._patches = ExitStack()
@@ -140,7 +134,7 @@ class Ledger:
 
     def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
         """An operator has made, or resized, a storage, or given one that is known."""
-        key = storage._cdata
+        key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:
             if held.nbytes != nbytes:
@@ -157,7 +151,7 @@ class Ledger:
         """What FSDP moves weights and gradients through."""
         for each in tensors:
             if isinstance(each, Tensor):
-                held = self._held.get(each.untyped_storage()._cdata)
+                held = self._held.get(storage_id(each))
                 if held is not None and held.part is None:
                     held.part = "rest"
 
@@ -193,16 +187,14 @@ class Ledger:
         return {part: found[part] for part in PARTS}
 
 
-@final
-class Watched(DispatchMode):  # type: ignore[misc]
-    """While it is entered, a ledger is told of every tensor that an operator makes, and of its FLOPs."""
+class LedgerMode(DispatchMode):  # type: ignore[misc]
+    """Sees every operator while it is entered, and enters a ledger with it."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         self._ledger.__enter__()
         super().__enter__()
         return self
@@ -211,18 +203,30 @@ class Watched(DispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
         self._ledger.__exit__(*error)
 
+    def inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a composite operator, so that this mode sees the operators inside."""
+        DispatchMode.__enter__(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            DispatchMode.__exit__(self, None, None, None)
+
+
+@final
+class Watched(LedgerMode):
+    """While it is entered, records every tensor that an operator makes, and its FLOPs, in a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         if types and wraps_tensors(types):
             # DTensor and its like call the operators of what this rank holds, which come here.
             return NotImplemented
         if func.namespace in COMPOSED:
-            # Whatever they are made of is seen.
-            DispatchMode.__enter__(self)
-            try:
-                return explicit_kernel(func, *args, **(kwargs or {}))
-            finally:
-                DispatchMode.__exit__(self, None, None, None)
+            return self.inside(explicit_kernel, func, *args, **(kwargs or {}))
         found = func(*args, **(kwargs or {}))
         if fake_tensors_on():
             # DTensor finds shapes by trying operators on tensors without memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,16 +21,17 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, Part, Peak, Watched
+from meshcomm.dryrun.torch_private import objects_decoded_by, plain_device_meshes
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import MeshOnly, Settings
-from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
-from meshcomm.parallel.compose import Engine, sections
+from meshcomm.parallel.build import sections
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.tensor import local
-from meshcomm.transport.torch_private import fsdp_tensors, objects_decoded_by, plain_device_meshes
+from meshcomm.parallel.torch_private import fsdp_tensors
 
 BETWEEN: Final = "between passes"
 
@@ -111,6 +112,28 @@ class Passes(Spans):
         """A call was made on a group that is none of the mesh's."""
         self.unseen += 1
 
+    def ledger(self, hollow: bool) -> Ledger:
+        """A ledger that knows the current pass. Events take their FLOPs from it."""
+        ledger = Ledger(self.stretch, hollow=hollow)
+        self.flops = lambda: ledger.flops
+        return ledger
+
+    def step_of(self, mesh: Mesh, groups: dict[str, list[int]], ledger: Ledger) -> Step:
+        """The calls and the memory so far."""
+        return Step(
+            rank=mesh.rank,
+            coords=mesh.coords,
+            parameters=0,
+            before=ledger.now(),
+            peak=ledger.peak(),
+            rows=[],
+            calls=self.calls,
+            groups=groups,
+            events=self.events,
+            flops=ledger.flops,
+            unseen=self.unseen,
+        )
+
     def keep(self, span: Span) -> Span:
         if span.lane == PASSES:
             self._now = span
@@ -155,8 +178,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             hint="configs/quickstart.toml has both",
         )
     passes = Passes()
-    ledger = Ledger(passes.stretch, hollow=hollow)
-    passes.flops = lambda: ledger.flops
+    ledger = passes.ledger(hollow)
     with Hollow(ledger, passes) if hollow else Watched(ledger):
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
         # What the first steps compare is no part of the others.
@@ -164,11 +186,8 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         parameters = [parameter for _, parameter in engine.named_parameters()]
         samples = (known.train.microbatch * engine.microbatches, known.data.sequence)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        mesh.trace_into(passes)
-
-        def name_parts(*_: Any) -> None:
-            _name_parts(ledger, engine, parameters)
-
+        mesh.metrics.trace_into(passes)
+        name_parts = partial(_name_parts, ledger, engine, parameters)
         for module in engine.modules:
             module.register_forward_pre_hook(name_parts)
         engine.optimizer.register_step_pre_hook(name_parts)
@@ -185,20 +204,13 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             name_parts()
             made = mesh.stats().since(earlier)
         finally:
-            mesh.trace_into(None)
+            mesh.metrics.trace_into(None)
         count = sum(local(each.detach()).numel() for each in parameters)
-        return Step(
-            mesh.rank,
-            mesh.coords,
-            count,
-            before,
-            ledger.peak(),
-            rows_of(made),
-            passes.calls,
-            mesh.groups_by_label,
-            passes.events,
-            ledger.flops,
-            unseen=passes.unseen,
+        step = passes.step_of(mesh, mesh.metrics.groups, ledger)
+        return step._replace(
+            parameters=count,
+            before=before,
+            rows=summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows),
         )
 
 
@@ -216,12 +228,12 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
         return counted_step(mesh, config, hollow=True)
 
 
-def rows_of(made: Stats) -> list[Row]:
-    """What `mesh.stats()` counted, by dim and call."""
+def summed(counts: Iterable[Row]) -> list[Row]:
+    """One row for each dim and call."""
     rows: dict[tuple[str, str], Row] = {}
-    for row in made.rows:
-        sums = rows.get((row.dim, row.call), Row(row.dim, row.call, 0, 0))
-        rows[row.dim, row.call] = Row(row.dim, row.call, sums.calls + row.calls, sums.nbytes + row.nbytes)
+    for dim, call, calls, nbytes in counts:
+        _, _, before, earlier = rows.get((dim, call), (dim, call, 0, 0))
+        rows[dim, call] = Row(dim, call, before + calls, earlier + nbytes)
     return list(rows.values())
 
 
@@ -288,7 +300,7 @@ def _begin(engine: Engine) -> None:
             each.start()
 
 
-def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter], *_: Any) -> None:
     """Tell the ledger what the memory of a trainer is for. parameters: as they are between steps."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     for module in engine.modules.modules():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.dryrun.compare import Finding, Members, call_text
-from meshcomm.simulator.start_order import Start, StartOrder
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
@@ -74,42 +73,51 @@ class Replay:
         return max((self.ends[rank] for rank in self.sound), default=0.0)
 
 
+# What identifies messages that are matched in order: group, from, to, tag.
+_Channel: TypeAlias = tuple[Members, int, int, int]
+
+
 @final
-class _Call:
-    """A collective under way. came: rank -> when. needs: who has to come. starts, over: when the data move, and are there."""
+class _Collective:
+    """A collective under way. arrived: rank -> when. needs: who has to arrive. starts, over: of the transfer."""
 
-    __slots__ = ("came", "needs", "over", "starts")
+    __slots__ = ("arrived", "needs", "over", "starts")
 
-    def __init__(self) -> None:
-        self.came: dict[int, float] = {}
-        self.needs: tuple[int, ...] = ()
+    def __init__(self, needs: tuple[int, ...]) -> None:
+        self.arrived: dict[int, float] = {}
+        self.needs = needs
         self.over: float | None = None
         self.starts = 0.0
 
 
-class _Ends(NamedTuple):
-    """The messages of one call by one rank: when it began; (from, to) of each; and of those whose other end was run
-    (group, from, to, tag), which one, and whether it is sent.
+class _Messages(NamedTuple):
+    """The messages of one call by one rank. began: when. pairs: (from, to) of each message.
+
+    parts: of messages whose peer was run: the channel, the number in the channel, and whether the rank sends.
     """
 
     began: float
     pairs: list[tuple[int, int]]
-    parts: list[tuple[tuple[Members, int, int, int], int, bool]]
+    parts: list[tuple[_Channel, int, bool]]
 
 
 @final
 class _Rank:
-    """One rank's program and how far it is."""
+    """One rank's program, and how far it is. calls: the calls that have begun, by their place in the step."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.number = step.rank
         self.at = 0
         self.now = 0.0
         self.flops = 0
-        # Where `events` has no waits, each call is over before the next begins.
-        self.calls: dict[int, list[_Call]] = {}
+        self.calls: dict[int, _Collective | _Messages] = {}
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.began = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.step.events)
 
 
 def replay(
@@ -118,217 +126,185 @@ def replay(
     *,
     seconds: Seconds = lambda span, members: 0.0,
     flop_s: float = 0.0,
-    queued: bool = False,
 ) -> Replay:
     """Run the calls of all ranks against each other, each rank in its own order.
 
     A collective is over when all of its ranks that were run have come to it, and `seconds` later; a message when both
     ends have. Ranks that were not run are taken to come in time. Calls on one group are carried out one after the other.
-    flop_s: seconds of one floating-point operation. queued: calls are NCCL's: also the order in which ranks start
-    those of several groups is looked at, see `StartOrder`.
+    flop_s: seconds of one floating-point operation.
 
     Where nobody can go on: the circle of those that wait for each other, or who waits for a rank that has ended.
     """
-    ranks = {step.rank: _Rank(step) for step in steps}
-    groups: dict[Members, dict[int, _Call]] = defaultdict(dict)
-    made: dict[tuple[Members, int], int] = defaultdict(int)
-    messages: dict[tuple[Members, int, int, int], tuple[list[float], list[float]]] = defaultdict(
-        lambda: ([], [])
-    )
-    order: dict[tuple[Members, int, int, int, bool], int] = defaultdict(int)
-    free: dict[Members, float] = defaultdict(float)
-    names: dict[Members, int] = {}
-    ends: dict[tuple[int, int], _Ends] = {}
-    start_order = StartOrder() if queued else None
-    found = Replay()
+    return _Replayer(steps, where, seconds, flop_s).run()
 
-    def start(rank: _Rank, number: int, span: Span) -> None:
-        members = tuple(rank.step.groups[span.group])
-        me = rank.step.rank
-        if not span.parts:
-            place = made[members, me]
-            made[members, me] += 1
-            call = groups[members].setdefault(place, _Call())
-            if start_order is not None and not found.stuck:
-                found.stuck += _crossed(
-                    start_order,
-                    span,
-                    (names.setdefault(members, len(names)), place),
-                    members,
-                    ranks,
-                    me,
-                    where,
-                )
-            call.came[me] = rank.now
-            call.needs = tuple(each for each in members if each in ranks)
-            rank.calls[number] = [call]
-            if len(call.came) == len(call.needs):
-                call.starts = max(free[members], *call.came.values())
-                call.over = free[members] = call.starts + seconds(span, members)
+
+@final
+class _Replayer:
+    """See `replay`."""
+
+    def __init__(
+        self, steps: Sequence[Step], where: Callable[[int], str], seconds: Seconds, flop_s: float
+    ) -> None:
+        self.where, self.seconds, self.flop_s = where, seconds, flop_s
+        self.ranks = {step.rank: _Rank(step) for step in steps}
+        self.found = Replay()
+        # By group: the collectives in order, how many each rank has started, and until when one is carried out.
+        self.collectives: dict[Members, list[_Collective]] = defaultdict(list)
+        self.started: dict[tuple[Members, int], int] = defaultdict(int)
+        self.busy: dict[Members, float] = defaultdict(float)
+        # When each end of the messages of a channel was started: (sends, receives).
+        self.messages: dict[_Channel, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+
+    def run(self) -> Replay:
+        """Each rank as far as it can go, in turn, until all have ended or none can go on."""
+        waiting = [rank for rank in self.ranks.values() if rank.step.events]
+        while waiting:
+            advanced = [self.advance(rank) for rank in waiting]
+            if not any(advanced):
+                self.found.stuck = self.stuck(waiting)
+                break
+            waiting = [rank for rank in waiting if not rank.ended]
+        for rank in self.ranks.values():
+            if rank.ended:
+                self.compute(rank, rank.step.flops, "between passes")
+                self.found.ends[rank.number] = rank.now - rank.began
+            self.found.dims[rank.number] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
+        origin = min((rank.began for rank in self.ranks.values()), default=0.0)
+        self.found.bars = [
+            bar._replace(began=bar.began - origin, over=bar.over - origin)
+            for bar in self.found.bars
+            if bar.over > (began := self.ranks[bar.rank].began) or not began
+        ]
+        return self.found
+
+    def advance(self, rank: _Rank) -> bool:
+        """One rank as far as it can go; whether that was anywhere."""
+        first = rank.at
+        while not rank.ended:
+            event = rank.step.events[rank.at]
+            self.compute(rank, event.flops, event.during)
+            if event.kind == "part":
+                rank.began = rank.now
+                rank.sums.clear()
+            elif event.kind == "start":
+                self.start(rank, event.call)
+            elif not self.wait(rank, event.call):
+                break
+            rank.at += 1
+        return rank.at > first
+
+    def compute(self, rank: _Rank, flops: int, during: str) -> None:
+        """Until so many operations are done."""
+        if flops <= rank.flops:
             return
-        ends[me, number] = mine = _Ends(rank.now, [], [])
-        rank.calls[number] = []
+        until = rank.now + (flops - rank.flops) * self.flop_s
+        if self.flop_s:
+            self.found.bars.append(Bar(rank.number, COMPUTE, during, rank.now, until))
+        rank.now, rank.flops = until, flops
+
+    def start(self, rank: _Rank, number: int) -> None:
+        """A call begins."""
+        span = rank.step.calls[number]
+        members = tuple(rank.step.groups[span.group])
+        rank.calls[number] = (
+            self.start_messages(rank, span, members)
+            if span.parts
+            else self.start_collective(rank, span, members)
+        )
+
+    def start_collective(self, rank: _Rank, span: Span, members: Members) -> _Collective:
+        """One rank arrives; the last one begins the transfer."""
+        calls, place = self.collectives[members], self.started[members, rank.number]
+        self.started[members, rank.number] += 1
+        if place == len(calls):
+            calls.append(_Collective(tuple(each for each in members if each in self.ranks)))
+        call = calls[place]
+        call.arrived[rank.number] = rank.now
+        if len(call.arrived) == len(call.needs):
+            call.starts = max(self.busy[members], *call.arrived.values())
+            call.over = self.busy[members] = call.starts + self.seconds(span, members)
+        return call
+
+    def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
+        """One rank starts its messages. Peers that were not run are ignored."""
+        call = _Messages(rank.now, [], [])
         for direction, peer, tag, _ in span.parts:
             if peer is None:
                 continue
             sends = direction == "send"
-            pair = (me, members[peer]) if sends else (members[peer], me)
-            mine.pairs.append(pair)
-            if members[peer] not in ranks:
-                found.early.add(me)
+            pair = (rank.number, members[peer]) if sends else (members[peer], rank.number)
+            call.pairs.append(pair)
+            if members[peer] not in self.ranks:
+                self.found.early.add(rank.number)
                 continue
-            key = (members, *pair, tag)
-            place = order[*key, sends]
-            order[*key, sends] += 1
-            messages[key][not sends].append(rank.now)
-            mine.parts.append((key, place, sends))
+            channel = (members, *pair, tag)
+            ends = self.messages[channel][not sends]
+            call.parts.append((channel, len(ends), sends))
+            ends.append(rank.now)
+        return call
 
-    def over(rank: _Rank, number: int, span: Span) -> tuple[float, float, float] | None:
-        """When the last of the others came, when the transfer begins, and when it is over; None: not known yet."""
-        calls = rank.calls.get(number)
-        if calls is None:
-            return rank.now, rank.now, rank.now
-        if calls:
-            call = calls[0]
-            return None if call.over is None else (max(call.came.values()), call.starts, call.over)
-        mine = ends[rank.step.rank, number]
-        last = mine.began
-        for key, place, sends in mine.parts:
-            others = messages[key][sends]
-            if place >= len(others):
-                return None
-            last = max(last, others[place])
-        return last, last, last + max((seconds(span, pair) for pair in mine.pairs), default=0.0)
+    def wait(self, rank: _Rank, number: int) -> bool:
+        """A call is waited for; False: it is not known yet when it is over."""
+        span = rank.step.calls[number]
+        known = self.over(rank.calls[number], span)
+        if known is None:
+            return False
+        last, starts, over = known
+        sums = rank.sums[span.lane]
+        sums[0] += max(0.0, over - starts)
+        if over > rank.now:
+            late = max(0.0, last - rank.now)
+            sums[1] += over - rank.now
+            sums[2] += late
+            self.found.bars.append(Bar(rank.number, span.lane, span.call, rank.now, over, late))
+            rank.now = over
+        return True
 
-    def go(rank: _Rank) -> bool:
-        """As far as it can go; whether that was anywhere."""
-        events, moved = rank.step.events, False
-        while rank.at < len(events):
-            event = events[rank.at]
-            if event.flops > rank.flops:
-                until = rank.now + (event.flops - rank.flops) * flop_s
-                if flop_s:
-                    found.bars.append(Bar(rank.step.rank, COMPUTE, event.during, rank.now, until))
-                rank.now, rank.flops = until, event.flops
-            if event.kind == "part":
-                rank.began = rank.now
-                rank.sums.clear()
-                rank.at += 1
-                moved = True
-                continue
-            span = rank.step.calls[event.call]
-            if event.kind == "start":
-                start(rank, event.call, span)
-            else:
-                known = over(rank, event.call, span)
-                if known is None:
-                    return moved
-                last, starts, end = known
-                sums = rank.sums[span.lane]
-                sums[0] += max(0.0, end - starts)
-                if end > rank.now:
-                    late = max(0.0, last - rank.now)
-                    sums[1] += end - rank.now
-                    sums[2] += late
-                    found.bars.append(Bar(rank.step.rank, span.lane, span.call, rank.now, end, late))
-                    rank.now = end
-            rank.at += 1
-            moved = True
-        return moved
+    def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float, float] | None:
+        """When the last peer arrived, the start of the transfer, and its end. None while unknown."""
+        if isinstance(call, _Collective):
+            return None if call.over is None else (max(call.arrived.values()), call.starts, call.over)
+        if self.missing(call):
+            return None
+        last = max(
+            (self.messages[channel][sends][place] for channel, place, sends in call.parts), default=0.0
+        )
+        last = max(last, call.began)
+        return last, last, last + max((self.seconds(span, pair) for pair in call.pairs), default=0.0)
 
-    waiting = [rank for rank in ranks.values() if rank.step.events]
-    while waiting:
-        went = [go(rank) for rank in waiting]
-        if not any(went):
-            found.stuck = _stuck(waiting, ranks, ends, messages, where)
-            break
-        waiting = [rank for rank in waiting if rank.at < len(rank.step.events)]
-    for rank in ranks.values():
-        if rank.at == len(rank.step.events):
-            rest = rank.step.flops - rank.flops
-            if rest > 0 and flop_s:
-                found.bars.append(
-                    Bar(rank.step.rank, COMPUTE, "between passes", rank.now, rank.now + rest * flop_s)
+    def missing(self, call: _Collective | _Messages) -> list[int]:
+        """The ranks that a call still waits for."""
+        if isinstance(call, _Collective):
+            return [rank for rank in call.needs if rank not in call.arrived]
+        return [
+            channel[2] if sends else channel[1]
+            for channel, place, sends in call.parts
+            if place >= len(self.messages[channel][sends])
+        ]
+
+    def stuck(self, waiting: Sequence[_Rank]) -> list[Finding]:
+        """The circle in which ranks wait for each other; where there is none, each that waits for one that has ended."""
+        calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
+        spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
+        needs = {rank.number: self.missing(rank.calls[calls[rank.number]]) for rank in waiting}
+        among = {rank: [each for each in others if each in needs] for rank, others in needs.items()}
+        circle = next((way for rank in among if (way := shortest_way(among, rank, rank))), [])
+        if not circle:
+            return [
+                Finding(
+                    f"{self.where(rank)} waits for ever in {call_text(spans[rank])} at {spans[rank].site}",
+                    tuple(f"{self.where(other)} has ended" for other in others if self.ranks[other].ended),
+                    (rank,),
+                    spans[rank].lane,
                 )
-                rank.now += rest * flop_s
-            found.ends[rank.step.rank] = rank.now - rank.began
-        found.dims[rank.step.rank] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
-    origin = min((rank.began for rank in ranks.values()), default=0.0)
-    found.bars = [
-        bar._replace(began=bar.began - origin, over=bar.over - origin)
-        for bar in found.bars
-        if bar.over > ranks[bar.rank].began or not ranks[bar.rank].began
-    ]
-    return found
-
-
-def _stuck(
-    waiting: Sequence[_Rank],
-    ranks: Mapping[int, _Rank],
-    ends: Mapping[tuple[int, int], _Ends],
-    messages: Mapping[tuple[Members, int, int, int], tuple[list[float], list[float]]],
-    where: Callable[[int], str],
-) -> list[Finding]:
-    """The circle in which ranks wait for each other; where there is none, each that waits for one that has ended."""
-    needs: dict[int, list[int]] = {}
-    spans: dict[int, Span] = {}
-    for rank in waiting:
-        me = rank.step.rank
-        event = rank.step.events[rank.at]
-        spans[me] = rank.step.calls[event.call]
-        calls = rank.calls[event.call]
-        if calls:
-            needs[me] = [each for each in calls[0].needs if each not in calls[0].came]
-        else:
-            needs[me] = [
-                key[2] if sends else key[1]
-                for key, place, sends in ends[me, event.call].parts
-                if place >= len(messages[key][sends])
+                for rank, others in needs.items()
+                if not among[rank]
             ]
-    stopped = set(needs)
-    among = {rank: [each for each in others if each in stopped] for rank, others in needs.items()}
-    circle = next((way for rank in among if (way := shortest_way(among, rank, rank))), [])
-    if circle:
-        pairs = list(pairwise(circle))
         lines = tuple(
-            f"{where(one)} waits in {call_text(spans[one])} at {spans[one].site} for {where(other)}"
-            for one, other in pairs
+            f"{self.where(one)} waits in {call_text(spans[one])} at {spans[one].site} for {self.where(other)}"
+            for one, other in pairwise(circle)
         )
-        names = ", ".join(str(rank) for rank in circle[:-1])
-        first = spans[circle[0]]
-        what = f"ranks {names} wait for each other in a circle, {where(circle[0])} in {call_text(first)} at {first.site}"
+        names, first = ", ".join(map(str, circle[:-1])), spans[circle[0]]
+        place = f"{self.where(circle[0])} in {call_text(first)} at {first.site}"
+        what = f"ranks {names} wait for each other in a circle, {place}"
         return [Finding(what, lines, tuple(circle[:-1]), first.lane)]
-    return [
-        Finding(
-            f"{where(rank)} waits for ever in {call_text(spans[rank])} at {spans[rank].site}",
-            tuple(
-                f"{where(other)} has ended"
-                for other in others
-                if ranks[other].at == len(ranks[other].step.events)
-            ),
-            (rank,),
-            spans[rank].lane,
-        )
-        for rank, others in needs.items()
-        if not set(others) & stopped
-    ]
-
-
-def _crossed(
-    starts: StartOrder,
-    span: Span,
-    call: tuple[int, int],
-    members: Members,
-    ranks: Mapping[int, _Rank],
-    me: int,
-    where: Callable[[int], str],
-) -> list[Finding]:
-    """The circle that this start closes among those of several groups, if any."""
-    size = sum(each in ranks for each in members)
-    if size < 2:
-        return []
-    what = f"{call_text(span)} along {span.lane} at {span.site}"
-    error = starts.start([call], size, Start(me, where(me), what))
-    if error is None:
-        return []
-    return [Finding(error.what, tuple((error.given or "").splitlines()), error.circle, span.lane)]

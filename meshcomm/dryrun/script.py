@@ -27,7 +27,7 @@ from meshcomm.comm.spans import Span
 from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger
-from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world
+from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world, summed
 from meshcomm.dryrun.world import failure_of
 from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
@@ -37,8 +37,8 @@ from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
+from meshcomm.parallel.torch_private import fsdp_tensors
 from meshcomm.train.trainer import RECORDER, Recorder
-from meshcomm.transport.torch_private import fsdp_tensors
 
 
 class Script(NamedTuple):
@@ -79,7 +79,7 @@ class _Recorder(Passes):
     def keep(self, span: Span) -> Span:
         """See Spans."""
         if self.mesh is not None and span.group and span.group not in self.groups:
-            self.groups |= self.mesh.groups_by_label
+            self.groups |= self.mesh.metrics.groups
         return super().keep(span)
 
     def stretch(self) -> tuple[str, bool]:
@@ -100,7 +100,6 @@ class _Recorder(Passes):
     def ended(self) -> None:
         """The program has ended before its last step."""
         if self.part == _WHOLE:
-            self.events = [each for each in self.events if each.kind != "part"]
             self.begins = None
         # Only the last one divides.
         self.events = [each for each in self.events if each.kind != "part" or each is self.begins]
@@ -144,10 +143,10 @@ class _Inside:
                 hint="views and merged dims of one mesh",
             )
         self.mesh = self._recorder.mesh = mesh
-        self._recorder.groups = dict(mesh.groups_by_label)
+        self._recorder.groups = dict(mesh.metrics.groups)
         if self._looked:
             raise _Enough
-        mesh.trace_into(self._recorder)
+        mesh.metrics.trace_into(self._recorder)
 
 
 def script_step(script: Script, rank: int, world: int) -> Step:
@@ -185,39 +184,19 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
 
 def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> Step:
     recorder = inside._recorder
-    ledger = Ledger(recorder.stretch, hollow=True)
-    recorder.flops = lambda: ledger.flops
+    ledger = recorder.ledger(hollow=True)
     hollow = Hollow(ledger, recorder)
     elements: dict[int, int] = {}
     with _seeded(rank), _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
         run()
     recorder.ended()
     mesh = _mesh(inside, "the program")
-    peak = ledger.peak()
-    return Step(
-        rank,
-        mesh.coords,
-        sum(elements.values()),
-        ledger.now(),
-        peak,
-        _rows(recorder.calls[recorder.begins.call if recorder.begins else 0 :]),
-        recorder.calls,
-        recorder.groups,
-        recorder.events,
-        ledger.flops,
-        recorder.part,
-        recorder.begins,
-        recorder.unseen,
-    )
-
-
-def _rows(calls: Sequence[Span]) -> list[Row]:
-    """By dim and call; the mesh may be closed by now, and tells no sums any more."""
-    rows: dict[tuple[str, str], Row] = {}
-    for span in calls:
-        sums = rows.get((span.lane, span.call), Row(span.lane, span.call, 0, 0))
-        rows[span.lane, span.call] = sums._replace(calls=sums.calls + 1, nbytes=sums.nbytes + span.nbytes)
-    return list(rows.values())
+    step = recorder.step_of(mesh, recorder.groups, ledger)
+    # The mesh may be closed by now, and counts no more.
+    calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
+    rows = summed(Row(span.lane, span.call, 1, span.nbytes) for span in calls)
+    count = sum(elements.values())
+    return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""How the commands become processes, and what each of them does there; the files are named as in `meshcomm/cli`."""
+"""How a command starts processes, and the program of each process; files have the names of those in `meshcomm/cli`."""

@@ -6,106 +6,17 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
-
-from meshcomm.comm.diagnosis import doing_of, name_of_rank, root_cause
+from meshcomm.comm.diagnosis import activity, name_of_rank, root_cause
 from meshcomm.comm.spans import PASSES
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.show.timeline import Bar, Row, timeline
 
-_DTYPES = ("float32", "bfloat16", "float16")
-# Direction, the other rank, tag, number.
-_Message = tuple[Literal["send", "recv"], int | None, int, int]
-
-
-class _Waiting(BaseModel):
-    dim: str
-    call: str
-    callsite: str
-    parts: list[_Message]
-
-
-class _Last(BaseModel):
-    dim: str
-    call: str
-    callsite: str
-    number: int
-    bytes: int
-    inside: bool
-    shape: list[int] | None
-
-
-class _Messages(BaseModel):
-    begun: list[_Message]
-    waiting: _Waiting | None
-
-
-class _Group(BaseModel):
-    label: str
-    ranks: list[int]
-    started: int
-    last: _Last | None
-    recent: list[tuple[int, str, str, int | None]]
-    messages: _Messages
-
-
-class _Failed(BaseModel):
-    label: str
-    call: str
-    callsite: str
-    error: list[str]
-    waiting: _Waiting | None = None
-    waited_for: list[int] | None = None
-
-
-class _TorchCall(BaseModel):
-    call: str
-    number: int
-    group: str | int
-
-
-class _Clock(BaseModel):
-    host: str
-    now_s: float
-    ahead_s: float
-
-
-class _Timed(BaseModel):
-    dim: str
-    began: float
-    over: float | None
-
-
-class _Report(BaseModel):
-    """What is read of the file that a rank leaves, see `Watch.status`. Other keys are not looked at."""
-
-    rank: int
-    coords: dict[str, int]
-    main: str
-    failed: _Failed | None
-    groups: list[_Group]
-    torch: list[_TorchCall] = []
-    clock: _Clock | None = None
-    history: list[_Timed] = []
-
-
-class _Event(BaseModel):
-    ph: str
-    name: str
-    pid: int
-    tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
-    cat: str = ""
-    args: dict[str, Any] = {}
-
-
-class _Trace(BaseModel):
-    traceEvents: list[_Event]
+_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -123,22 +34,24 @@ def newest_run(folder: Path) -> Path:
     return max((path for path in folder.glob("*/") if any(_reports_in(path))), default=folder)
 
 
-def _read(file: Path, kind: type[BaseModel], what: str, expected: str, hint: str) -> Any:
-    """The content of a file as JSON. Raises LaunchError, `what`, where it has not all that is read of `kind`."""
+@contextmanager
+def _reading(file: Path, what: str, expected: str, hint: str) -> Iterator[None]:
+    """A LaunchError, `what`, for a file whose content the block cannot use, as another program may have written it."""
     try:
-        text = file.read_text(encoding="utf-8")
-        kind.model_validate_json(text, strict=True)
-        return json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        said = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            said = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise LaunchError(f"{file} {what}", given=said, expected=expected, hint=hint) from None
+        yield
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise LaunchError(f"{file} {what}", given=given, expected=expected, hint=hint) from None
+
+
+def _reading_report(file: Path) -> Any:
+    return _reading(
+        file, "is not a report", "a file that this version of meshcomm wrote on that rank", f"remove {file}"
+    )
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
-    """The reports in a folder, by rank. Raises LaunchError where there are none, or something else is."""
+    """The reports in a folder, by rank. Raises LaunchError where there are none, or one that cannot be used."""
     files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
@@ -149,76 +62,69 @@ def read_reports(folder: Path) -> dict[int, Any]:
         )
     statuses = {}
     for rank, file in files:
-        expected = "a file that this version of meshcomm wrote on that rank"
-        status = _read(file, _Report, "is not a report", expected, f"remove {file}")
-        if status["rank"] != rank:
-            raise LaunchError(
-                f"{file} is not a report of rank {rank}",
-                given=f"rank: {status['rank']}",
-                expected=expected,
-                hint=f"remove {file}",
-            )
+        with _reading_report(file):
+            status = json.loads(file.read_text(encoding="utf-8"))
+            if status["rank"] != rank:
+                raise LaunchError(
+                    f"{file} is not a report of rank {rank}",
+                    given=f"rank: {status['rank']}",
+                    expected="a file that this version of meshcomm wrote on that rank",
+                    hint=f"remove {file}",
+                )
+            # Each by itself, so that the error names the file.
+            root_cause({rank: status})
+            _line(rank, status)
         statuses[rank] = status
     return statuses
 
 
 def report(folder: Path) -> str:
-    """What the reports in a folder say together, as text."""
+    """The root cause that the reports in a folder show together, and a line for each rank."""
     runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
     folder = newest_run(folder)
     statuses = read_reports(folder)
     older = f", the newest of {len(runs)} runs" if folder in runs and len(runs) > 1 else ""
     lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
-    for rank, status in statuses.items():
-        if status["failed"] is not None:
-            failed = status["failed"]
-            lines.append(
-                f"{name_of_rank(rank, status)}: {failed['call']} on "
-                f"{failed['label']}, at {failed['callsite']}: {' '.join(failed['error'])}"
-            )
-        else:
-            lines.append(f"{name_of_rank(rank, status)} {doing_of(status)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_line(rank, status) for rank, status in statuses.items())])
+
+
+def _line(rank: int, status: Mapping[str, Any]) -> str:
+    failed = status["failed"]
+    if failed is None:
+        return activity(rank, status)
+    call = f"{failed['call']} on {failed['label']}, at {failed['callsite']}"
+    return f"{name_of_rank(rank, status)}: {call}: {' '.join(failed['error'])}"
 
 
 def timeline_of(source: Path, width: int | None = None) -> str:
-    """What the ranks did, from a file of `mesh.trace` or a folder of reports.
+    """The calls of the ranks over time, from a file of `mesh.trace` or a folder of reports.
 
     width: characters; None: as wide as the terminal.
     Raises: LaunchError where there is neither.
     """
-    source = newest_run(source)
-    rows = _of_reports(source) if source.is_dir() else _of_trace(source)
-    return "\n".join([str(source), *timeline(rows, width or shutil.get_terminal_size((100, 24)).columns)])
+    source, columns = newest_run(source), width or shutil.get_terminal_size((100, 24)).columns
+    if source.is_dir():
+        return "\n".join([str(source), *timeline(_of_reports(source), columns)])
+    expected = "a file that mesh.trace wrote, or a folder of reports"
+    with _reading(source, "is no trace of a mesh", expected, 'with mesh.trace("trace.json"): ...'):
+        return "\n".join([str(source), *timeline(_of_trace(source), columns)])
 
 
 def _of_trace(file: Path) -> list[Row]:
-    expected, hint = (
-        "a file that mesh.trace wrote, or a folder of reports",
-        'with mesh.trace("trace.json"): ...',
-    )
-    events = _read(file, _Trace, "is no trace of a mesh", expected, hint)["traceEvents"]
-    try:
-        names = {e["pid"]: _name(e) for e in events if e.get("name") == "process_name"}
-        lanes = {(e["pid"], e["tid"]): _name(e) for e in events if e.get("name") == "thread_name"}
-        calls: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
-        passes: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
-        for event in events:
-            if event["ph"] != "X":
-                continue
-            lane, pid = lanes[event["pid"], event["tid"]], event["pid"]
-            bar = Bar(lane, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-            if lane == PASSES:
-                passes[pid].append(bar._replace(kind=event["name"].split()[0]))
-            elif event["cat"] != "program":
-                calls[pid].append(bar)
-    except (KeyError, TypeError, IndexError) as error:
-        raise LaunchError(
-            f"{file} is no trace of a mesh",
-            given=f"{type(error).__name__}: {error}, in an event, or the name of its process or thread",
-            expected=expected,
-            hint=hint,
-        ) from None
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    calls: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
+    passes: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        lane, pid = lanes[event["pid"], event["tid"]], event["pid"]
+        bar = Bar(lane, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        if lane == PASSES:
+            passes[pid].append(bar._replace(kind=event["name"].split()[0]))
+        elif event["cat"] != "program":
+            calls[pid].append(bar)
     rows = []
     for pid in calls:
         if passes[pid]:
@@ -227,32 +133,26 @@ def _of_trace(file: Path) -> list[Row]:
     return rows
 
 
-def _name(event: Mapping[str, Any]) -> str:
-    """That an event gives to its process or thread."""
-    name = event["args"]["name"]
-    if not isinstance(name, str):
-        raise TypeError(f"{name!r} as a name")
-    return name
-
-
 def _of_reports(folder: Path) -> list[Row]:
-    reports = read_reports(folder)
-    known = {rank: status for rank, status in reports.items() if "history" in status and status.get("clock")}
-    if not known:
+    reports, rows = read_reports(folder), []
+    for rank, status in sorted(reports.items()):
+        with _reading_report(folder / f"rank{rank}.json"):
+            if status.get("clock") and "history" in status:
+                rows.append(Row(rank, str(rank), _bars(status)))
+                timeline(rows[-1:])
+    if not rows:
         raise LaunchError(
             f"the reports in {folder} hold no calls with their times",
             given=f"{len(reports)} report(s) without them",
             expected="reports that this version of meshcomm wrote",
             hint="meshcomm report without --timeline",
         )
-    # On one host the monotonic clock is the same for all; across hosts only the wall clock is.
-    one = len({status["clock"]["host"] for status in known.values()}) == 1
-    return [Row(rank, str(rank), _bars(status, one)) for rank, status in sorted(known.items())]
+    return rows
 
 
-def _bars(status: Mapping[str, Any], one_host: bool) -> list[Bar]:
-    ahead = 0.0 if one_host else status["clock"]["ahead_s"]
-    now = status["clock"]["now_s"]
+def _bars(status: Mapping[str, Any]) -> list[Bar]:
+    """The calls of a report, in seconds of the host's wall clock."""
+    now, ahead = status["clock"]["now_s"], status["clock"]["ahead_s"]
     return [
         Bar(call["dim"], call["began"] + ahead, (now if call["over"] is None else call["over"]) + ahead)
         for call in status["history"]
@@ -286,7 +186,7 @@ def export(
             )
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)
-        return _moved(export_pretrained(source, target, dtype=kind, shard_bytes=most))
+        return _summary(export_pretrained(source, target, dtype=kind, shard_bytes=most))
     if pretrained or dtype is not None or shard_gb is not None:
         given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb}
         raise ConfigError(
@@ -297,16 +197,16 @@ def export(
             expected="--dtype and --shard-gb with --pretrained, and --weights without it",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
-    return _moved(export_checkpoint(source, target, weights=weights))
+    return _summary(export_checkpoint(source, target, weights=weights))
 
 
 def import_file(source: Path, out: Path) -> str:
     """Make a checkpoint of the run `out` from an exported file; what was done, as text."""
     from meshcomm.train.export import import_checkpoint
 
-    return _moved(import_checkpoint(source, out))
+    return _summary(import_checkpoint(source, out))
 
 
-def _moved(moved: Any) -> str:
+def _summary(moved: Any) -> str:
     size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
     return f"{moved.source} -> {moved.target}: step {moved.step}, {size}"

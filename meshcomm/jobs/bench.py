@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
 from meshcomm.config import Config, load
-from meshcomm.config.write import write_whole
+from meshcomm.config.write import check_ending, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
@@ -19,10 +19,8 @@ from meshcomm.mesh.opening import init
 from meshcomm.predict.fit import MARK as FIT_MARK
 from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
 from meshcomm.predict.machine import discovered, known_machine
-from meshcomm.predict.times import named_operations
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.page import terminal
-from meshcomm.show.units import read_bytes
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.
@@ -41,11 +39,7 @@ def bench(
     config: Path | None,
     overrides: Sequence[str],
     world: int | None,
-    operations: Sequence[str],
-    sizes: Sequence[str],
-    dims: Sequence[str],
-    rounds: int,
-    alone: bool,
+    asked: Asked,
     output: Output,
 ) -> int:
     """Measure the mesh of `config` beside raw torch.distributed; returns the exit code.
@@ -53,36 +47,27 @@ def bench(
     Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU. All that is asked for is
     checked before any process starts.
     """
-    asked = Asked(
-        named_operations(operations), [read_bytes(text) for text in sizes or SIZES], dims, rounds, alone
-    )
     settings = load(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
     if config is None and here.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
     size = here.world_size if here.kind != "single" else world_of(settings, world)
-    families, _ = chosen_dims(settings.plan(size), dims)
+    families, _ = chosen_dims(settings.plan(size), asked.dims)
     items(families, asked.operations, asked.sizes)
     if output.fit is not None:
         check_sizes(asked.sizes)
         _check_output(output.fit)
-    words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
-    for option, values in (("--op", operations), ("--bytes", sizes), ("--dim", dims)):
-        words += [word for value in values for word in (option, value)]
-    words += ["--alone"] * alone + ["--json"] * output.json
+    words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(asked.rounds)]
+    for option, values in (("--op", asked.operations), ("--bytes", asked.sizes), ("--dim", asked.dims)):
+        words += [word for value in values for word in (option, str(value))]
+    words += ["--alone"] * asked.alone + ["--json"] * output.json
     words += [] if output.fit is None else ["--fit", str(output.fit)]
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
 
 
 def _check_output(path: Path) -> None:
     """Raise ConfigError unless `path` can become a `[topology]`; a file that somebody else wrote is not replaced."""
-    if path.suffix != ".toml":
-        raise ConfigError(
-            f"{path} does not end in .toml",
-            given=f"--fit {path}",
-            expected="a name that ends in .toml",
-            hint=f"--fit {path.with_suffix('.toml')}" if path.name else None,
-        )
+    check_ending(path, "--fit", ".toml")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(
             f"{path} cannot be written",

@@ -25,6 +25,17 @@ from meshcomm.predict.placed import placed_data
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
+class Sample(NamedTuple):
+    """Ranks to run in addition to the representative ones: `ranks`, and `drawn` random ones."""
+
+    ranks: Sequence[int] = ()
+    drawn: int = 8
+    seed: int = 0
+
+
+_SAMPLE: Final = Sample()
+
+
 class Exact(NamedTuple):
     """What a dry run says of a placement. peak_bytes: of the rank that holds most."""
 
@@ -35,17 +46,13 @@ class Exact(NamedTuple):
 
 def dryrun(
     config: Path | None,
-    script: Path | None,
-    arguments: Sequence[str],
     overrides: Sequence[str],
     world: int | None,
-    ranks: Sequence[int],
-    sample: int,
-    seed: int,
-    steps: int,
-    trace: Path | None,
+    script: Script | None = None,
+    sample: Sample = _SAMPLE,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Run the training of `config`, or `script`, on ranks that stand for all of `world`; what was found out, as plain data.
+    """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
 
     Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that is not there.
     """
@@ -55,19 +62,18 @@ def dryrun(
     settings: Config | None = None if config is None else load(config, overrides)
     if script is None:
         assert settings is not None
-        return dry_training(settings, world_of(settings, world), ranks, sample, seed, trace)
-    whole = Script(script, tuple(arguments), config, tuple(overrides), steps)
+        return dry_training(settings, world_of(settings, world), *sample, trace)
     size = world_of(settings, world)
-    layout, asked = mesh_of_script(whole, size)
+    layout, asked = mesh_of_script(script, size)
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
     found = dry_world(
-        partial(script_step, whole),
+        partial(script_step, script),
         layout,
         _pipeline(layout, None if parallel is None else parallel.pipeline),
-        ranks=ranks,
-        sample=sample,
-        seed=seed,
+        ranks=sample.ranks,
+        sample=sample.drawn,
+        seed=sample.seed,
         replayed=priced(topology),
     )
     return told(found, None, topology, began, trace)

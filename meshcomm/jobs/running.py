@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,8 +54,8 @@ def _train(settings: Config) -> None:
     with _loading():
         from rich.console import Console
 
+        from meshcomm.mesh.all_ranks import is_first
         from meshcomm.mesh.opening import init
-        from meshcomm.mesh.together import is_first
         from meshcomm.train import Callback, find_attempt
         from meshcomm.train import run as run_training
         from meshcomm.train.screen import TrainingReporter
@@ -111,38 +111,17 @@ def run(
     return start_job(settings, world, words, overrides, body)
 
 
-def simulate(
-    config: Path | None,
-    script: Path,
-    arguments: Sequence[str],
-    overrides: Sequence[str],
-    world: int | None,
-    seed: int,
-    explore: int,
-    quiet: bool,
-) -> dict[str, Any]:
-    """Run a script as every rank in this process; returns what it sent, as plain data.
-
-    quiet: what the script prints goes to stderr.
-    """
-    from meshcomm.simulator.run import simulate_script
-
-    with redirect_stdout(sys.stderr) if quiet else nullcontext():
-        return simulate_script(config, script, arguments, overrides, world, seed, explore)
-
-
 def parity(
     config: Path,
     overrides: Sequence[str],
     world: int | None,
     steps: int | None,
     tolerance: float,
-    script: Path | None = None,
-    arguments: Sequence[str] = (),
+    script: tuple[Path, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """Compare a training on the mesh of `config` with one process; returns `Parity.facts`.
 
-    script: makes the Trainer, on the mesh of meshcomm.init(); None: the training that `config` describes.
+    script: with its arguments, makes the Trainer, on the mesh of meshcomm.init(); None: the training that `config` describes.
     """
     # A script's ranks read the configuration from another folder.
     settings = load(config if script is None else config.resolve(), overrides)
@@ -168,7 +147,7 @@ def parity(
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
         return launch(list(words), count, 0, lambda rank: label_of(part, rank, count))
 
-    made = None if script is None else (script.resolve(), arguments)
+    made = None if script is None else (script[0].resolve(), script[1])
     return prove(resolved, steps, tolerance, start, made).facts()
 
 

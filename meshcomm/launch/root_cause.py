@@ -1,4 +1,4 @@
-"""Which of a job's failures was the root cause, and what does the launcher say of the others?"""
+"""The root cause among the failures of a job, and the lines about the others."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ def root_cause(
     failed before those that waited for each other. Where a rank had ended that the others waited for, it is the
     cause, with the error of the one that waited.
     """
-    failures = sorted(failures, key=lambda each: each.rank)
-    failed = {each.rank for each in failures}
-    missing = {rank for each in failures for rank in each.missing}
+    failures = sorted(failures, key=lambda failure: failure.rank)
+    failed = {failure.rank for failure in failures}
+    missing = {rank for failure in failures for rank in failure.missing}
     causes = [
-        each
-        for each in failures
-        if not each.follows and (not missing or each.rank in missing or not _aborted(each))
+        failure
+        for failure in failures
+        if not failure.follows and (not missing or failure.rank in missing or not _aborted(failure))
     ]
-    mismatched, lines = ([], []) if causes else _compare_calls(failures, label)
+    mismatched, lines = ([], []) if causes else _differing_calls(failures, label)
     root = min(
-        causes or [each for each in failures if each.follows],
-        key=lambda each: (
-            not (each.mismatched or each.rank in mismatched),
-            failed.issuperset(each.missing),
-            each.time,
+        causes or [failure for failure in failures if failure.follows],
+        key=lambda failure: (
+            not (failure.mismatched or failure.rank in mismatched),
+            failed.issuperset(failure.missing),
+            failure.time,
         ),
     )
     others = [
-        each
-        for each in failures
-        if each.rank != root.rank and (not each.follows or (not root.follows and each.what == root.what))
+        failure
+        for failure in failures
+        if failure.rank != root.rank
+        and (not failure.follows or (not root.follows and failure.what == root.what))
     ]
-    for what in dict.fromkeys(each.what for each in others):
-        ranks = [each.rank for each in others if each.what == what]
+    for what in dict.fromkeys(failure.what for failure in others):
+        ranks = [failure.rank for failure in others if failure.what == what]
         lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
     if _aborted(root):
         lines += _calls_beside(failures)
@@ -69,7 +70,7 @@ def root_cause(
         root = replace(
             root, rank=left[0], who=label(left[0]), what=what, frame="", missing=left[1:], raised=False
         )
-    accounted = {root.rank, *root.missing, *mismatched, *(each.rank for each in others)}
+    accounted = {root.rank, *root.missing, *mismatched, *(failure.rank for failure in others)}
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
     return root, lines
@@ -90,10 +91,10 @@ def _aborted(failure: Failure) -> bool:
 def _calls_beside(failures: Sequence[Failure]) -> list[str]:
     """The calls that ranks were in when another was ended by SIGABRT, and what they have to do with it."""
     made: dict[str, list[int]] = {}
-    for each in failures:
-        if (call := each.call) is not None and each.follows:
+    for failure in failures:
+        if (call := failure.call) is not None and failure.follows:
             text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, at {call['callsite']}"
-            made.setdefault(text, []).append(each.rank)
+            made.setdefault(text, []).append(failure.rank)
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
     if lines:
         lines.append(
@@ -102,14 +103,14 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
     return lines
 
 
-def _compare_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
+def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
     """The ranks whose failed call on a group is not that of most ranks there, and lines that say so.
 
     At one sequence number of a group all ranks make the same call. That the numbers differ says
     something only where nobody is missing: a lost peer may have ended between two calls.
     """
-    calls = {each.rank: each.call for each in failures if each.call is not None}
-    someone_missing = any(each.missing for each in failures)
+    calls = {failure.rank: failure.call for failure in failures if failure.call is not None}
+    someone_missing = any(failure.missing for failure in failures)
     mismatched: list[int] = []
     lines: list[str] = []
     for group in dict.fromkeys(call["label"] for call in calls.values()):

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn
@@ -83,15 +84,12 @@ def launch(
             exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts)
             if not exits:
                 return 0
-            failures = {each.rank: each for each in collect(folder, attempt)}
-            names = names_of_ranks(folder, attempt)
-
-            def name(rank: int, names: Mapping[int, str] = names) -> str:
-                return names.get(rank) or label(rank)
-
-            for rank, (code, alive_at) in exits.items():
-                failures.setdefault(rank, without_error(rank, code, alive_at, name))
-            root, others = root_cause(failures.values(), world_size, name, ended)
+            names = partial(_name, names_of_ranks(folder, attempt), label)
+            failures = {
+                rank: without_error(rank, code, alive_at, names) for rank, (code, alive_at) in exits.items()
+            }
+            failures |= {failure.rank: failure for failure in collect(folder, attempt)}
+            root, others = root_cause(failures.values(), world_size, names, ended)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
             lines += [f"meshcomm: {line}" for line in (root.summary + restart, *others)]
@@ -106,6 +104,10 @@ def launch(
         for each, handler in before.items():
             signal.signal(each, handler)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name(names: Mapping[int, str], label: Callable[[int], str], rank: int) -> str:
+    return names.get(rank) or label(rank)
 
 
 def _signalled(number: int, _: object) -> NoReturn:

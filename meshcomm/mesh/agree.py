@@ -1,4 +1,4 @@
-"""Do all ranks mean the same mesh? Asked through the store, before the first group exists."""
+"""All ranks agree on the mesh, through the store, before the first group exists."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ _LEAVES_S: Final = 3.0
 def agree(
     store: Any,
     rank: int,
-    world_size: int,
+    ranks: Sequence[int],
     facts: Mapping[str, Any],
     timeout_s: float,
     what: str = "the mesh",
-    ranks: Sequence[int] | None = None,
 ) -> Agreed:
     """Return when every rank has come with equal `facts`; else raise on every rank.
 
@@ -47,15 +46,14 @@ def agree(
         store: a torch store that all ranks see (its stubs lack half of its methods), used for
             nothing else: give each agreement its own prefix.
         facts: name -> plain data that must be equal. What differs by nature stays out.
-        world_size: how many are to come. Ranks that differ in it are named like those that differ
-            in a fact.
-        ranks: which are to come. None: 0 to world_size - 1.
+        ranks: which are to come. A rank that expects another number is a mismatched one.
 
     Costs three store operations per rank. Who is mismatched is decided by majority, among equals by the
     lowest rank. Raises MeshMismatchError naming the mismatched ranks, the fact and both values, or, after
     `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
     after the others gave up. StoreError where the store fails.
     """
+    world_size = len(ranks)
     text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
     mine = hashlib.sha256(text.encode()).hexdigest()[:16]
     deadline = time.monotonic() + timeout_s
@@ -65,7 +63,7 @@ def agree(
         count, expected = total & _COUNT, total >> _COUNT_BITS
         _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
         if expected != count * world_size:
-            # One rank watches for all: each of those that come later would find the same, and read the whole list.
+            # One rank watches for all, as every watcher reads the list.
             if store.add("watchers", 1) == 1:
                 _watch(store, deadline)
         elif count == world_size:
@@ -73,14 +71,14 @@ def agree(
         try:
             verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
         except RuntimeError:
-            # Whoever comes from here on is told that it is too late.
+            # A rank that comes later reads that it is too late.
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
-            raise _told(store, rank, lambda: _absent(store, ranks or range(world_size), timeout_s, what))
+            raise _same_error(store, rank, lambda: _absent(store, ranks, timeout_s, what))
         word, *said = verdict.decode().split(" ")
         if word != "agree":
             store.set(f"facts/{mine}", text)
-            raise _told(store, rank, lambda: _mismatch(store, timeout_s, what))
+            raise _same_error(store, rank, lambda: _mismatch(store, timeout_s, what))
         return Agreed(said[0], int(said[1]))
     except RuntimeError as error:
         lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"
@@ -101,8 +99,8 @@ def leave_together(store: Any, stays: bool) -> None:
             left = store.add("left", 0)
 
 
-def _told(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """The same error on every rank. One of them reads who came and tells the others.
+def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
+    """The same error on every rank. One rank reads the list and publishes the error.
 
     The list has a line for each rank: read by each of 131,072 it would be 741 GB through one server.
     """
@@ -160,7 +158,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Give the verdict if nobody else is to come; return how many have to come before it is worth another look.
+    """Give the verdict if no more ranks are expected; return the count at which to look again.
 
     count: how many have counted themselves. Each of them says who it is right after that, unless it dies.
     """

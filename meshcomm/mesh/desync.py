@@ -1,4 +1,4 @@
-"""Do the ranks make the same calls in each step? Compared through the job's store, beside the program."""
+"""Do the ranks make the same calls in each step? Compared through the job's store, in a thread."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError
+from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.torch_store import kind_of
 
 # How often a rank posts and looks, where the world is small.
@@ -38,37 +39,28 @@ class DesyncMonitor:
     """Posts the sums of this rank's steps; the first rank of each group compares those of its group.
 
     Each period costs the store, where there was a step meanwhile: two operations of each rank (a set, a check for
-    a finding), a third where steps differ from those before, and one multi_get of each group. Keys, under the
-    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums of its groups; `calls/RANK`, what was
-    called, as StepHistory.told has it; `desync`, the finding, which ends the comparison.
+    a difference), a third where steps differ from those before, and one multi_get of each group. Keys, under the
+    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums of its groups; `calls/RANK`, the
+    calls, as `StepHistory.data` has them; `desync`, the difference, which ends the comparison.
 
     found: the difference between ranks of the mesh, see `find_desync`; None while none is known.
 
     Args:
-        store: of this mesh. rank, coords: this rank's. recorders: of its groups, with timeouts; more may come.
-        world_size: how many ranks the mesh has.
+        store: of this mesh. world_size: how many ranks the mesh has.
+        record: of this rank, with the recorders of its groups.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        coords: Mapping[str, int],
-        recorders: Sequence[tuple[FlightRecorder, object]],
-        world_size: int,
-    ) -> None:
+    def __init__(self, store: Any, record: RankRecord, world_size: int) -> None:
         self.found: dict[str, Any] | None = None
         self._store = store
-        self._rank = rank
-        self._coords = dict(coords)
-        self._recorders = recorders
+        self._record = record
         self._world_size = world_size
         least_s = _FILE_PERIOD_S if kind_of(store) == "FileStore" else _PERIOD_S
         self._period_s = max(least_s, period_s(world_size))
         self._due = 0.0
         self._step = 0
         self._raised = False
-        # What was posted last, by key; and up to which step a group is compared, by label, once all its ranks have posted.
+        # The last posts, by key; and up to which step a group is compared, by label, once all its ranks have posted.
         self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
         # Between the thread of `look` and that of a rank that leaves.
@@ -80,7 +72,7 @@ class DesyncMonitor:
         """All groups have noted `step`. Raises CallMismatchError once a difference has been found."""
         self._step = step
         if self.found is not None:
-            raise self._error()
+            raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
         """Have the last steps compared: the error, where there is one that this rank has not raised.
@@ -92,16 +84,16 @@ class DesyncMonitor:
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
             leaving.start()
             leaving.join(2 * _LEAVES_S)
-        return None if self.found is None or self._raised else self._error()
+        return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
         """The error for a call that failed, where ranks had called differently in a step before.
 
-        statuses: of the ranks that answered, by rank; see Watch.status.
+        statuses: of the ranks that answered, by rank; see RankRecord.data.
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
-        for recorder, _ in list(self._recorders):
+        for recorder in list(self._record.recorders):
             histories = {
                 rank: group.get("steps")
                 for rank in recorder.ranks
@@ -110,7 +102,7 @@ class DesyncMonitor:
                 if group["label"] == recorder.label
             }
             self.found = self.found or find_desync(recorder.label, histories, coords)
-        return None if self.found is None else self._error()
+        return None if self.found is None else self._error(self.found)
 
     @property
     def linger_s(self) -> float:
@@ -121,19 +113,17 @@ class DesyncMonitor:
         """Keep no connection to the store."""
         self._store = dist.HashStore()
 
-    def _error(self) -> CallMismatchError:
-        assert self.found is not None
+    def _error(self, found: Mapping[str, Any]) -> CallMismatchError:
         self._raised = True
-        return error_of(self.found)
+        return error_of(found)
 
-    # -- beside the program -----------------------------------------------------------------------
+    # -- other threads ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """Post and compare, where that is due; now in seconds. Costs the store nothing before the first step."""
-        if now < self._due or not self._step or self.found is not None:
-            return
-        self._due = now + self._period_s
-        self._exchange()
+        if now >= self._due and self._step and self.found is None:
+            self._due = now + self._period_s
+            self._exchange()
 
     def _leave(self) -> None:
         deadline = time.monotonic() + _LEAVES_S
@@ -141,10 +131,9 @@ class DesyncMonitor:
             while not self._exchange(leaving=True) and time.monotonic() < deadline:
                 time.sleep(max(_PAUSE_S, 3 * self._world_size / _MOST_PER_S))
             if self.found is None and self._store.add("left", 1) == self._world_size:
-                for rank in range(self._world_size):
-                    self._store.delete_key(f"steps/{rank}")
-                    self._store.delete_key(f"calls/{rank}")
-                self._store.delete_key("left")
+                ranks = range(self._world_size)
+                for key in (*(f"{kind}/{rank}" for kind in ("steps", "calls") for rank in ranks), "left"):
+                    self._store.delete_key(key)
 
     def _exchange(self, leaving: bool = False) -> bool:
         """Post and compare; whether there is nothing left to compare up to this rank's last step."""
@@ -155,41 +144,40 @@ class DesyncMonitor:
                 self.found = json.loads(self._store.get("desync"))
                 return True
             # Groups outside of the mesh have no steps: other threads may call on them at their own pace.
-            for recorder in [each for each, _ in self._recorders if each.steps.step]:
+            for recorder in [each for each in self._record.recorders if each.steps.step]:
                 # A rank that leaves does not know whether the first one of its group is still to compare.
-                if recorder.ranks[0] == self._rank:
-                    through = self._compare(recorder, recorder.ranks[1:], step) and through
-                elif leaving:
-                    through = self._compare(recorder, recorder.ranks[:1], step) and through
+                first = recorder.ranks[0] == self._record.rank
+                if first or leaving:
+                    peers = recorder.ranks[1:] if first else recorder.ranks[:1]
+                    through = self._compare_with(peers, recorder, step) and through
             return through
 
     def _post(self) -> None:
-        told = {recorder.label: recorder.steps.told() for recorder, _ in list(self._recorders)}
-        groups = {label: history for label, history in told.items() if history is not None}
+        histories = {recorder.label: recorder.steps.data() for recorder in list(self._record.recorders)}
+        groups = {label: history for label, history in histories.items() if history is not None}
         sums = {label: history.pop("sums") for label, history in groups.items()}
         # First, so that who sees a difference in the sums finds the calls.
-        calls = json.dumps({"coords": self._coords, "groups": groups})
+        calls = json.dumps({"coords": self._record.coords, "groups": groups})
         for key, text in (("calls", calls), ("steps", json.dumps(sums))):
             if text != self._posted.get(key):
-                self._store.set(f"{key}/{self._rank}", zlib.compress(text.encode()))
+                self._store.set(f"{key}/{self._record.rank}", zlib.compress(text.encode()))
                 self._posted[key] = text
 
     def _read(self, key: str, ranks: Sequence[int]) -> list[Any]:
         posted = self._store.multi_get([f"{key}/{rank}" for rank in ranks])
         return [json.loads(zlib.decompress(each)) for each in posted]
 
-    def _compare(self, recorder: FlightRecorder, peers: Sequence[int], step: int) -> bool:
-        """Compare with `peers` what is there; whether that is all up to `step`. Publishes a difference."""
+    def _compare_with(self, peers: Sequence[int], recorder: FlightRecorder, step: int) -> bool:
+        """Compare the posts that are there; whether those are all up to `step`. Publishes a difference."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True
-        if label not in self._compared:
-            # Before, a get would wait.
-            if not self._store.check([f"steps/{rank}" for rank in recorder.ranks]):
-                return False
-            self._compared[label] = 0
-        mine = dict(recorder.steps.sums)
-        common = []
+        # Before all ranks have posted, a get would wait.
+        if label not in self._compared and not self._store.check(
+            [f"steps/{rank}" for rank in recorder.ranks]
+        ):
+            return False
+        mine, common = dict(recorder.steps.sums), []
         for peer, sums in zip(peers, self._read("steps", peers), strict=True):
             theirs = dict(sums.get(label, ()))
             common.append(last_common(mine, theirs))
@@ -200,17 +188,18 @@ class DesyncMonitor:
         return self._compared[label] >= step
 
     def _publish(self, recorder: FlightRecorder, peer: int) -> None:
-        """Find the step, and tell all ranks of the mesh."""
-        histories, coords = {}, {}
+        """Find the step, and publish the difference for all ranks of the mesh."""
         ranks, label = recorder.ranks, recorder.label
-        for rank, calls, sums in zip(
-            ranks, self._read("calls", ranks), self._read("steps", ranks), strict=True
-        ):
-            coords[rank] = calls["coords"]
-            if label in calls["groups"]:
-                histories[rank] = {**calls["groups"][label], "sums": sums[label]}
+        calls = dict(zip(ranks, self._read("calls", ranks), strict=True))
+        sums = dict(zip(ranks, self._read("steps", ranks), strict=True))
+        coords = {rank: calls[rank]["coords"] for rank in ranks}
+        histories = {
+            rank: {**calls[rank]["groups"][label], "sums": sums[rank][label]}
+            for rank in ranks
+            if label in calls[rank]["groups"]
+        }
         # Where others are too far behind to be compared with these two, these two alone.
-        two = {rank: histories[rank] for rank in ranks if rank in (self._rank, peer)}
+        two = {rank: histories[rank] for rank in ranks if rank in (self._record.rank, peer)}
         found = find_desync(label, histories, coords) or find_desync(label, two, coords)
         if found is not None:
             self.found = json.loads(self._store.compare_set("desync", "", json.dumps(found)))

@@ -20,8 +20,8 @@ from meshcomm.transport.torch_private import bound_device
 def choose_device(wanted: str, launch: Launch) -> torch.device:
     """The device of this process: cuda where there is one, else cpu.
 
-    Its number: that which torch's default group is bound to, or that the program has made the current one; else the
-    local rank, where this process sees more than one device.
+    Its index: of the device to which torch's default group is bound; else of the program's current device, if set;
+    else the local rank, modulo the devices that this process sees.
     """
     kind = wanted
     if wanted == "auto":
@@ -63,7 +63,7 @@ def device_identity(device: torch.device) -> str | None:
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
     """Raise LaunchError where another rank has the same device, which NCCL refuses; one store operation.
 
-    Ranks that see one device each all call it cuda:0. NCCL allows it where it is told to, by NCCL_HOSTID or
+    Ranks that see one device each all call it cuda:0. NCCL allows it with NCCL_HOSTID or
     NCCL_MULTI_RANK_GPU_ENABLE.
     """
     backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
@@ -88,15 +88,6 @@ def choose_backend(device: torch.device) -> str:
         if ":" in backend or dist.is_backend_available(backend):
             return backend
     return str(dist.get_default_backend_for_device(device.type))
-
-
-def wanted_backends(plan: Plan, device: torch.device) -> dict[str, list[str]]:
-    """The names of the families by the backend that serves them on `device`; only those with groups."""
-    wanted: dict[str, list[str]] = {}
-    for family in plan.families:
-        if family.creates:
-            wanted.setdefault(backend_on(family.options.backend, device), []).append(family.name)
-    return wanted
 
 
 def check_backends(plan: Plan) -> None:
@@ -136,7 +127,7 @@ def check_backends(plan: Plan) -> None:
 
 
 def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
-    """Refuse what the device that was found cannot do. Raises LaunchError.
+    """Refuse settings that the chosen device cannot follow. Raises LaunchError.
 
     A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL
     cannot run two ranks on one device.

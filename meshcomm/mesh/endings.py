@@ -29,7 +29,7 @@ class ExceptHooks:
         sys.excepthook, threading.excepthook = self._main, self._thread
 
     def close(self) -> None:
-        """Explain nothing any more, and take the hooks away where nobody has set others since."""
+        """Stop explaining, and restore the earlier hooks where these are still set."""
         self._explain = lambda error, thread: None
         if sys.excepthook == self._main:
             sys.excepthook = self._before

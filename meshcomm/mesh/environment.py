@@ -1,4 +1,4 @@
-"""Environment variables: what a launcher says in them, and what torch's backends read while groups are made."""
+"""Environment variables: those of launchers, and those that torch's backends read when a group is created."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MPI: Final = tuple(
 # What each kind of MPI's launcher calls a rank.
 MPI_RANKS: Final = tuple(each.rank for each in _MPI)
 
-# Where a job meets that nobody gave a port: below the ports that systems give to connections.
+# Ports for jobs without a given one: below the ports that systems give to connections.
 _PORTS: Final = range(20_000, 32_000)
 _CANDIDATES: Final = 8
 
@@ -290,9 +290,9 @@ def attempt_of(env: Mapping[str, str]) -> int:
 
 
 def attempt_prefix(env: Mapping[str, str]) -> str:
-    """What parts this attempt's keys in a store from those of earlier attempts; "" for the first.
+    """A prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
 
-    torch's agents keep their store, and what is in it, when they start the ranks again. One agent's
+    torch's agents keep their store with its keys when they restart the ranks. One agent's
     count is the same for all its ranks. Of several agents each counts the failures of its own ranks
     alone; there only the size of the world is the same for all.
 
@@ -342,8 +342,8 @@ def how_many_ranks(command: str) -> LaunchError:
     )
 
 
-def put(variables: Mapping[str, str | None]) -> None:
-    """Set `variables`; those that are None are taken away."""
+def set_env(variables: Mapping[str, str | None]) -> None:
+    """Set `variables`; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -353,13 +353,13 @@ def put(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
-    """Inside of the block `variables` are set, with `keep` those that are not set yet; after it they are as before."""
+    """Set `variables` inside the block, with `keep` only the unset ones; afterwards they are as before."""
     before = {name: os.environ.get(name) for name in variables if not (keep and name in os.environ)}
     os.environ.update({name: variables[name] for name in before})
     try:
         yield
     finally:
-        put(before)
+        set_env(before)
 
 
 def refuse_conflict(variables: Mapping[str, str]) -> None:
@@ -429,8 +429,8 @@ def nccl_defaults(world_size: int) -> dict[str, str]:
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
     """How the ranks of a Gloo group connect unless the user says otherwise.
 
-    All with all while the group is made, as Gloo then ends every call at its timeout; a group of more than
-    64 ranks, and the default group (ranks: None), when two ranks first talk. On one host Gloo stays on the
+    All ranks connect when the group is created, as Gloo then ends every call at its timeout. In a group of more
+    than 64 ranks, and in the default group (ranks: None), two ranks connect at their first message. On one host Gloo stays on the
     loopback interface, which needs no host name that resolves and no open port.
     """
     lazy = ranks is None or ranks > EAGER_RANKS

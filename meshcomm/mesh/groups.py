@@ -1,4 +1,4 @@
-"""Carry the plan out: create this rank's groups, in plan order, and nothing else."""
+"""Create this rank's groups, in plan order."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def create_transports(
 
 
 def _lends(existing: DeviceMesh, plan: Plan, name: str) -> bool:
-    """Whether all groups along `name` are those of `existing`, with their ranks in the order of the coords.
+    """Whether `existing` has all groups along `name`, with their ranks in the order of the coords.
 
-    Decided for the family, not for a group: all ranks create groups of their own, or none does.
+    Decided for the family, not for a group: all ranks create new groups, or none does.
     """
     if name not in plan.layout.dims:
         return False
@@ -118,7 +118,7 @@ def open_group(
 
 
 def _can_split(plan: Plan, group: Group) -> bool:
-    """Whether NCCL may split the world's communicator: torch tells the parts apart by a hash."""
+    """Whether NCCL may split the world's communicator: the hashes by which torch names the parts must differ."""
     if (
         "nccl" not in group.options.backend
         or "nccl" not in backend_of(default_group())

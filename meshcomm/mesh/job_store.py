@@ -1,4 +1,4 @@
-"""Which store is this job's? Several jobs may meet on one host, and at one port."""
+"""The store of this job, where several jobs may use one host and one port."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is at a port. owner, client: of a store that says its job. free: nobody listens there. error: why there is none."""
+    """The finding at a port. owner, client: of a store with a job. free: no program listens. error: the reason for no store."""
 
     what: str
     owner: Owner | None = None
@@ -75,8 +75,8 @@ def find_job(
 
     job: "" where nobody knows. A rank writes nothing to a store before that has said that it is its job's.
 
-    Raises LaunchError, at once where the only port is another job's, which it names; else where there is no store of
-    this job within the timeout, with what is at each port. The others do not wait for rank 0's error: it is the same.
+    Raises LaunchError: at once, with the other job's name, if another job has the only port; else if no store of this
+    job answers within the timeout, with a line for each port. The others do not wait for rank 0's error: it is the same.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     found: dict[int, _Found] = {}
@@ -88,7 +88,7 @@ def find_job(
             left_s = max(deadline - now, 0.1)
             alone = rank != 0 and len(ports) == 1
             found[port] = here = _look(host, port, left_s if alone else min(left_s, _ANSWERS_S), alone)
-            # Rank 0 alone knows that a store of its job is not that of the program before.
+            # Only rank 0 can tell a store of its job from the store of the program before.
             mine = here.owner and (
                 here.owner.may_be(job) if rank else here.owner == Owner(job, process_name())
             )
@@ -194,8 +194,8 @@ def find_tcp_store(
 ) -> dist.TCPStore:
     """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
 
-    Nobody waits for the other ranks. Raises what torch does, and TimeoutError, which says what is at the
-    address instead, about a second after the timeout.
+    Does not wait for the other ranks. Raises torch's errors, and about a second after the timeout TimeoutError, which
+    names the program at the address.
     """
 
     def make() -> dist.TCPStore:
@@ -231,7 +231,7 @@ def what_is_at(host: str, port: int) -> str:
 
 
 def process_name(number: int | None = None) -> str:
-    """What no other process is called: its host, number, and when it was started. number: of this host's; None: this one."""
+    """A unique name of a process of this host: host, number and start time. number: by default this process."""
     found = os.getpid() if number is None else number
     return f"process {found} of {socket.gethostname()}, started at {_started(str(found)) or '?'}"
 

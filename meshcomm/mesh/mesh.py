@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
 from weakref import WeakValueDictionary
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm import Communicator, CommunicatorCache, Functional
+from meshcomm.comm import Communicator, CommunicatorCache, Functional, Handle
 from meshcomm.comm.along import AlongDims
+from meshcomm.comm.callsite import callsite, users_frame
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
-from meshcomm.errors import LayoutError, MeshClosed, MeshcommError, UnknownDim, UnsupportedOp
+from meshcomm.errors import (
+    ConfigError,
+    LayoutError,
+    MeshClosed,
+    MeshcommError,
+    NotMember,
+    UnknownDim,
+    UnsupportedOp,
+)
 from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh.agree import agree
-from meshcomm.mesh.barriers import Barriers
+from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.endings import caused_by
 from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.random_numbers import RandomNumbers
 from meshcomm.mesh.runtime import WORLD, Runtime
 from meshcomm.mesh.store import MeshStore
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.mesh.torch_store import prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.torch_private import outside_graphs
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import TopologyConfig
+    from meshcomm.mesh.compare_ranks import StatsOfAll, Stragglers
+    from meshcomm.mesh.stats import Stats
+    from meshcomm.mesh.tracing import Trace
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid import RankGrid
 
-# How long the groups of NCCL may take to let go of their calls, where a program leaves a mesh by an error.
+# How long the groups of NCCL may take to abort their calls, where a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
 
 
 @final
-class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
+class Mesh(AlongDims):
     """Named dims over the ranks of a job, with a communicator along each.
 
     Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
@@ -58,9 +77,6 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, startup_s: Mapping[str, float]) -> None:
-        Barriers.__init__(self)
-        Metrics.__init__(self)
-        TorchMesh.__init__(self)
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = runtime.rank
@@ -68,15 +84,16 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self._launch = runtime.launch
         self._topology = runtime.topology
         self._data_dims = runtime.data_dims
-        # Of torch's fake backend: nobody answers, and results have a shape and no values.
+        # On torch's fake backend: there are no other ranks, and results have a shape and no values.
         self.pretended = runtime.pretended
-        self._prefix = runtime.prefix
         self._store = prefixed("mesh", runtime.store)
         self.store = MeshStore(
-            prefixed("user", self._store), lambda: self.label, plan.defaults.timeout_s, self.pretended
+            prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.pretended
         )
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
+        # The last result of `warm_up`; empty before the first call.
+        self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
         # The process that opened the mesh, in a process that was forked from it since.
         self._parent: int | None = None
@@ -88,6 +105,11 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
         self.objects = Objects(self._at, self.device, self.pretended)
+        self.metrics = Metrics()
+        self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
+        # Barriers at the store by group, and calls of `breakpoint` by line.
+        self._barriers: dict[str, int] = {}
+        self._breakpoints: dict[tuple[str, int], int] = {}
         self._rearranger: Rearranger | None = None
         self._outside: OutsideGroups | None = None
         if self.is_member:
@@ -97,9 +119,105 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
                     self._watch, self.layout.ranks.tolist(), self.device, self.label, runtime.validate_calls
                 )
 
+    # -- where ranks are -------------------------------------------------------------------------
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh."""
+        return self.rank in self.layout
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its host, as the launcher says it: which of the host's devices is its own.
+
+        Not unique across hosts: every host has a local rank 0.
+        """
+        return self._launch.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return self.layout.world_size
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Base dims and their sizes, outermost first."""
+        return self.layout.dims
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coords, by base dim."""
+        return self.layout.coords(self._member())
+
+    def coords_of(self, rank: int, view: str | None = None) -> dict[str, int]:
+        """The coords of any rank, in the base or in a view."""
+        return self.layout.coords(rank, view)
+
+    def size(self, dims: Dims) -> int:
+        """Number of ranks along `dims`."""
+        return self.layout.size(dims)
+
+    def coord(self, dims: Dims) -> int:
+        """This rank's coord along `dims`."""
+        return self.layout.coord(self._member(), dims)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's: its coord along the dims that play data and shard, outermost first.
+
+        Equal along tensor, pipeline and context, whose ranks read the same samples: what a DistributedSampler takes as
+        `rank`. Raises LayoutError where the mesh was opened without [parallel], which says the roles.
+        """
+        dims = self._samples_differ_along()
+        return self.coord(dims) if dims else 0
+
+    @property
+    def data_world(self) -> int:
+        """In how many shares the samples are divided: a DistributedSampler's `num_replicas`. Raises as `data_rank`."""
+        dims = self._samples_differ_along()
+        return self.size(dims) if dims else 1
+
+    def _samples_differ_along(self) -> tuple[str, ...]:
+        self._member()
+        if self._data_dims is None:
+            dims = tuple(self.layout.dims)
+            some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
+            raise LayoutError(
+                "the mesh was not told along which dims samples differ",
+                given=f"dims {', '.join(dims)}, and no [parallel] that says the part of each",
+                expected="a mesh that was opened with a configuration that has [parallel]",
+                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which yours do",
+            )
+        return self._data_dims
+
+    def ranks(self, dims: Dims) -> list[int]:
+        """The global ranks of this rank's group along `dims`; element c has coord c."""
+        ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
+        return ranks
+
+    def rank_at(self, **coords: int) -> int:
+        """The global rank at these coords."""
+        return self.layout.rank_at(**coords)
+
+    @overload
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
+    @overload
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
+    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
+        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`.
+
+        For what counts in ranks, a log say. Messages take the coord: `dst=mesh.coord(dims) + offset`.
+        """
+        return self.layout.peer_rank(self._member(), dims, offset, wrap=wrap)
+
+    @property
+    def label(self) -> str:
+        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        return self.layout.label(self.rank)
+
     @property
     def topology(self) -> TopologyConfig:
-        """How ranks lie on machines, as the configuration or the launcher says it; for what is shown."""
+        """How ranks are placed on machines, by the configuration or the launcher."""
         return self._topology()
 
     @property
@@ -113,6 +231,39 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             or self.device.type != "cpu"
             or any(each.ordered for each in self._transports.values())
         )
+
+    def seed(self, *key: int | str, along: Dims = ()) -> int:
+        """A seed that differs along the dims of `along` and is equal along all others.
+
+            torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
+
+        key:     further inputs: a seed, a step, a name.
+        Returns: 0 to 2^63 - 1, from SHA-256: other keys and coords give unrelated ones. Sizes of dims do not matter:
+                 coord 0 has the same on every mesh.
+        Raises:  UnknownDim; NotMember; ConfigError without a key.
+        """
+        if not key:
+            raise ConfigError(
+                "a seed must follow from something",
+                given=f"mesh.seed(along={along!r})",
+                expected="a number or more, equal on the ranks that are to draw the same",
+                hint="mesh.seed(0, along=...), and the step behind it for other numbers in each step",
+            )
+        names = (along,) if isinstance(along, str) else along
+        coords = {name: self.coord(name) for name in sorted(set(names))}
+        digest = hashlib.sha256(f"{key!r} {coords!r}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def generator(
+        self, *key: int | str, along: Dims = (), device: torch.device | str | None = None
+    ) -> torch.Generator:
+        """A new generator with that `seed`.
+
+            noise = torch.randn(shape, generator=mesh.generator(7, step, along="dp"), device=mesh.device)
+
+        device: of the generator; by default this rank's. CPUs and GPUs draw different numbers from one seed.
+        """
+        return torch.Generator(device or self.device).manual_seed(self.seed(*key, along=along))
 
     # -- patterns ---------------------------------------------------------------------------------
 
@@ -151,6 +302,241 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
         return self._rearranger.run(x, pattern, partial, grad, sizes)
 
+    # -- barriers ---------------------------------------------------------------------------------
+
+    @overload
+    def barrier(
+        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def barrier(self, dims: Dims, *, timeout_s: None = ..., async_op: Literal[True]) -> Handle[None]: ...
+    @overload
+    def barrier(
+        self, dims: Dims | None = ..., *, timeout_s: float | None = ..., async_op: bool
+    ) -> Handle[None] | None: ...
+    @outside_graphs
+    def barrier(
+        self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
+    ) -> Handle[None] | None:
+        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
+
+        timeout_s: meet at the store instead of at the backend. Every rank that arrived raises a
+                   BarrierTimeout with the ranks that did not, and the call that each of them is in.
+                   Works under NCCL too.
+        """
+        if timeout_s is not None and async_op:
+            self._usable()
+            raise UnsupportedOp(
+                f"barrier on {self.label}: async_op and timeout_s together",
+                given=f"timeout_s={timeout_s}, async_op=True",
+                expected="one of the two",
+                hint="mesh.barrier(dims, timeout_s=...) in a thread of its own",
+            )
+        if timeout_s is not None:
+            self._meet_at_store(dims, timeout_s)
+            return None
+        if dims is not None:
+            return self._at.along(dims).barrier(async_op)
+        if async_op:
+            raise UnsupportedOp(
+                f"barrier of all ranks on {self.label}: async_op without dims",
+                given="dims=None, async_op=True",
+                expected="dims, as all ranks meet dim by dim, one after the other",
+                hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
+            )
+        for name in self.layout.dims:
+            self._at[name].barrier()
+        return None
+
+    @outside_graphs
+    def warm_up(self) -> dict[str, float]:
+        """Use every group once, in plan order, so that no later call pays for connecting.
+
+        Called by: every rank of the mesh. On NCCL this also satisfies the rule that the first call
+        on a group involves all of its ranks.
+        Returns: seconds by name, of this rank; `warm_up_s` keeps them. `warm_up = true` in `[mesh]`
+        lets `meshcomm.init` call it.
+        """
+        self._usable()
+        seconds: dict[str, float] = {}
+        for family in self.plan.families:
+            if family.creates:
+                start = time.perf_counter()
+                self._at[family.name].barrier()
+                seconds[family.name] = time.perf_counter() - start
+        self.warm_up_s = seconds
+        return dict(seconds)
+
+    @outside_graphs
+    def breakpoint(self, *, timeout_s: float = 3600.0, skip: int = 0, **coords: int) -> None:
+        """Stop one rank in Python's debugger, at the line of this call; the others wait for it.
+
+        `mesh.breakpoint(dp=0, tp=1)`. Dims that are not named: coord 0. The rank's own stdin is asked.
+
+        Called by:  every rank of the mesh. No group's timeout runs meanwhile: they meet at the store.
+        timeout_s:  how long the others wait; then they raise BarrierTimeout.
+        skip:       how many of the first calls from this line do nothing.
+        Raises:     UnknownDim, LayoutError on every rank; bdb.BdbQuit on the stopped rank after `q`.
+        """
+        self._usable()
+        at = {**dict.fromkeys(self.layout.dims, 0), **coords}
+        stopped = self.layout.rank_at(**at)
+        frame = users_frame()
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        self._breakpoints[line] = number = self._breakpoints.get(line, 0) + 1
+        if number <= skip:
+            return
+        if self.rank == stopped:
+            from meshcomm.mesh.debugger import stop_at
+
+            stop_at(frame, self.label, partial(self._meet_at_store, None, timeout_s))
+        else:
+            self._meet_at_store(None, timeout_s)
+
+    def _meet_at_store(self, dims: Dims | None, timeout_s: float) -> None:
+        self._usable()
+        timeout_s = seconds_of(timeout_s, lambda: f"barrier on {self.label}")
+        along = tuple(self.layout.dims) if dims is None else dims
+        # The first rank identifies the group; its barriers are counted.
+        ranks = self.ranks(along)
+        key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
+        self._barriers[key] = number = self._barriers.get(key, 0) + 1
+        monitored_barrier(
+            prefixed(f"barrier/{key}/{number}", self._store),
+            ranks.index(self.rank),
+            ranks,
+            timeout_s,
+            f"barrier along {along if isinstance(along, str) else ', '.join(along)} on {self.label}",
+            partial(calls_of, self._watch, self.metrics.recorders),
+        )
+
+    # -- calls over time --------------------------------------------------------------------------
+
+    @outside_graphs
+    def stragglers(self) -> Stragglers:
+        """Who comes last to the calls that the ranks make together, by dim.
+
+        Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
+        is when the host enqueued the call. Messages are not counted.
+
+        Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
+        the whole mesh; prints as a table.
+        """
+        from meshcomm.mesh.compare_ranks import stragglers
+
+        self._usable()
+        names = [family.name for family in self.plan.families if family.size > 1]
+        # Names that share a group share its record: the first name is kept.
+        first = {id(self._at[name].recorder): name for name in reversed(names)}
+        named = {name: self._at[name].recorder for name in names if name in first.values()}
+        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
+        return stragglers(named, dims, self.objects.all_gather)
+
+    @outside_graphs
+    def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
+        """One step of the program is over: by now each rank of a group has begun the same collectives on it.
+
+        Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
+        step: a call, or a whole step, that one of them left out among equal ones or made once too often shows nowhere
+        else. A whole step is found by its number.
+        docs/guide/hangs.md says what is compared and how soon.
+
+        Called by: every rank of the mesh, at the same point of the program.
+        number:    what the program calls the step, equal on all ranks; None: one more than the last, from 1.
+        apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
+        Returns:   the number.
+        Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one
+                   before, as soon as that is known; calls that fail meanwhile and `close` raise it too.
+        """
+        self._usable()
+        number = self.metrics.number + 1 if number is None else whole(number, "step")
+        self.metrics.step(number, {id(self._at[dims].recorder) for dims in apart}, callsite(1))
+        if self._watch is not None:
+            self._watch.noted(self.metrics.steps)
+        return number
+
+    @outside_graphs
+    def stats(self) -> Stats:
+        """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
+
+        Counted always: collectives, messages and objects of the mesh along dims of size 2 or more. From torch
+        2.14 on also calls of torch on `group` or `device_mesh`, by FSDP or pipelining for example, as
+        `all_gather (torch)` without a time. Where [topology] has link speeds, the model's prediction is added.
+        Prints as a table; `after.since(before)` is the difference of two. Asks no other rank.
+
+        Seconds: how long the program was blocked in the calls. On devices other than cpu, and on groups of NCCL, a
+        call returns when it is enqueued, so they are None there, and "-" in the table.
+        """
+        self._usable()
+        from meshcomm.mesh.stats import stats
+        from meshcomm.predict.machine import machine
+
+        timed = self.device.type == "cpu"
+        counters = [(each.counters, timed and not each.ordered) for each in self.metrics.recorders.values()]
+        seconds = time.perf_counter() - self.metrics.opened
+        return stats(self.label, seconds, counters, self.plan, machine(self._topology()))
+
+    @outside_graphs
+    def stats_of_all_ranks(self) -> StatsOfAll:
+        """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
+
+        Called by: every rank of the mesh, in the same program order.
+        """
+        from meshcomm.mesh.compare_ranks import records_of_all, stats_of_all
+
+        own = self.stats()
+        record = self.rank, own.seconds, own.sums
+        records = records_of_all(self.objects.all_gather, self.layout.dims, record)
+        return stats_of_all(records, [family.name for family in self.plan.families])
+
+    @outside_graphs
+    def trace(self, path: str | PathLike[str]) -> Trace:
+        """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.
+
+        The file is for Perfetto or chrome://tracing: a process for each rank, a track for each dim. After the
+        block the first rank of the mesh has written it, and all ranks continue; 200,000 calls of a rank are
+        kept at most. Where the block raises, each rank that raised writes its calls
+        to trace.rank3.json. Calls cost some microseconds more inside.
+
+        Called by: every rank of the mesh, for the same part of the program.
+        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the block
+                   StoreError where the file cannot be written, CommunicationError for ranks that do not come.
+        """
+        self._usable()
+        if self._watch is not None and not self._watch.timed:
+            raise UnsupportedOp(
+                f"no trace of simulated ranks, asked for on {self.label}",
+                given="mesh.trace in the simulator, whose ranks run one at a time",
+                expected="processes, whose times mean something",
+                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
+            )
+        from meshcomm.mesh.tracing import Trace
+
+        return Trace(self, path)
+
+    # -- torch's own objects ------------------------------------------------------------------------
+
+    def group(self, dims: Dims) -> dist.ProcessGroup:
+        """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
+        self._usable()
+        if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
+            return self._torch.group(self._family_of(dims))
+        return self._torch.group(dims if isinstance(dims, str) else dims[0])
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All base dims as one torch DeviceMesh over this mesh's groups."""
+        return self[tuple(self.layout.dims)]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
+
+        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root, and so do merged dims
+        whose own are of the base, in its order.
+        """
+        self._usable()
+        return self._torch.device_mesh((names,) if isinstance(names, str) else names)
+
     # -- life -----------------------------------------------------------------------------------
 
     def create(
@@ -168,6 +554,33 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         Raises:    LayoutError, UnknownDim; MeshMismatchError where ranks ask for different groups.
         """
         self._usable()
+        plan = self._merged_plan(name, dims, backend, timeout_s, lane)
+        agree(
+            prefixed(f"create/{name}", self._runtime.store),
+            self.rank,
+            [self.rank] if self.pretended else plan.layout.ranks.tolist(),
+            plan.facts(),
+            plan.defaults.timeout_s,
+            f"the merged dim {name}",
+        )
+        family = plan.family(name)
+        if family.size == 1:
+            transport: Transport = SoloTransport(self.device, family.options.backend)
+        elif family.shares is not None:
+            transport = self._transports[family.shares]
+        else:
+            group = next(group for group in plan.for_rank(self.rank).groups if group.name == name)
+            transport = self._runtime.create(group, False)
+        self.plan, self.layout, self._torch.layout = plan, plan.layout, plan.layout
+        self._transports[name] = transport
+        self._at.clear()
+        self._connect()
+        self._rearranger = None
+
+    def _merged_plan(
+        self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, lane: str
+    ) -> Plan:
+        """The plan with one merged dim more; see `create` for the arguments and errors."""
         self.layout.digits(dims)
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
@@ -188,36 +601,14 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
             )
         merge = {**self.layout.merge, name: dims}
         layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
-        own = GroupOptions(
-            backend=backend or self.plan.defaults.backend,
-            timeout_s=timeout_s or self.plan.defaults.timeout_s,
-            lane=lane,
+        defaults = self.plan.defaults
+        options = GroupOptions(
+            backend=backend or defaults.backend, timeout_s=timeout_s or defaults.timeout_s, lane=lane
         )
-        plan = Plan(layout, self.plan.defaults, {**self.plan.options, name: own}, self.plan.device)
+        plan = Plan(layout, defaults, {**self.plan.options, name: options}, self.plan.device)
         if WORLD.get() is None:
             check_backends(plan)
-        agree(
-            prefixed(f"create/{name}", self._runtime.store),
-            self.rank,
-            1 if self.pretended else self.world_size,
-            plan.facts(),
-            plan.defaults.timeout_s,
-            what=f"the merged dim {name}",
-            ranks=[self.rank] if self.pretended else layout.ranks.tolist(),
-        )
-        family = plan.family(name)
-        if family.size == 1:
-            transport: Transport = SoloTransport(self.device, own.backend)
-        elif family.shares is not None:
-            transport = self._transports[family.shares]
-        else:
-            group = next(each for each in plan.for_rank(self.rank).groups if each.name == name)
-            transport = self._runtime.create(group, False)
-        self.plan, self.layout = plan, layout
-        self._transports[name] = transport
-        self._at.clear()
-        self._connect()
-        self._rearranger = None
+        return plan
 
     def close(self) -> None:
         """Give every group back, last created first. Closing twice is harmless.
@@ -233,22 +624,22 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         if self.closed:
             return
         if compare and self._watch is not None:
-            # Closing a group waits for what is queued on it, and nobody would hear why that does not end.
+            # Closing a group waits for its queued calls, and a hang there would not be explained.
             self._watch.drain()
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
-        self._recorders.clear()
+        self.metrics.recorders.clear()
         if self._outside is not None:
             self._outside.close()
         if self._watch is not None:
             self._watch.close()
         ordered = [each for each in self._transports.values() if each.ordered]
         if ordered and not compare:
-            # Others may never come to what is queued. In a thread, as a backend may wait even so.
+            # Other ranks may never make the queued calls. In a thread, as the abort of a backend may block.
             with suppress(TimeoutError, RuntimeError):
-                within(_ABORTS_S, lambda: _abort(set(ordered)))
-        self._forget()
+                within(_ABORTS_S, partial(_abort, set(ordered)))
+        self._torch.close()
         self.store.close()
         self._runtime.resources.close()
         # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
@@ -335,17 +726,27 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
     def _communicator(self, name: str, transport: Transport) -> Communicator:
         if transport.size == 1 or self._watch is None:
             return Communicator(name, transport, self.label)
-        key = id(transport)
-        if key not in self._recorders:
+        recorders, key = self.metrics.recorders, id(transport)
+        if key not in recorders:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
-            recorder = self._recorders[key] = self._watch.record(group.label, ranks, transport)
+            recorder = recorders[key] = self._watch.record(group.label, ranks, transport)
             recorder.check = CallCheck(lambda: transport, ranks, self._runtime.validate_calls)
             recorder.plan = f", plan {self.plan.fingerprint}"
-            recorder.trace(self.spans)
+            recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):
                 recorder.watch(transport.group, name, self.label)
-        return Communicator(name, transport, self.label, self._recorders[key])
+        return Communicator(name, transport, self.label, recorders[key])
+
+    def _member(self) -> int:
+        if not self.is_member:
+            raise NotMember(
+                f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
+                given=f"rank {self.rank}; the mesh covers ranks {fold(self.layout.ranks)}",
+                expected="a rank of the mesh",
+                hint="if mesh.is_member:",
+            )
+        return self.rank
 
     def _usable(self) -> None:
         self._member()
@@ -374,7 +775,7 @@ class Mesh(Barriers, Metrics, RandomNumbers, TorchMesh, AlongDims):
         return self._communicator(name, self._transports[name])
 
     def _family_of(self, dims: Dims) -> str:
-        """The name whose groups are those of `dims`. Raises UnknownDim where no group was declared."""
+        """The name that has the groups of `dims`. Raises UnknownDim where no group was declared."""
         family = self.plan.covering(dims)
         if family is not None:
             return family.name

@@ -8,10 +8,10 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.layout import Group, Plan
-from meshcomm.mesh.agree import agree, leave_together
+from meshcomm.mesh.agree import Agreed, agree, leave_together
 from meshcomm.mesh.devices import (
     check_backends,
     check_devices,
@@ -45,10 +45,10 @@ from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import end_rank, leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
-from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching, World
+from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.torch_store import prefixed, store_failed
-from meshcomm.mesh.watchdog import Watchdog
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_group, default_store, give_back
@@ -100,50 +100,294 @@ def init(
     """
     grid = {"dims": dims, "merge": merge, "views": views, "rank_order": rank_order, "ranks": ranks}
     calls = {"timeout_s": timeout_s, "validate_calls": validate_calls, "warm_up": warm_up}
-    given = given_keys(**grid, options=options, device=device, backend=backend, **calls)
-    world = WORLD.get()
-    launch = _launch() if world is None else world.launch
-    failure: MeshcommError | None = None
-    try:
-        settings = settings_of(config, given, overrides)
-    except MeshcommError as error:
-        if launch.world_size == 1:
-            raise
-        # Meet the others all the same, so that they hear of it instead of waiting.
-        settings, failure = MeshOnly(MeshConfig(dims={"all": -1})), error
-    pretended = PRETENDED.get()
-    if pretended is not None:
-        settings = pretended.settings(settings)
-    if world is not None:
-        # Its ranks have met; whoever says how to meet means another one.
-        meeting = {"store": store, "rank": rank, "world_size": world_size}
-        if named := ", ".join(name for name, value in meeting.items() if value is not None):
-            raise LaunchError(
-                f"init was told how to meet the other ranks, which have met: {named} has no effect here",
-                given=named,
-                expected="no store, rank or world_size in the simulator",
-                hint="leave them out; outside the simulator a launcher may say them",
-            )
-        joined = Meeting(world.store, launch.rank, launch.world_size, launch)
-    elif dist.is_initialized():
-        # Of torch's fake backend only this rank exists: there is no store, and nobody to agree with.
-        fake = dist.get_backend() == "fake"
-        found = of_this_attempt(store or (dist.HashStore() if fake else default_store()))
-        joined = Meeting(found, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
-    else:
-        joined = meet(
-            settings.process, launch, settings.mesh.timeout_s, store=store, rank=rank, world_size=world_size
+    keys = given_keys(**grid, options=options, device=device, backend=backend, **calls)
+    return Opening(InitOptions(config, keys, overrides, store, rank, world_size)).run()
+
+
+@dataclass(frozen=True, slots=True)
+class InitOptions:
+    """The arguments of `init`. keys: the given keys of `[mesh]`."""
+
+    config: Source | None
+    keys: Mapping[str, Any]
+    overrides: Sequence[str]
+    store: dist.Store | None
+    rank: int | None
+    world_size: int | None
+
+
+@final
+class Opening:
+    """Makes a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
+
+    Raises ConfigError and LaunchError where a single process has no usable configuration; of several, each still meets
+    the others, so that they get the error instead of waiting.
+    """
+
+    def __init__(self, options: InitOptions) -> None:
+        self._options = options
+        self._world = WORLD.get()
+        self._pretended = PRETENDED.get()
+        self._launch = _launch() if self._world is None else self._world.launch
+        self._failure: MeshcommError | None = None
+        try:
+            self._settings = settings_of(options.config, dict(options.keys), options.overrides)
+        except MeshcommError as error:
+            if self._launch.world_size == 1:
+                raise
+            self._settings, self._failure = MeshOnly(MeshConfig(dims={"all": -1})), error
+        if self._pretended is not None:
+            self._settings = self._pretended.settings(self._settings)
+        # Given back when the mesh closes, the last first.
+        self._resources = ExitStack()
+        self._transports: dict[str, Transport] = {}
+        self._clients: dict[bool, dist.Store] = {}
+
+    def run(self) -> Mesh:
+        """The mesh; with `warm_up` its groups are used. Gives everything back where a step raises."""
+        self._meeting = self._meet()
+        with ExitStack() as opening:
+            opening.enter_context(self._resources)
+            self._prefix = self._next_prefix()
+            self._store = prefixed(self._prefix, self._meeting.store)
+            facts = self._facts()
+            began = time.perf_counter()
+            self._agreed = self._agree(facts)
+            agreed = time.perf_counter()
+            if self._world is None:
+                self._start_default_group()
+            runtime = self._create()
+            seconds = {"agree": agreed - began, "create": time.perf_counter() - agreed}
+            mesh = Mesh(self._plan, runtime, seconds)
+            if self._settings.mesh.warm_up and mesh.is_member:
+                opening.callback(mesh.close)
+                mesh.warm_up()
+            opening.pop_all()
+        if self._pretended is not None:
+            self._pretended.opened(mesh)
+        return mesh
+
+    # -- first: meet ----------------------------------------------------------------------------
+
+    def _meet(self) -> Meeting:
+        options, launch = self._options, self._launch
+        meeting = {"store": options.store, "rank": options.rank, "world_size": options.world_size}
+        if self._world is not None:
+            # Its ranks have met; whoever says how to meet means another one.
+            if named := ", ".join(name for name, value in meeting.items() if value is not None):
+                raise LaunchError(
+                    f"init was told how to meet the other ranks, which have met: {named} has no effect here",
+                    given=named,
+                    expected="no store, rank or world_size in the simulator",
+                    hint="leave them out; outside the simulator a launcher may say them",
+                )
+            return Meeting(self._world.store, launch.rank, launch.world_size, launch)
+        if dist.is_initialized():
+            # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
+            fake = dist.get_backend() == "fake"
+            store = options.store or (dist.HashStore() if fake else default_store())
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            return Meeting(of_this_attempt(store), rank, world_size, launch, fake, kept=True)
+        settings = self._settings
+        return meet(
+            settings.process,
+            launch,
+            settings.mesh.timeout_s,
+            store=options.store,
+            rank=options.rank,
+            world_size=options.world_size,
         )
-    with ExitStack() as opening:
-        resources = opening.enter_context(ExitStack())
-        mesh = _open(config, settings, joined, failure, world, resources)
-        if settings.mesh.warm_up and mesh.is_member:
-            opening.callback(mesh.close)
-            mesh.warm_up()
-        opening.pop_all()
-    if pretended is not None:
-        pretended.opened(mesh)
-    return mesh
+
+    def _next_prefix(self) -> str:
+        """A prefix of this mesh's own in the job's store.
+
+        Each rank counts its own openings there, and the count is the same on all ranks. So no two meshes of a job
+        share a key, after a restart or when a mesh is opened again.
+        """
+        store, rank = self._meeting.store, self._meeting.rank
+        try:
+            claim(store, rank, kept=self._meeting.kept)
+            prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
+            # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
+            # group since, count in different parts of the store.
+            if self._world is None and dist.is_initialized() and not self._meeting.pretended:
+                outer = default_store()
+                prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
+        except RuntimeError as error:
+            raise store_failed(
+                f"rank {rank} lost the job's store before the mesh was opened", error
+            ) from error
+        return prefix
+
+    # -- second: agree --------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        """What has to be equal on all ranks; a rank that has failed brings its problem."""
+        if self._failure is None:
+            try:
+                self._plan, self._device = self._planned()
+                if self._world is None:
+                    devices = prefixed("devices", self._store)
+                    refuse_shared(devices, self._meeting.rank, self._plan, self._device)
+            except MeshcommError as error:
+                self._failure = error
+        if self._failure is not None:
+            return {"problem": self._failure.what}
+        meeting, mesh = self._meeting, self._settings.mesh
+        return {
+            **self._plan.facts(),
+            "world": meeting.world_size,
+            **({"job": meeting.launch.job} if meeting.launch.job else {}),
+            "validate_calls": mesh.validate_calls,
+            "warm_up": mesh.warm_up,
+            "versions": {
+                "meshcomm": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
+        }
+
+    def _planned(self) -> tuple[Plan, torch.device]:
+        """The groups of the mesh, and this process's device; refuses what this host or torch lacks."""
+        settings, meeting = self._settings, self._meeting
+        if self._world is not None:
+            device, backend = self._world.place(settings.mesh.device)
+            return settings.plan(meeting.world_size).on(device.type, backend), device
+        variables = network_variables(settings.network)
+        refuse_conflict(variables)
+        self._resources.enter_context(with_variables(variables))
+        device = choose_device(settings.mesh.device, meeting.launch)
+        if meeting.world_size == 1 and meeting.launch.kind == "single":
+            refuse_alone(settings)
+        plan = settings.plan(meeting.world_size).on(device.type, choose_backend(device))
+        check_devices(settings, device, plan.defaults.backend, meeting.launch)
+        check_backends(plan)
+        check_interfaces(plan, settings.network)
+        return plan, device
+
+    def _agree(self, facts: Mapping[str, Any]) -> Agreed:
+        meeting, store = self._meeting, prefixed("agree", self._store)
+        ranks = range(1 if meeting.pretended else meeting.world_size)
+        try:
+            agreed = agree(store, meeting.rank, ranks, facts, self._settings.mesh.timeout_s)
+        except MeshMismatchError as error:
+            blame(error, meeting.store)
+            if self._world is None:
+                leave_together(store, stays=meeting.rank == 0)
+            if self._failure is None:
+                raise
+        if self._failure is not None:
+            # The others have it by now; here the problem itself says more than that the ranks differ.
+            raise self._failure
+        return agreed
+
+    # -- third: torch's default group -----------------------------------------------------------
+
+    def _start_default_group(self) -> None:
+        """Start it, unless the program has. Raises CommunicationError."""
+        meeting, device, backend = self._meeting, self._device, self._plan.defaults.backend
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if dist.is_initialized():
+            return
+        # A bound device connects all ranks with all at once, where the groups of the dims would do.
+        bind = self._settings.process.device_id is True and device.type != "cpu"
+        variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
+        try:
+            with with_variables(variables, keep=True):
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("world", self._store),
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout=timedelta(seconds=self._settings.mesh.timeout_s),
+                    device_id=device if bind else None,
+                )
+            self._resources.callback(give_back, default_group())
+            default_store().set(_PREFIX, self._prefix)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {meeting.rank} could not start torch's default group",
+                given=first_line(error),
+                expected=f"backend {backend} to start, and a store that answers",
+                hint=INTERFACES
+                if reason_of(error) is Reason.UNREACHABLE
+                else "look for the first error of the process that holds the store",
+            ) from error
+
+    # -- fourth: create -------------------------------------------------------------------------
+
+    def _create(self) -> Runtime:
+        """This rank's groups, each created by the ranks that are in it, and the watchdog. Raises CommunicationError."""
+        meeting, plan, settings = self._meeting, self._plan, self._settings
+        limit = settings.mesh.validate_calls
+        compared = None if limit == "always" or self._world is not None else limit
+        self._resources.callback(self._transports.clear)
+        watch = None
+        if meeting.rank in plan.layout:
+            whole_world = self._world is None and plan.layout.world_size == meeting.world_size
+            existing = self._options.config if isinstance(self._options.config, DeviceMesh) else None
+            self._transports.update(
+                create_transports(plan, meeting.rank, self._device, whole_world, self._open_group, existing)
+            )
+            watch = self._watch(compared)
+        roles = getattr(settings, "parallel", None)
+        per_host = None if meeting.pretended else self._agreed.ranks_per_host
+        return Runtime(
+            launch=meeting.launch,
+            rank=meeting.rank,
+            device=self._device,
+            store=self._store,
+            prefix=self._prefix,
+            topology=partial(_topology, settings, per_host, self._world is not None),
+            transports=self._transports,
+            watch=watch,
+            validate_calls=compared,
+            create=self._open_group,
+            resources=self._resources,
+            data_dims=None if roles is None else roles.data_dims,
+            pretended=meeting.pretended,
+        )
+
+    def _open_group(self, group: Group, split: bool) -> Transport:
+        if self._world is not None:
+            return self._world.open(group, self._prefix)
+        # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
+        # threads that answer for this rank have to get through.
+        own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
+        if own not in self._clients:
+            self._clients[own] = self._store.clone() if own else self._store
+        store, rank = dist.PrefixStore("groups", self._clients[own]), self._meeting.rank
+        with with_variables(gloo_defaults(self._meeting.launch.one_host, len(group.ranks)), keep=True):
+            transport = open_group(group, rank, store, self._prefix, self._device, split)
+        self._resources.callback(transport.close)
+        return transport
+
+    def _watch(self, compared: int | None) -> Watching | None:
+        meeting, plan = self._meeting, self._plan
+        coords, groups = plan.layout.coords(meeting.rank), plan.for_rank(meeting.rank).groups
+        if self._world is not None:
+            return self._world.watch(coords, self._prefix)
+        if not groups:
+            return None
+        # What the watchdog keeps must not keep the store.
+        last = time.monotonic() + self._settings.mesh.timeout_s
+        options = WatchOptions(
+            plan.defaults.timeout_s,
+            partial(_end, meeting.launch, plan.layout.label(meeting.rank)),
+            reports=_reports(self._settings.mesh.reports, self._agreed.moment),
+            compared=compared,
+            alone=meeting.pretended,
+            process_of=partial(state_of_rank, meeting.store),
+            refused=partial(_refused, meeting, last),
+        )
+        store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
+        watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
+        ranks = plan.layout.ranks.tolist()
+        if not meeting.pretended and meeting.rank == min(ranks):
+            leave_names({other: plan.layout.label(other) for other in ranks})
+        return watchdog
 
 
 def _launch() -> Launch:
@@ -160,94 +404,6 @@ def _launch() -> Launch:
     return Launch("torch", rank, world, int(local) if local.isdecimal() else 0, 1, placed=local.isdecimal())
 
 
-def _open(
-    source: Source | None,
-    settings: Settings,
-    joined: Meeting,
-    failure: MeshcommError | None,
-    world: World | None,
-    resources: ExitStack,
-) -> Mesh:
-    # Each rank counts its own openings in the store: the count is the same on all ranks, restarts
-    # and re-opened meshes included, and no two meshes of a job ever meet in the same keys.
-    try:
-        claim(joined.store, joined.rank, kept=joined.kept)
-        prefix = f"meshcomm{joined.store.add(f'meshcomm/opened/{joined.rank}', 1)}"
-        # The mesh that made the default group and one that is opened beside it count each in a part of the store
-        # of its own; torch has one list of names for both.
-        if world is None and dist.is_initialized() and not joined.pretended:
-            outer = default_store()
-            prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
-    except RuntimeError as error:
-        lost = f"rank {joined.rank} lost the job's store before the mesh was opened"
-        raise store_failed(lost, error) from error
-    store = prefixed(prefix, joined.store)
-    facts: dict[str, Any] = {}
-    if failure is None:
-        try:
-            plan, device = _plan(settings, joined, world, resources)
-            if world is None:
-                refuse_shared(prefixed("devices", store), joined.rank, plan, device)
-            facts = {
-                **plan.facts(),
-                "world": joined.world_size,
-                **({"job": joined.launch.job} if joined.launch.job else {}),
-                "validate_calls": settings.mesh.validate_calls,
-                "warm_up": settings.mesh.warm_up,
-                "versions": {
-                    "meshcomm": __version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
-                "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
-            }
-        except MeshcommError as error:
-            failure = error
-    if failure is not None:
-        facts = {"problem": failure.what}
-    common = prefixed("agree", store)
-    began = time.perf_counter()
-    try:
-        comes = 1 if joined.pretended else joined.world_size
-        agreed = agree(common, joined.rank, comes, facts, settings.mesh.timeout_s)
-    except MeshMismatchError as error:
-        blame(error, joined.store)
-        if world is None:
-            leave_together(common, stays=joined.rank == 0)
-        if failure is None:
-            raise
-    if failure is not None:
-        # Told to the others; here the problem itself says more than that the ranks differ.
-        raise failure
-    agree_s = time.perf_counter() - began
-    reports = _reports(settings.mesh.reports, agreed.moment)
-    per_host = None if joined.pretended else agreed.ranks_per_host
-    runtime = _create(
-        source, settings, joined, plan, device, store, prefix, world, resources, reports, per_host
-    )
-    return Mesh(plan, runtime, {"agree": agree_s, "create": time.perf_counter() - began - agree_s})
-
-
-def _plan(
-    settings: Settings, joined: Meeting, world: World | None, resources: ExitStack
-) -> tuple[Plan, torch.device]:
-    """The groups of the mesh, and this process's device; refuses what this host or torch lacks."""
-    if world is not None:
-        device, backend = world.place(settings.mesh.device)
-        return settings.plan(joined.world_size).on(device.type, backend), device
-    variables = network_variables(settings.network)
-    refuse_conflict(variables)
-    resources.enter_context(with_variables(variables))
-    device = choose_device(settings.mesh.device, joined.launch)
-    if joined.world_size == 1 and joined.launch.kind == "single":
-        refuse_alone(settings)
-    plan = settings.plan(joined.world_size).on(device.type, choose_backend(device))
-    check_devices(settings, device, plan.defaults.backend, joined.launch)
-    check_backends(plan)
-    check_interfaces(plan, settings.network)
-    return plan, device
-
-
 def _reports(folder: str, moment: str) -> str:
     """The run's own folder in `folder`: its time and, where the launcher names it, its job."""
     named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
@@ -255,134 +411,22 @@ def _reports(folder: str, moment: str) -> str:
     return os.path.join(folder, re.sub(r"[^\w.-]", "-", f"{moment}-{job}".rstrip("-"))) if folder else ""
 
 
-def _create(
-    source: object,
-    settings: Settings,
-    joined: Meeting,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store,
-    prefix: str,
-    world: World | None,
-    resources: ExitStack,
-    reports: str,
-    per_host: int | None,
-) -> Runtime:
-    """This rank's groups, each created by the ranks that are in it, and what watches them.
+def _topology(settings: Settings, ranks_per_host: int | None, simulated: bool) -> TopologyConfig:
+    if simulated:
+        return settings.topology
+    from meshcomm.predict.machine import discovered
 
-    Raises CommunicationError naming the group that could not be made.
-    """
-    # What the mesh keeps ends the process; not the store with it.
-    rank, launch, limit = joined.rank, joined.launch, settings.mesh.validate_calls
-    compared = None if limit == "always" or world is not None else limit
-    is_member = rank in plan.layout
-    transports: dict[str, Transport] = {}
-    resources.callback(transports.clear)
-    watch: Watching | None = None
-    if world is None and device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world is None and not dist.is_initialized():
-        # A bound device connects all ranks with all at once, where the groups of the dims would do.
-        bind = settings.process.device_id is True and device.type != "cpu"
-        try:
-            with with_variables(
-                {**gloo_defaults(launch.one_host), **nccl_defaults(joined.world_size)}, keep=True
-            ):
-                dist.init_process_group(
-                    plan.defaults.backend,
-                    store=dist.PrefixStore("world", store),
-                    rank=rank,
-                    world_size=joined.world_size,
-                    timeout=timedelta(seconds=settings.mesh.timeout_s),
-                    device_id=device if bind else None,
-                )
-            resources.callback(give_back, default_group())
-            default_store().set(_PREFIX, prefix)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {rank} could not start torch's default group",
-                given=first_line(error),
-                expected=f"backend {plan.defaults.backend} to start, and a store that answers",
-                hint=INTERFACES
-                if reason_of(error) is Reason.UNREACHABLE
-                else "look for the first error of the process that holds the store",
-            ) from error
+    return discovered(settings.topology, os.environ, ranks_per_host)
 
-    clients: dict[bool, dist.Store] = {}
 
-    def create(group: Group, split: bool) -> Transport:
-        if world is not None:
-            return world.open(group, prefix)
-        # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
-        # threads that answer for this rank have to get through.
-        own = backend_on(group.options.backend, device) in STREAM_ORDERED
-        if own not in clients:
-            clients[own] = store.clone() if own else store
-        with with_variables(gloo_defaults(launch.one_host, len(group.ranks)), keep=True):
-            transport = open_group(
-                group, rank, dist.PrefixStore("groups", clients[own]), prefix, device, split
-            )
-        resources.callback(transport.close)
-        return transport
+def _end(launch: Launch, label: str, error: MeshcommError) -> None:
+    # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
+    # may be about to say whom it waits for itself.
+    # Ranks of another job are no ranks that speak for this one.
+    asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
+    end_rank(error, asks, label, patience_s=1.0)
 
-    def topology() -> TopologyConfig:
-        if world is not None:
-            return settings.topology
-        from meshcomm.predict.machine import discovered
 
-        return discovered(settings.topology, os.environ, per_host)
-
-    if is_member:
-        whole_world = world is None and plan.layout.world_size == joined.world_size
-        existing = source if isinstance(source, DeviceMesh) else None
-        transports.update(create_transports(plan, rank, device, whole_world, create, existing))
-        coords, groups = plan.layout.coords(rank), plan.for_rank(rank).groups
-        timeouts = {group.label: group.options.timeout_s for group in groups}
-
-        def end(error: MeshcommError) -> None:
-            # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
-            # may be about to say whom it waits for itself.
-            # Ranks of another job are no ranks that speak for this one.
-            asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
-            end_rank(error, asks, plan.layout.label(rank), patience_s=1.0)
-
-        # Ranks of this job that come later find no mesh to join.
-        last = time.monotonic() + settings.mesh.timeout_s
-
-        def refused() -> MeshcommError | None:
-            return None if launch.job or time.monotonic() > last else another_job(joined.store)
-
-        if world is not None:
-            watch = world.watch(coords, prefix)
-        elif groups:
-            watch = Watchdog(
-                dist.PrefixStore("watch", dist.PrefixStore("mesh", store)),
-                rank,
-                coords,
-                plan.layout.world_size,
-                reports,
-                compared,
-                timeouts=lambda label: timeouts.get(label, plan.defaults.timeout_s),
-                end=end,
-                alone=joined.pretended,
-                process_of=partial(state_of_rank, joined.store),
-                refused=refused,
-            )
-            if not joined.pretended and rank == min(plan.layout.ranks.tolist()):
-                leave_names({other: plan.layout.label(other) for other in plan.layout.ranks.tolist()})
-    roles = getattr(settings, "parallel", None)
-    return Runtime(
-        launch,
-        rank,
-        device,
-        store,
-        prefix,
-        topology,
-        transports,
-        watch,
-        compared,
-        create,
-        resources,
-        None if roles is None else roles.data_dims,
-        joined.pretended,
-    )
+def _refused(meeting: Meeting, last: float) -> MeshcommError | None:
+    """The error where this rank may be of another job; ranks of this job that come later find no mesh to join."""
+    return None if meeting.launch.job or time.monotonic() > last else another_job(meeting.store)

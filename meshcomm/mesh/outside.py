@@ -1,4 +1,4 @@
-"""Groups of torch's that no dim of a mesh has: the default group, and those of `dist.new_group`. Their calls are compared too."""
+"""Calls on torch's groups outside the mesh are compared too: the default group, and groups of `dist.new_group`."""
 
 from __future__ import annotations
 

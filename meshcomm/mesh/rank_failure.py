@@ -21,6 +21,7 @@ from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
 from meshcomm.mesh.endings import backend_error
 from meshcomm.mesh.environment import Launch, attempt_of
+from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.torch_store import within
 
@@ -44,12 +45,12 @@ _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "l
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended a rank.
+    """The error of a rank, or its end without one.
 
     who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line,
-    or how a rank ended that left no error. frame: the user's innermost line. text: all to be printed, ""
-    where the rank left no error. code: the rank's exit code. follows: another rank's error is to come
-    first, if there is one. mismatched: the error itself names this rank as the one that differs.
+    or the end of a rank that left no error. frame: the user's innermost line. text: to be printed, ""
+    where the rank left no error. code: the rank's exit code. follows: another rank's error is the cause,
+    if there is one. mismatched: the error itself names this rank as the one that differs.
     missing: ranks that it waited for. call: the collective that failed, see `CommunicationError.call`.
     raised: `what` is an error of this rank.
     """
@@ -75,7 +76,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
-    """The failure of the rank `rank`, called `who`, which raised `error`."""
+    """The failure of `rank`, which raised `error`. who: the rank with its coords."""
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
     # torch's own errors about a store or a peer that is gone are no better a cause than ours.
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
@@ -95,7 +96,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         rank,
         who,
         time.time(),
-        ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]]),
+        one_line(error),
         f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "",
         f"{who}:{text}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
@@ -107,16 +108,13 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Whether it is a backend's own error about a peer or a timeout, which says no more than that a call ended."""
+    """Whether it is a backend's own error about a peer or a timeout: it shows only that a call ended."""
     cause = backend_error(error)
     if cause is None:
         return False
-    innermost = cause.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    file = "" if innermost is None else innermost.tb_frame.f_code.co_filename
+    innermost = traceback.extract_tb(cause.__traceback__)[-1:]
     # A wait for a Work is the program's own line: then the text begins with a line of C++.
-    return is_ours(file) or _CPP.search(str(cause)) is not None
+    return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(str(cause)) is not None
 
 
 def _traceback(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""How does this process meet the others, and is it the only one of its rank? By the job's store, before anything else."""
+"""The first step of a job: each process finds the job's store, and is the only one of its rank there."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def meet(
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
-    """`store`, without the keys of another run of torchrun at one endpoint, nor those of an earlier attempt of this one."""
+    """`store` under a prefix that other runs of torchrun at this endpoint, and earlier attempts, do not have."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(os.environ)])]
     for prefix in own:
@@ -160,7 +160,7 @@ def _find_store(
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     if rank == 0 and (problem := exposed_file(path)) is not None:
         warnings.warn(str(problem), ExposedRendezvous, stacklevel=2)
-    # torch's file store adds to what is in the file, so a restarted job needs another one.
+    # torch's file store adds to the file, so a restarted job needs another one.
     if prefix := attempt_prefix(os.environ):
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
@@ -196,8 +196,8 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
     """Say that this process is `rank`; harmless when repeated, and after a process that has ended.
 
     Called by: every process of the job, before anything else that counts its rank in the store.
-    store: seen by all of them. kept: whether it may hold what earlier attempts of the job wrote; then a
-    process of another host, of which nobody here knows whether it runs, counts as one of those.
+    store: of all processes. kept: whether it may hold keys of earlier attempts of the job; then a process of
+    another host, which may have ended, is taken for one of an earlier attempt.
 
     Costs one store operation. Raises LaunchError naming both processes where another one is this rank;
     `blame` then tells the others.
@@ -262,7 +262,7 @@ def another_job(store: Any) -> LaunchError | None:
 
 
 class _Twice(NamedTuple):
-    """A rank, the name of the process that claimed it, and that of one which came later, with the process that started it."""
+    """A rank, the names of the process that claimed it and of a later one, and of the later one's parent."""
 
     rank: int
     first: str

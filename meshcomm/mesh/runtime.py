@@ -1,4 +1,4 @@
-"""What a mesh stands on: real processes, or a world that somebody else provides for this context."""
+"""The parts that a mesh is made from, and the worlds other than real processes in which it can be opened."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Runtime:
-    """What one rank has of a mesh when all ranks have agreed on it and its groups exist.
+    """One rank's part of a mesh, after all ranks have agreed on it and its groups exist.
 
-    store: of the job, under `prefix`, which is this mesh's own. topology: how ranks lie on machines, as the
-    configuration or the launcher says it. validate_calls: how many calls of each kind are compared; None: all, or
-    the world does it itself. create: makes one group; its second argument says whether NCCL may split the world
-    for it. resources: gives back all that was made, last first. data_dims: the dims along which
-    samples differ, as the configuration's [parallel] says it; None where it says nothing. pretended: no other rank exists.
+    store: the job's, under `prefix`, which no other mesh has. topology: how ranks are placed on machines.
+    validate_calls: how many calls of each kind are compared; None if all, or if the world compares them.
+    create: makes one group; the second argument: whether NCCL may split the world for it.
+    resources: gives everything back, the last first. data_dims: the dims along which samples differ, if the
+    configuration has [parallel]. pretended: no other rank exists.
     """
 
     launch: Launch
@@ -75,10 +75,10 @@ class Watching(ABC):
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error to raise from `error`, by which the program leaves the mesh: of a call made past the mesh.
+        """The error that explains `error`, by which the program leaves the mesh: a call outside the mesh failed.
 
-        None where it is no backend's, or no such call on a group of the mesh has failed or is under way. May wait for
-        seconds.
+        None where `error` is no backend's, or no such call on a group of the mesh has failed or is under way. May
+        wait for seconds.
         """
         return None
 
@@ -87,7 +87,7 @@ class Watching(ABC):
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """What each of `ranks` that answers is doing; may wait for seconds. Nothing where nobody can be asked."""
+        """The status of each of `ranks` that answers; may wait for seconds. Empty if no rank can be asked."""
         return {}
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class World(Protocol):
     store: dist.Store
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
-        """The device that the mesh is told of, and what backend "auto" means, where `wanted` was asked."""
+        """The device of the mesh, and the backend for "auto", if `wanted` is the configured device."""
         ...
 
     def open(self, group: Group, prefix: str) -> Transport:

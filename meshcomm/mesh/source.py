@@ -1,4 +1,4 @@
-"""Which configuration does `meshcomm.init` make its mesh from: its arguments, or that of `meshcomm run`?"""
+"""The configuration of the mesh that `meshcomm.init` makes: its arguments, or the config of `meshcomm run`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MeshOnly:
 
     @cached_property
     def topology(self) -> TopologyConfig:
-        """As nobody has said it; its model is only loaded for what shows the mesh."""
+        """The default; its model is only loaded when the mesh is shown."""
         from meshcomm.config.topology import TopologyConfig
 
         return TopologyConfig()
@@ -135,7 +135,7 @@ def _fits(settings: Settings, world: int) -> bool:
 
 
 def beside_the_job() -> None:
-    """From here on this context's meshes are not the job's, as those of a simulation inside a program."""
+    """Later meshes of this context do not belong to the job: they are part of a simulation inside a program."""
     _TAKEN.set(os.environ.get(CONFIG_VARIABLE))
 
 
@@ -205,7 +205,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
 
 def _refuse_unused(path: str, own: Settings) -> None:
-    """Raise LaunchError where the job's configuration says what the mesh of `own` would not have."""
+    """Raise LaunchError where the mesh of `own` ignores settings of the job's configuration."""
     from meshcomm.config import load
 
     asked = load(path, _overrides())

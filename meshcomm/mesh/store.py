@@ -1,4 +1,4 @@
-"""`mesh.store`: what the ranks of a job leave for each other."""
+"""`mesh.store`: the job's torch store, for small values that ranks leave for each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.mesh.torch_store import GRACE_S, kind_of, store_failed, wait_for, 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
 
-# No value is ever this one: comparing with it reads a key without waiting for it, in every store.
+# No key ever holds this value: comparing with it reads a key without waiting for it, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
 
 
@@ -31,9 +31,7 @@ class MeshStore:
             cannot be reached; UnsupportedOp; MeshClosed after the mesh was closed.
     """
 
-    def __init__(
-        self, store: dist.Store, label: Callable[[], str], timeout_s: float, alone: bool = False
-    ) -> None:
+    def __init__(self, store: dist.Store, label: str, timeout_s: float, alone: bool = False) -> None:
         """alone: no other rank exists, as in a dry run; waiting for a key that is not set is then refused."""
         self._store: Any = store  # torch's annotations leave out half of its methods
         self._alone = alone
@@ -51,7 +49,7 @@ class MeshStore:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call waits for a key unless told otherwise."""
+        """Seconds that a call waits for a key unless it is given others."""
         return self._timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -60,8 +58,7 @@ class MeshStore:
 
     def set(self, key: str, value: Value) -> None:
         """Set `key`, whether or not it was set."""
-        data = self._bytes("set", key, value)
-        self._run("set", [key], lambda: self._store.set(key, data))
+        self._ask("set", [key], key, self._bytes("set", key, value))
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
         """The value of `key`, waited for."""
@@ -83,20 +80,19 @@ class MeshStore:
         total = int(held or 0) + amount
         if not (-(2**63) <= amount < 2**63 and -(2**63) <= total < 2**63):
             raise self._refused("add", [key], f"{amount} to {int(held or 0)}", "a sum of 64 bits")
-        return self._run("add", [key], lambda: int(self._store.add(key, amount)))
+        return int(self._ask("add", [key], key, amount))
 
     def append(self, key: str, value: Value) -> None:
-        """Put `value` behind what `key` holds. Refused on FileStore, which loses what equals the value it has."""
+        """Append `value` to the value of `key`. Refused on FileStore, which drops an append that equals the value."""
         self._open("append")
         if self.kind == "FileStore" or not self._store.has_extended_api():
             raise UnsupportedOp(
-                f"store.append on {self._label()}: not possible on a {self.kind}",
+                f"store.append on {self._label}: not possible on a {self.kind}",
                 given=f"the job's {self.kind}",
                 expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
                 hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
             )
-        data = self._bytes("append", key, value)
-        self._run("append", [key], lambda: self._store.append(key, data))
+        self._ask("append", [key], key, self._bytes("append", key, value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Set `key` to `desired` where it holds `expected`; return what it holds then.
@@ -104,14 +100,14 @@ class MeshStore:
         A key that is not set holds nothing, b"", and stays unset where `expected` is something
         else; then `expected` is returned, as torch does.
         """
-        old, new = (self._bytes("compare_set", key, each) for each in (expected, desired))
-        return self._run("compare_set", [key], lambda: bytes(self._store.compare_set(key, old, new)))
+        values = [self._bytes("compare_set", key, value) for value in (expected, desired)]
+        return bytes(self._ask("compare_set", [key], key, *values))
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; return whether it was set."""
         # torch's FileStore says True for a key that was not set.
         there = self.kind != "FileStore" or self.has_key(key)
-        return self._run("delete_key", [key], lambda: bool(self._store.delete_key(key))) and there
+        return bool(self._ask("delete_key", [key], key)) and there
 
     def has_key(self, key: str) -> bool:
         """Whether `key` is set."""
@@ -119,7 +115,7 @@ class MeshStore:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are set. Does not wait."""
-        return self._run("check", keys, lambda: bool(self._store.check(list(keys))))
+        return bool(self._ask("check", keys, list(keys)))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Return when all `keys` are set."""
@@ -130,7 +126,7 @@ class MeshStore:
         seconds, deadline = self._until(timeout_s)
         self._wait("multi_get", keys, seconds, deadline)
         if self.kind == "TCPStore":
-            return self._run("multi_get", keys, lambda: [*map(bytes, self._store.multi_get(list(keys)))])
+            return [*map(bytes, self._ask("multi_get", keys, list(keys)))]
         return [self.get(key, max(deadline - time.monotonic(), 0.001)) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
@@ -140,11 +136,11 @@ class MeshStore:
                 "multi_set", keys, f"{len(keys)} keys and {len(values)} values", "one for each"
             )
         data = [self._bytes("multi_set", key, value) for key, value in zip(keys, values, strict=True)]
-        self._run("multi_set", keys, lambda: self._store.multi_set(list(keys), data))
+        self._ask("multi_set", keys, list(keys), data)
 
     def keys(self) -> list[str]:
-        """The keys that are set now, sorted: only those of this mesh's store."""
-        return self._run("keys", [], lambda: sorted(map(str, self._store.list_keys())))
+        """The keys of this mesh's store, sorted."""
+        return sorted(map(str, self._ask("list_keys", [], call="keys")))
 
     def num_keys(self) -> int:
         """How many keys are set now. torch's own counts the whole job's."""
@@ -162,11 +158,11 @@ class MeshStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _peek(self, call: str, key: str) -> bytes | None:
-        held = self._run(call, [key], lambda: bytes(self._store.compare_set(key, _NOBODY, _NOBODY)))
+        held = bytes(self._ask("compare_set", [key], key, _NOBODY, _NOBODY, call=call))
         return None if held == _NOBODY else held
 
     def _until(self, timeout_s: float | None) -> tuple[float, float]:
-        """Seconds to wait, and the end of that."""
+        """Seconds to wait, and the deadline."""
         seconds = self._timeout_s if timeout_s is None else self._seconds(timeout_s)
         return seconds, time.monotonic() + seconds
 
@@ -175,25 +171,29 @@ class MeshStore:
         missing = [key for key in keys if self._alone and not self.has_key(key)]
         if missing:
             raise UnsupportedOp(
-                f"store.{call} on {self._label()}: only another rank could set {_listed(missing)}, and in a dry run there is none",
+                f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and in a dry run there is none",
                 given=f"{len(missing)} of {len(keys)} keys missing",
                 expected="keys that this rank has set",
                 hint="mesh.pretended is True in a dry run",
             )
         left_s = max(0.001, deadline - time.monotonic())
-        if self._run(call, keys, lambda: wait_for(self._store, keys, left_s), left_s):
+        if self._guarded(call, keys, lambda: wait_for(self._store, keys, left_s), left_s):
             return
         missing = [key for key in keys if self._peek(call, key) is None]
         if missing:
             raise StoreTimeout(
-                f"store.{call} on {self._label()}: {_listed(missing)} not set within {seconds:g} s",
+                f"store.{call} on {self._label}: {_listed(missing)} not set within {seconds:g} s",
                 given=f"{len(missing)} of {len(keys)} keys missing, {self.kind}",
                 expected="another rank to set what is waited for",
                 hint="look at the rank that sets it; or timeout_s=...",
             )
 
-    def _run(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float | None = None) -> T:
-        """What `act` returns, which is about `keys`; limit_s: seconds, `timeout` unless given."""
+    def _ask(self, method: str, keys: Sequence[str], *given: object, call: str = "") -> Any:
+        """The answer of torch's store to `method`. call: of this store, where it has another name."""
+        return self._guarded(call or method, keys, lambda: getattr(self._store, method)(*given))
+
+    def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
+        """The result of `act`, which is about `keys`. limit_s: seconds; 0: `timeout`."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise self._refused(call, [], repr(keys), "a list of str")
@@ -203,17 +203,17 @@ class MeshStore:
             return within(limit_s + GRACE_S, act) if self.kind == "TCPStore" else act()
         except TimeoutError:
             raise StoreTimeout(
-                f"store.{call} on {self._label()}: the job's {self.kind} has not answered for {limit_s:g} s",
+                f"store.{call} on {self._label}: the job's {self.kind} has not answered for {limit_s:g} s",
                 given=_named(keys),
                 expected="a store that answers; it lives in rank 0 or the launcher",
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
-            what = f"store.{call} on {self._label()}: the job's {self.kind} failed"
+            what = f"store.{call} on {self._label}: the job's {self.kind} failed"
             raise store_failed(what, error, f"{_named(keys)}; ") from error
 
     def _refused(self, call: str, keys: Sequence[str], given: str, expected: str) -> StoreError:
-        return StoreError(f"store.{call} on {self._label()}: {_named(keys)}", given=given, expected=expected)
+        return StoreError(f"store.{call} on {self._label}: {_named(keys)}", given=given, expected=expected)
 
     def _bytes(self, call: str, key: str, value: object) -> bytes:
         if not isinstance(value, (str, bytes, bytearray)):
@@ -228,7 +228,7 @@ class MeshStore:
     def _open(self, call: str) -> None:
         if self._closed:
             raise MeshClosed(
-                f"store.{call} on {self._label()}: the mesh {self._closed}",
+                f"store.{call} on {self._label}: the mesh {self._closed}",
                 given="a call after close(), or after the with block",
                 expected="an open mesh",
                 hint="move the call into the with block",

@@ -25,7 +25,7 @@ _POLL_S: Final = 0.001
 
 
 def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
-    """The error for a store that failed. what: opens it. about: what it was asked for."""
+    """The error for a store that failed. what: its first line. about: the keys, for its second."""
     return StoreError(
         what,
         given=f"{about}{first_line(error)}",
@@ -35,14 +35,14 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
 
 
 def prefixed(prefix: str, store: dist.Store) -> dist.Store:
-    """`store` under a prefix of its own; a store that can do that itself does."""
+    """`store` under a prefix; a store with a method `prefixed` makes it."""
     own = getattr(store, "prefixed", None)
     found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
     return found
 
 
 def kind_of(store: dist.Store) -> str:
-    """`TCPStore`, `FileStore`, `HashStore`, or the class of somebody else's: what is below every prefix."""
+    """`TCPStore`, `FileStore`, `HashStore`, or another class: the store below every prefix."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store).__name__
@@ -51,7 +51,7 @@ def kind_of(store: dist.Store) -> str:
 def within(limit_s: float, call: Callable[[], T]) -> T:
     """What `call` returns or raises; TimeoutError after `limit_s` seconds.
 
-    `call` is then left alone in a thread that keeps nobody from ending the process.
+    `call` then continues in a daemon thread.
     """
     returned: list[T] = []
     raised: list[BaseException] = []

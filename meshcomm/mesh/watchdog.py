@@ -1,51 +1,50 @@
-"""Each rank has a thread that answers what it is doing, also while it is blocked, and one that ends what the backend holds."""
+"""Watch the backend of one rank: explain its errors, and end the process where it holds a call for ever."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours, thread_frames
+from meshcomm.comm.callsite import thread_frames, thread_stacks
 from meshcomm.comm.diagnosis import (
     Diagnosis,
     FailedCall,
     Reason,
+    activity,
     diagnose,
     first_line,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
-from meshcomm.comm.stragglers import host
-from meshcomm.errors import CallMismatchError, MeshcommError
-from meshcomm.layout.sizes import rank_text
+from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
+from meshcomm.layout.sizes import fold
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.torch_store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, unlimited_barrier
+from meshcomm.transport.torch_private import capturing, is_in_barrier, unlimited_barrier
 
-# A call that its backend has not given up so long after the group's timeout: it never will.
+# A backend that has not given up a call so long after the group's timeout never will.
 GRACE_S: Final = 5.0
 
-# How many looks of all ranks together, whether they are asked, the one store of a job gets a second; it can answer
-# some 26,000 calls (TCPStore on one core).
+# How many looks for questions, of all ranks together, the job's store gets in a second; it can answer some 26,000
+# calls (TCPStore on one core).
 _LOOKS_PER_S: Final = 2_000
 
 # How often, in seconds, calls that are queued are looked at, where their group's timeout is long.
@@ -57,198 +56,143 @@ _CLOSES_S: Final = 10.0
 # Counts the ranks that have created their groups.
 _CREATED: Final = "created"
 
-# At so many looks in a row nobody was handling the error of a failed call: the program has caught it.
+# After so many looks in a row at which no thread handled the error of a failed call, the program has caught it.
 _UNHANDLED_LOOKS: Final = 4
 
-_PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
-_COMM: Final = f"{_PACKAGE}comm{os.sep}"
+_COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
-_LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 
 
 def _unknown(rank: int) -> str:
     return ""
 
 
+def _not_refused() -> None:
+    return None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """The facts of the mesh and the job that a watchdog needs.
+
+    timeout_s:  of groups whose transport does not know its timeout.
+    end:        ends the process for the error of a call that the backend holds, from another thread than the blocked one.
+    reports:    folder of this run for its ranks' reports, see `RankRecord`.
+    compared:   how many messages of each pair of ranks are compared at most; None: all.
+    alone:      no other rank is a process: no rank asks or answers.
+    process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
+    refused:    the error where this rank may be of another job than the others; asked at each look.
+    """
+
+    timeout_s: float
+    end: Callable[[MeshcommError], None]
+    reports: str = ""
+    compared: int | None = 0
+    alone: bool = False
+    process_of: Callable[[int], str] = _unknown
+    refused: Callable[[], MeshcommError | None] = _not_refused
+
+
 @final
 class Watchdog(Watching):
-    """Answers for one rank, asks for it, and ends its process where the backend holds a call for ever.
+    """Two threads of one rank: one answers other ranks by the rank's record, one looks for calls that do not end.
 
-    A rank whose call failed sets a key for each rank that it asks. Every rank looks at its own key a few times a
-    second (less often in large worlds, so that the store sees 2,000 looks a second at most), and answers with
-    its last calls on each group and the line that its program is at. Both threads end when the mesh is closed, or
-    is gone without.
+    A rank whose call failed asks the others, see `RecordExchange`. Every rank looks for questions a few times a
+    second (less often in large worlds, so that the store sees 2,000 looks a second at most). Both threads end when
+    the mesh is closed, or is dropped. own: the record of this rank.
 
     Args:
-        store: a torch store under a prefix of this mesh's own.
+        store: a torch store under a prefix that only this mesh uses.
         coords: of this rank, by dim.
-        reports: folder of this run for its ranks' reports, inside that of all runs; this rank's is written
-            when it asks or is asked; "": none.
-        compared: how many messages of each pair of ranks are compared at most; None: all.
-        timeouts: seconds by the label of a group.
-        end: ends the process for the error of a call that the backend holds, from another thread than the blocked one.
-        alone: the other ranks are no processes, and nobody there says what it does.
-        process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" where nobody here knows.
-        refused: the error where this rank may be of another job than the others; asked at each look.
     """
 
     timed = True
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        coords: dict[str, int],
-        world_size: int,
-        reports: str,
-        compared: int | None,
-        timeouts: Callable[[str], float],
-        end: Callable[[MeshcommError], None],
-        alone: bool = False,
-        process_of: Callable[[int], str] = _unknown,
-        refused: Callable[[], MeshcommError | None] = lambda: None,
+        self, store: Any, rank: int, coords: Mapping[str, int], world_size: int, options: WatchOptions
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._coords = coords
-        self._who = rank_text(rank, coords)
-        self._reports = reports
-        self._compared = compared
         self._world_size = world_size
-        self._interval = look_interval_s(world_size)
-        self._recorders: list[tuple[FlightRecorder, Callable[[], float]]] = []
-        self._timeouts = timeouts
-        self._process_of = process_of
-        self._refused = refused
-        self._end = end
-        self._failed: dict[str, Any] | None = None
+        self._options = options
+        self._recorders: list[FlightRecorder] = []
+        self.own = RankRecord(rank, coords, self._recorders, options.reports)
+        self._interval_s = look_interval_s(world_size)
+        self._exchange = RecordExchange(store, rank, self._interval_s)
+        self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
         self._timer = CallTimer()
         # The Work past the mesh that was last reported: as held, or as failed.
         self._reported: object = None
         # One that has failed, and at how many looks nobody was handling its error.
         self._unhandled: tuple[object, int] = (None, 0)
-        # Recorders by the names of their groups; a `monitored_barrier` that a thread is in, and since when.
-        self._carried: dict[str, tuple[FlightRecorder, Callable[[], float]]] = {}
-        self._barrier = (0, 0.0)
-        # What a thread of the program ended by.
-        self._raised = ""
-        self._process = os.getpid()
-        self._main = threading.get_ident()
-        self._stop = threading.Event()
-        self._query = StatusQuery(store, rank, self._interval)
+        # A `monitored_barrier` that a thread is in, and since when; when to look for one again.
+        self._barrier, self._barrier_look = (0, 0.0), 0.0
         self._silent = False
-        self._answered = self._failures = 0
-        self._alone = alone
-        if not alone:
+        self._failures = 0
+        self._process = os.getpid()
+        self._stop = threading.Event()
+        if not options.alone:
             # Without a store the answering thread says so.
             with contextlib.suppress(RuntimeError):
                 store.add(_CREATED, 1)
-        own = dist.PrefixStore("desync", store)
-        self._desync = DesyncMonitor(own, rank, coords, self._recorders, world_size)
         # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
+        looks = {"meshcomm-answer": Watchdog._answer, "meshcomm-watchdog": Watchdog._look}
         self._threads = [
             threading.Thread(
-                target=_poll, args=(ref(self), look, self._stop, self._interval), name=name, daemon=True
+                target=_poll, args=(ref(self), look, self._stop, self._interval_s), name=name, daemon=True
             )
-            for name, look in (("meshcomm-answer", Watchdog._answer), ("meshcomm-watchdog", Watchdog._look))
-            if not alone
+            for name, look in looks.items()
+            if not options.alone
         ]
         for thread in self._threads:
             thread.start()
-        self._at_exit = partial(_end, ref(self))
+        self._at_exit = partial(_at_exit, ref(self))
         atexit.register(self._at_exit)
-        self._hooks = None if alone else ExceptHooks(partial(_explained, ref(self)))
+        self._hooks = None if options.alone else ExceptHooks(partial(_explain, ref(self)))
+
+    # -- for the mesh -----------------------------------------------------------------------------------
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        check = None
-        if self._compared != 0:
+        options, check = self._options, None
+        if options.compared != 0:
             store = dist.PrefixStore("messages", self._store)
-            timeout_s = transport.timeout_s or self._timeouts(label)
-            check = MessageCheck(store, label, ranks, self._rank, self._compared, timeout_s)
-        # Weak, as a group outlives a mesh that is dropped without being closed.
-        inquire = WeakMethod(self._inquire)
-
-        def inquire_if_alive(recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-            found = inquire()
-            return failure(where, error) if found is None else found(recorder, where, error)
-
-        recorder = FlightRecorder(label, ranks, inquire_if_alive, check)
+            timeout_s = transport.timeout_s or options.timeout_s
+            check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
+        # Weak, as a group outlives a mesh that is dropped without being closed, and a transport has the group's sockets.
+        recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
         recorder.ordered = transport.ordered
-        of_plan = self._timeouts(label)
-        # Weak, as the transport has the group's sockets. A group that is lent has a timeout of its own.
-        carries = ref(transport)
-
-        def timeout() -> float:
-            alive = carries()
-            return of_plan if alive is None else alive.timeout_s or of_plan
-
-        self._recorders.append((recorder, timeout))
-        self._carried[transport.group_name] = recorder, timeout
+        recorder.group_name = transport.group_name
+        recorder.timeout_s = partial(_timeout_s, ref(transport), options.timeout_s)
+        self._recorders.append(recorder)
         return recorder
 
     def forget(self, recorder: FlightRecorder) -> None:
         recorder.close()
-        self._recorders[:] = [each for each in self._recorders if each[0] is not recorder]
+        self._recorders[:] = [other for other in self._recorders if other is not recorder]
 
     def noted(self, step: int) -> None:
         self._desync.noted(step)
 
     def before_leaving(self) -> CallMismatchError | None:
-        return None if self._alone else self._desync.before_leaving()
+        return None if self._options.alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
-        failed, under_way = self._calls_past()
-        found = failed or under_way
+        # A call that failed before one that is still under way, then the latest.
+        found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
 
-    def _calls_past(self) -> tuple[_Past | None, _Past | None]:
-        """Of the calls past the mesh, the latest that its backend gave up, and the latest that is not over."""
-        found: list[_Past] = []
-        for recorder, _ in self._recorders:
-            if recorder.ordered:
-                continue  # what is queued is no part of the program's own errors
-            # First what is under way: its failure is known to those who wait before the Work itself is over.
-            unfinished = recorder.messages.unfinished()[:1]
-            if (pending := recorder.pending) or (error := recorder.failure) is not None:
-                began = recorder.began(recorder.started)
-                found.append(_Past(began, recorder, None, None if pending else error))
-            for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
-                found.append(_Past(message.began, recorder, message, lost))
-        found.sort(key=lambda past: past.began)
-        failed = [past for past in found if past.error is not None]
-        under_way = [past for past in found if past.error is None]
-        return failed[-1] if failed else None, under_way[-1] if under_way else None
-
-    def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
-        recorder, message = past.recorder, past.message
-        self._reported = past.call
-        waiting, recorder.messages.waiting = recorder.messages.waiting, message
-        try:
-            return self._diagnosed(FailedCall.last_of(recorder, self._past(recorder), error))
-        finally:
-            recorder.messages.waiting = waiting
-
-    def raised(self, error: BaseException, thread: str) -> None:
-        """A thread of the program has ended by an error, which others hear of who wait for this rank."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        at = "" if trace is None else f", at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        self._raised = f"its thread {thread} raised {_one_line(error)}{at}"
-
     def report_failed(self) -> None:
-        """Say in one line why a call past the mesh failed, where the program has not been told."""
-        found = None if self._stop.is_set() or capturing() else self._calls_past()[0]
-        if found is None or found.error is None or self._reported is found.call:
-            return
-        _report(self._explained(found, found.error))
+        """Print in one line why a call past the mesh failed, where the program has not seen an explanation."""
+        found = None if self._stop.is_set() else self._last_failed()
+        if found is not None and found.error is not None and self._reported is not found.call:
+            _report(self._explained(found, found.error))
 
     def drain(self) -> None:
-        for recorder, _ in self._recorders:
+        for recorder in self._recorders:
             while recorder.ordered and recorder.pending:
                 time.sleep(0.002)
 
@@ -261,16 +205,13 @@ class Watchdog(Watching):
         # The store may end with this rank, and others are still to read what was found.
         time.sleep(self._desync.linger_s)
         self._stop.set()
-        store, last = self._store, json.dumps({**self.status(), "closed": True, "raised": _raised()})
+        last = {**self.status(), "closed": True, "raised": error_under_way()}
         waits_s = 5.0
-
-        def leave() -> None:
-            self._await_others()
-            store.set(f"closed/{self._rank}", last)
-
         try:
             # Nobody waits for a store that has stopped answering, least of all for one that was found so.
-            within(0.0 if self._silent else _CLOSES_S, leave)
+            within(
+                0.0 if self._silent else _CLOSES_S, partial(self._leave, self._store, self._exchange, last)
+            )
         except TimeoutError:
             waits_s = 0.0
         except RuntimeError:
@@ -278,163 +219,173 @@ class Watchdog(Watching):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(waits_s)
-        for recorder, _ in self._recorders:
+        for recorder in self._recorders:
             recorder.close()
         # One where nobody answers, in place of a connection; and no Work, which holds the group's.
         self._store = dist.HashStore()
-        self._process_of, self._refused = _unknown, lambda: None
+        self._options = replace(self._options, process_of=_unknown, refused=_not_refused)
         self._reported, self._unhandled = None, (None, 0)
-        self._query = StatusQuery(self._store, self._rank, self._interval)
+        self._exchange = RecordExchange(self._store, self.own.rank, self._interval_s)
         self._desync.let_go()
 
-    def _await_others(self) -> None:
-        """Wait a while until all ranks have their groups: Gloo fails where a peer closes while it is connecting."""
-        if self._alone or self._failed is not None or sys.exception() is not None:
-            return
+    def _leave(self, store: Any, exchange: RecordExchange, last: Mapping[str, Any]) -> None:
+        """Publish this rank's last status, once all ranks have their groups: Gloo fails where a peer closes while it connects."""
         until = time.monotonic() + _CLOSES_S / 2
-        while self._store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
-            time.sleep(min(self._interval, 0.05))
+        waits = not self._options.alone and last["failed"] is None
+        while waits and store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
+            time.sleep(min(self._interval_s, 0.05))
+        exchange.leave(last)
 
     # -- answering --------------------------------------------------------------------------------------
 
+    def status(self) -> dict[str, Any]:
+        """This rank's record as plain data."""
+        return self.own.data(self._desync.found)
+
+    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            return {} if self._options.alone else self._exchange.limited(partial(self._exchange.ask, ranks))
+        return {}
+
     def _answer(self) -> bool:
-        """Answer what was asked; whether to look again."""
+        """Answer the questions that have arrived; whether to look again."""
         try:
-            while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
-                self._answered += 1
-                self._store.set(f"answer/{self._rank}/{self._answered}", json.dumps(self.status()))
-                self._write()
-            if not self._alone:
-                self._desync.look(time.monotonic())
-            if (refused := self._refused()) is not None:
-                self._end(refused)
+            if self._exchange.answer(self.status):
+                self.own.write(self._desync.found)
+            self._desync.look(time.monotonic())
+            if (refused := self._options.refused()) is not None:
+                self._options.end(refused)
         except RuntimeError:
             # Torch prints a trace each time that a store is gone for good.
             self._failures += 1
             if self._failures > 1 and not self._stop.is_set():
                 lost = "has lost the job's store; it no longer answers others"
-                print(f"meshcomm: {self._who} {lost}", file=sys.stderr)
+                print(f"meshcomm: {self.own.label} {lost}", file=sys.stderr)
             return self._failures < 2
         return True
-
-    def status(self) -> dict[str, Any]:
-        """What this rank is doing, as plain data."""
-        return {
-            "rank": self._rank,
-            "coords": self._coords,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "time": time.time(),
-            "main": _main_line(self._main),
-            "thread": self._raised,
-            "failed": self._failed,
-            "differs": self._desync.found,
-            "groups": [each.status() for each, _ in self._recorders],
-        }
-
-    def _write(self) -> bool:
-        """Whether this rank's report is there now: its status and its last calls, with the clock of their times."""
-        if not self._reports:
-            return False
-        history = [call for each, _ in self._recorders for call in each.history()]
-        now = time.perf_counter()
-        report = {
-            **self.status(),
-            "clock": {"host": str(host()), "now_s": now, "ahead_s": time.time() - now},
-            "history": sorted(history, key=lambda call: call["began"]),
-        }
-        folder = Path(self._reports)
-        # A report that cannot be written must not hide the error that it is about.
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            half = folder / f".rank{self._rank}.json"
-            half.write_text(json.dumps(report, indent=1))
-            half.replace(folder / f"rank{self._rank}.json")
-            return True
-        return False
 
     # -- watching the backend ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Look for calls that their backend holds; whether to look again."""
         self._look_for_unhandled()
-        if (barrier := self._unlimited_barrier(time.monotonic())) is not None:
-            self._end(self._diagnosed(barrier))
-            return False
-        recorders = [(recorder, timeout()) for recorder, timeout in self._recorders]
-        for recorder, call in self._timer.overdue(recorders, time.monotonic()):
+        now = time.monotonic()
+        error = self._held_barrier(now) or self._held_call(now) or self._held_queue(now)
+        if error is not None:
+            self._options.end(error)
+        return error is None
+
+    def _held_call(self, now: float) -> MeshcommError | None:
+        """The error of a call that a thread is blocked in past its timeout.
+
+        A Work of a call past the mesh is reported in one line where the program is elsewhere.
+        """
+        for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = _C10D if past else _COMM
             if _is_inside(inside):
-                where = f"a call inside the backend at {_main_line(self._main)}"
+                where = f"a call inside the backend at {self.own.main_line}"
                 held = TimeoutError("the backend is past its timeout and does not return: the process ends")
-                error = self._diagnosed(FailedCall.last_of(recorder, where, held))
+                error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
-                # Asking took a while, in which the backend may have given up or come to its end.
-                again = self._timer.overdue([(recorder, 0.0)], time.monotonic())
-                if (recorder, call) in again and _is_inside(inside):
-                    self._end(error)
-                    return False
+                # Asking took a while, in which the backend may have given up or ended the call.
+                if _is_held(recorder, call) and _is_inside(inside):
+                    return error
             elif past and call is not self._reported:
                 self._reported = call
                 held = TimeoutError("its backend has not given it up")
-                error = self._diagnosed(FailedCall.last_of(recorder, self._past(recorder), held))
-                _report(error)
-        for recorder, queued in self._timer.stuck(recorders, time.monotonic()):
-            # The program waits for a value, or for the device: nothing can be raised there.
-            self._end(self._diagnosed(self._queued(recorder, queued)))
-            return False
-        return True
+                _report(self._diagnosed(self._failed_past(recorder, held)))
+        return None
 
-    def _queued(self, recorder: FlightRecorder, queued: Queued) -> FailedCall:
-        """What is known of a call that was queued and does not end."""
-        held = TimeoutError("it was queued, and is not over; the process ends")
-        message = queued.message
-        if message is None:
-            made = {"number": queued.number, "call": "a call", "dim": "?", "callsite": "?"}
-            made = recorder.call_data(queued.number) or made
-            where = f'{made["call"]} along "{made["dim"]}" on {self._who}'
-            return FailedCall(recorder.status(), where, held, made)
-        where = f'{message.call} along "{message.name}" on {self._who}'
-        waiting, recorder.messages.waiting = recorder.messages.waiting, message
-        try:
-            return FailedCall.last_of(recorder, where, held)
-        finally:
-            recorder.messages.waiting = waiting
+    def _held_queue(self, now: float) -> MeshcommError | None:
+        """The error of a queued call that does not end: the program waits for a value, or for the device."""
+        for recorder, queued in self._timer.stuck(self._recorders, now):
+            held = TimeoutError("it was queued, and is not over; the process ends")
+            if (message := queued.message) is not None:
+                where = f'{message.call} along "{message.name}" on {self.own.label}'
+                with _waiting_for(recorder, message):
+                    failed = FailedCall.last_of(self.own.rank, recorder, where, held)
+            else:
+                unknown = {"number": queued.number, "call": "a call", "dim": "?", "callsite": "?"}
+                made = recorder.call_data(queued.number) or unknown
+                where = f'{made["call"]} along "{made["dim"]}" on {self.own.label}'
+                failed = FailedCall(self.own.rank, recorder.status(), where, held, made)
+            return self._diagnosed(failed)
+        return None
 
-    def _unlimited_barrier(self, now: float) -> FailedCall | None:
+    def _held_barrier(self, now: float) -> MeshcommError | None:
         """`dist.monitored_barrier` on a group of the mesh, which torch lets wait 30 minutes where it gets no timeout."""
-        frames = thread_frames() if self._carried else {}
-        found = next(((frame, each) for frame in frames.values() if (each := unlimited_barrier(frame))), None)
-        del frames
-        number = 0 if found is None else id(found[0])
-        if self._barrier[0] != number:
-            self._barrier = number, now
-        if found is None or found[1] not in self._carried:
+        if now < self._barrier_look:
             return None
-        recorder, timeout = self._carried[found[1]]
-        if now - self._barrier[1] < timeout() + GRACE_S:
-            return None
-        line = _main_line(self._main)
-        last = {
-            "number": 0,
-            "call": "monitored_barrier",
-            "dim": recorder.label,
-            "callsite": line,
-            "inside": True,
+        self._barrier_look = now + min((each.timeout_s() for each in self._recorders), default=0.0) / 8
+        inside = [thread for thread, stack in thread_stacks().items() if is_in_barrier(stack)]
+        frames = thread_frames() if inside else {}
+        names = {
+            id(frames[thread]): unlimited_barrier(frames[thread]) for thread in inside if thread in frames
         }
-        held = TimeoutError(
-            f"timed out after the {timeout():g} s of the group, as it got no timeout; the process ends"
+        frame, name = next(((frame, name) for frame, name in names.items() if name), (0, None))
+        if self._barrier[0] != frame:
+            self._barrier = frame, now
+        recorder = next((each for each in self._recorders if each.group_name == name), None)
+        if recorder is None or now - self._barrier[1] < (timeout_s := recorder.timeout_s()) + GRACE_S:
+            return None
+        own, call = self.own, f"monitored_barrier on {recorder.label}"
+        others = [rank for rank in recorder.ranks if rank != own.rank]
+        statuses = self.statuses(others)
+        if (cause := self._desync.cause(statuses)) is not None:
+            return cause
+        silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
+        lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
+        lost = any(process != "runs" for process in silent.values())
+        held = f"timed out after the {timeout_s:g} s of the group, as it got no timeout; the process ends"
+        return (PeerLost if lost else CollectiveTimeout)(
+            f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
+            expected="every rank of the group to make the same call and stay alive until it ends",
+            hint="look at the ranks named above",
+            missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
         )
-        where = f"monitored_barrier on {recorder.label} on {self._who}"
-        return FailedCall({**recorder.status(), "last": last}, where, held, counted=False)
+
+    # -- calls past the mesh ----------------------------------------------------------------------------
+
+    def _calls_past(self) -> list[_Past]:
+        """The calls past the mesh that are not over, or that their backend gave up, the earliest first."""
+        found: list[_Past] = []
+        for recorder in self._recorders:
+            if recorder.ordered:
+                continue  # what is queued is no part of the program's own errors
+            # First what is under way: its failure is known to those who wait before the Work itself is over.
+            unfinished = recorder.messages.unfinished()[:1]
+            if (pending := recorder.pending) or (error := recorder.failure) is not None:
+                began = recorder.began(recorder.started)
+                found.append(_Past(began, recorder, None, None if pending else error))
+            for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
+                found.append(_Past(message.began, recorder, message, lost))
+        return sorted(found, key=lambda past: past.began)
+
+    def _last_failed(self) -> _Past | None:
+        """The latest call past the mesh that its backend gave up."""
+        past = [] if capturing() else self._calls_past()
+        return next((call for call in reversed(past) if call.error is not None), None)
+
+    def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
+        self._reported = past.call
+        with _waiting_for(past.recorder, past.message):
+            return self._diagnosed(self._failed_past(past.recorder, error))
+
+    def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
+        """A message on a group, or its last collective, that was made past the mesh."""
+        status = recorder.status()
+        call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
+        where = f'{call["call"]} made past the mesh along "{call["dim"]}" on {self.own.label}'
+        return FailedCall.last_of(self.own.rank, recorder, where, error)
 
     def _look_for_unhandled(self) -> None:
         """Report a call past the mesh whose error the program has caught, and did not end by.
 
         Not while some thread still handles an exception, which may be that of the call.
         """
-        found = None if capturing() else self._calls_past()[0]
+        found = self._last_failed()
         failed = None if found is None else found.call
         if failed is None or failed is self._reported or handles_exceptions():
             self._unhandled = None, 0
@@ -446,14 +397,9 @@ class Watchdog(Watching):
 
     # -- asking -----------------------------------------------------------------------------------------
 
-    def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        with contextlib.suppress(TimeoutError, RuntimeError):
-            return {} if self._alone else self._query.limited(lambda: self._query.ask(ranks))
-        return {}
-
-    def _inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-        """The error for a call that failed: who has not come, and what they do instead."""
-        failed = FailedCall.last_of(recorder, where, error)
+    def inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
+        """The error for a call that failed: the ranks that have not arrived, and their activities."""
+        failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
             # The rest is a trace through C++, and its frames are ours.
             error.args = (first_line(error),)
@@ -463,122 +409,47 @@ class Watchdog(Watching):
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
+        own = self.own
         # What fails after the first failure mostly follows from it.
-        self._failed = self._failed or failed.facts
-        reported = self._write()
+        own.failed = own.failed or failed.facts
+        written = own.write(self._desync.found)
         found: dict[str, Any] = {}
         try:
             if self._desync.found is None:
-                found = self._query.limited(lambda: self._found(failed))
+                found = self._exchange.limited(partial(self._shared_diagnosis, failed))
         except (TimeoutError, RuntimeError) as lost:
             self._silent = isinstance(lost, TimeoutError)
         self._desync.found = self._desync.found or found.get("differs")
-        cause = self._desync.cause({self._rank: self.status()})
+        cause = self._desync.cause({own.rank: self.status()})
         if cause is not None:
             return cause
         if not found:
-            return failed.error_unasked(self._rank, self._silent)
+            return failed.error_unasked(self._silent)
         diagnosis = Diagnosis(**found["diagnosis"])
-        self._failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
-        # The folder of all runs: this one's is the newest in it.
-        runs = os.path.dirname(self._reports) or self._reports
-        return failed.error(diagnosis, runs if reported else "")
+        own.failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
+        return failed.error(diagnosis, own.reports if written else "")
 
-    def _found(self, failed: FailedCall) -> dict[str, Any]:
-        """What one rank of the group finds out for all, or for a message this rank for itself."""
-
-        def make() -> dict[str, Any]:
-            statuses = {**self._query.ask(failed.asks(self._rank)), self._rank: self.status()}
-            self._desync.cause(statuses)
-            silent = {
-                rank: self._process_of(rank) for rank in failed.asks(self._rank) if rank not in statuses
-            }
-            found = diagnose(
-                failed.label, failed.ranks, failed.number, statuses, failed.waiting, self._rank, silent
-            )
-            return {"differs": self._desync.found, "diagnosis": found._asdict()}
-
-        if failed.waiting is not None or failed.number is None:
+    def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
+        """The diagnosis that one rank of the group makes for all; of a message, this rank's."""
+        make = partial(self._diagnosis, failed)
+        if failed.blocked.messages is not None:
             return make()
-        found = self._query.shared(f"{failed.label}/{failed.number}", make)
+        found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
         # From a failure of the same call before this rank came to it, as by a handle's own short timeout.
-        stale = self._rank in found["diagnosis"]["missing"]
+        stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
-    def _past(self, recorder: FlightRecorder) -> str:
-        """What opens an error about a message on a group, or its last collective, that was made past the mesh."""
-        status = recorder.status()
-        call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
-        return f'{call["call"]} made past the mesh along "{call["dim"]}" on {self._who}'
+    def _diagnosis(self, failed: FailedCall) -> dict[str, Any]:
+        statuses = {**self._exchange.ask(failed.asks), self.own.rank: self.status()}
+        self._desync.cause(statuses)
+        silent = {rank: self._options.process_of(rank) for rank in failed.asks if rank not in statuses}
+        found = diagnose(failed.blocked, statuses, silent)
+        return {"differs": self._desync.found, "diagnosis": found._asdict()}
 
 
 def look_interval_s(world_size: int) -> float:
-    """Seconds between two looks of a rank whether another one asks what it is doing."""
+    """Seconds between two looks of a rank for questions of other ranks."""
     return max(0.25, world_size / _LOOKS_PER_S)
-
-
-@final
-class CallTimer:
-    """Since when is each group's blocking call, or the wait for one, under way?
-
-    Asked again and again, from another thread than the one that is blocked; a call counts from when it was first seen.
-    """
-
-    def __init__(self) -> None:
-        # Weak, as groups come and go.
-        self._seen: WeakKeyDictionary[FlightRecorder, tuple[Any, float]] = WeakKeyDictionary()
-        self._queued: WeakKeyDictionary[FlightRecorder, Queued] = WeakKeyDictionary()
-        self._next: WeakKeyDictionary[FlightRecorder, float] = WeakKeyDictionary()
-
-    def overdue(
-        self, recorders: Sequence[tuple[FlightRecorder, float]], now: float
-    ) -> list[tuple[FlightRecorder, Any]]:
-        """The calls that are under way for longer than their group's timeout and a grace. now: in seconds.
-
-        recorders: with the timeouts of their groups, in seconds. A call is a sequence number, a message, what waits
-        for one, or the Work of a collective past the mesh.
-        """
-        found = []
-        for recorder, timeout_s in recorders:
-            call = _under_way(recorder)
-            seen, since = self._seen.get(recorder, (None, now))
-            if call is None or call != seen:
-                self._seen[recorder] = (call, now)
-            # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
-            elif now - since > timeout_s + GRACE_S and (call is not recorder.work or recorder.pending):
-                found.append((recorder, call))
-        return found
-
-    def stuck(
-        self, recorders: Sequence[tuple[FlightRecorder, float]], now: float
-    ) -> list[tuple[FlightRecorder, Queued]]:
-        """The calls of groups with ordered calls that are queued for longer than their group's timeout.
-
-        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph. It is the same
-        call that is asked for until it is over, however many the program queues behind it.
-        """
-        found = []
-        for recorder, timeout_s in recorders:
-            if not recorder.ordered or now < self._next.get(recorder, 0.0):
-                continue
-            self._next[recorder] = now + min(timeout_s / 8, _ASKS_S)
-            queued = self._queued.get(recorder)
-            work, message, number = recorder.work, recorder.message, recorder.started
-            try:
-                if queued is not None and not queued.work.is_completed():
-                    if now - queued.since > timeout_s:
-                        found.append((recorder, queued))
-                    continue
-                waits = work is not None and not work.is_completed()
-            except RuntimeError:
-                continue  # nothing is told while a graph is captured; it is asked again
-            if queued is not None:
-                recorder.over = max(recorder.over, queued.number)
-            if waits:
-                self._queued[recorder] = Queued(work, message, number, now)
-            else:
-                self._queued.pop(recorder, None)
-        return found
 
 
 class _Past(NamedTuple):
@@ -603,6 +474,71 @@ class Queued(NamedTuple):
     since: float
 
 
+@dataclass(slots=True)
+class _Timed:
+    """The last look at a group. call, since: under way, and when it was first seen; next: when `queued` is asked again."""
+
+    call: Any
+    since: float
+    queued: Queued | None = None
+    next: float = 0.0
+
+
+@final
+class CallTimer:
+    """How long has each group's blocking call, or the wait for one, been under way?
+
+    Asked again and again, from another thread than the blocked one; a call counts from when it was first seen.
+    """
+
+    def __init__(self) -> None:
+        # Weak, as groups come and go.
+        self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
+
+    def overdue(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Any]]:
+        """The calls that are under way for longer than their group's timeout and a grace. now: in seconds.
+
+        A call is a sequence number, a message, a wait for an asynchronous call, or the Work of a collective past the mesh.
+        """
+        found = []
+        for recorder in list(recorders):
+            call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
+            if call is None or call != seen.call:
+                seen.call, seen.since = call, now
+            # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
+            elif now - seen.since > recorder.timeout_s() + GRACE_S and _is_held(recorder, call):
+                found.append((recorder, call))
+        return found
+
+    def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
+        """The calls of groups with ordered calls that are queued for longer than their group's timeout.
+
+        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph. It is the same
+        call that is asked for until it is over, however many the program queues behind it.
+        """
+        found = []
+        for recorder in list(recorders):
+            seen = self._groups.setdefault(recorder, _Timed(None, now))
+            if not recorder.ordered or now < seen.next:
+                continue
+            timeout_s = recorder.timeout_s()
+            seen.next = now + min(timeout_s / 8, _ASKS_S)
+            queued = seen.queued
+            work, message, number = recorder.work, recorder.message, recorder.started
+            try:
+                if queued is not None and not queued.work.is_completed():
+                    if now - queued.since > timeout_s:
+                        found.append((recorder, queued))
+                    continue
+                waits = work is not None and not work.is_completed()
+            except RuntimeError:
+                continue  # while a graph is captured; it is asked again
+            if queued is not None:
+                recorder.over = max(recorder.over, queued.number)
+            seen.queued = Queued(work, message, number, now) if waits else None
+        return found
+
+
 def _under_way(recorder: FlightRecorder) -> Any:
     """The call or message that blocks the rank now, or the last Work past the mesh; None: none is known."""
     if recorder.under_way is not None:
@@ -616,7 +552,22 @@ def _under_way(recorder: FlightRecorder) -> Any:
     )
 
 
-# -- threads ----------------------------------------------------------------------------------------------
+def _is_held(recorder: FlightRecorder, call: Any) -> bool:
+    """Whether this call is still under way; a Work of a call past the mesh is asked."""
+    return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.pending))
+
+
+@contextlib.contextmanager
+def _waiting_for(recorder: FlightRecorder, message: PendingMessage | None) -> Iterator[None]:
+    """The recorder's status shows that its rank waits for this message, or in a collective."""
+    waiting, recorder.messages.waiting = recorder.messages.waiting, message
+    try:
+        yield
+    finally:
+        recorder.messages.waiting = waiting
+
+
+# -- called by threads, hooks and recorders, which do not keep the watchdog ----------------------------------
 
 
 def _poll(
@@ -629,7 +580,7 @@ def _poll(
         del alive
 
 
-def _end(watchdog: ref[Watchdog]) -> None:
+def _at_exit(watchdog: ref[Watchdog]) -> None:
     """The program has ended without closing its mesh."""
     alive = watchdog()
     if alive is not None:
@@ -637,14 +588,25 @@ def _end(watchdog: ref[Watchdog]) -> None:
         alive.close()
 
 
-def _explained(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
+def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
     """See Watching.explain. thread: the one that ends by `error`, "" for the main one."""
     alive = watchdog()
-    if alive is None:
-        return None
-    if thread:
-        alive.raised(error, thread)
-    return alive.explain(error)
+    if alive is not None and thread:
+        alive.own.thread_ended(error, thread)
+    return None if alive is None else alive.explain(error)
+
+
+def _inquire(
+    watchdog: ref[Watchdog], recorder: FlightRecorder, where: str, error: BaseException
+) -> MeshcommError:
+    alive = watchdog()
+    return failure(where, error) if alive is None else alive.inquire(recorder, where, error)
+
+
+def _timeout_s(transport: ref[Transport], default: float) -> float:
+    """The timeout of a group, which a program may change; `default` where the transport does not know it."""
+    alive = transport()
+    return default if alive is None else alive.timeout_s or default
 
 
 def _report(error: MeshcommError) -> None:
@@ -653,53 +615,15 @@ def _report(error: MeshcommError) -> None:
     sys.stderr.flush()
 
 
-def _raised() -> str:
-    """The error that the program is leaving by, or has been ended by, in one line; "" where it is in none."""
-    error = sys.exception() or getattr(sys, "last_value", None)
-    return "" if error is None or isinstance(error, SystemExit) else _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
-def _stack(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, the innermost first.
-
-    No frame is kept: one that holds itself keeps its callers' locals, the tensors and connections of a failed call among
-    them, until Python looks for cycles.
-    """
-    found = []
-    frame = thread_frames().get(thread)
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
-
-
 def _is_inside(files: str | tuple[str, ...]) -> bool:
-    """Whether some thread is in a call of these files, and has not come back to the program, as by a signal's handler.
+    """Whether some thread is in a call of these files, and has not returned to the program, as by a signal's handler.
 
-    Not one whose call has failed, and that is asking why.
+    A thread whose call has failed, and that is asking why, does not count.
     """
-    for thread in list(thread_frames()):
-        for file, _, _ in _stack(thread):
+    for stack in thread_stacks().values():
+        for file, _, _ in stack:
             if file.startswith(files):
                 return True
-            if file == __file__ or not _is_library(file):
+            if file == __file__ or not is_library(file):
                 break
     return False
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
-    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
-
-
-def _main_line(thread: int) -> str:
-    """file:line and function of the innermost frame of the program itself."""
-    stack = _stack(thread)
-    own = [place for place in stack if not _is_library(place[0])]
-    for file, line, name in (own or stack)[:1]:
-        return f"{file}:{line} in {name}"
-    return "an unknown line"

@@ -17,15 +17,12 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, default_values
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.compose import along
-from meshcomm.parallel.dropout import Dropout, Drops
+from meshcomm.parallel.build import along
+from meshcomm.parallel.dropout import Dropout, Drops, drop_apart
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
-from meshcomm.parallel.meta import on_meta
-from meshcomm.parallel.model import Model, cast
+from meshcomm.parallel.model import Model, Splits, cast, on_meta
 from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.random_numbers import drop_apart
 from meshcomm.parallel.recompute import run
-from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
 from meshcomm.parallel.tensor.apply import lay_out
 from meshcomm.parallel.tensor.example import Calls, explained
@@ -353,14 +350,14 @@ class _Stage:
         rules, calls = facts.rules, Calls()
         module: Any = self
         try:
-            with calls.watching(module):
+            with calls.watching(module, x):
                 y = self._computed(x, samples)
         except Exception as error:
             # What is raised about sizes; torch's own types are about memory, or other ranks.
             if type(error).__module__.partition(".")[0] not in ("builtins", "einops"):
                 raise
             before = facts.unsplit_calls(x)
-            raise explained(error, facts.splits.tensor, module, rules, [x], before, calls) from error
+            raise explained(error, facts.splits.tensor, rules, before, calls) from error
         facts.rules = None
         return y
 

@@ -14,11 +14,9 @@ from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.spec import normal
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.meta import on_meta
-from meshcomm.parallel.model import Model
+from meshcomm.parallel.model import Model, Splits, on_meta
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import Recompute, run
-from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,

@@ -20,7 +20,7 @@ from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.parallel.tensor import assign, local, whole_shape
 from meshcomm.parallel.tensor.parameters import fused_sizes, kept, parts_of, units
-from meshcomm.transport.torch_private import offsets
+from meshcomm.parallel.torch_private import offsets
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

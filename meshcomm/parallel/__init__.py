@@ -1,8 +1,8 @@
-"""Data, tensor and pipeline parallelism along dims of a mesh, and what composes them."""
+"""Data, tensor and pipeline parallelism along dims of a mesh, and their composition."""
 
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
-from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, split_layers
+from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, TiedWeight, split_layers
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -17,7 +17,6 @@ from meshcomm.parallel.tensor import (
     unsplit_state,
     whole,
 )
-from meshcomm.parallel.tied import TiedWeight
 
 __all__ = [
     "Accumulate",

@@ -5,13 +5,14 @@ As torch.nn.SyncBatchNorm, which needs CUDA; this runs on any device, and in flo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.tensor import local
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -22,75 +23,65 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 
 def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
-    """Have every batch norm in `module` use the samples of all ranks along `dims`; None: its own. Names stay.
+    """Have every batch norm in `module` use the samples of all ranks along `dims`; None: its own. Modules stay.
 
     Called by: every rank along `dims`, and so are forward and backward in training, with equal channels.
     """
-    kinds: dict[type, type] = {}
-    for part in module.modules():
-        if dims is not None and isinstance(part, BATCH_NORMS) and not isinstance(part, _Synchronised):
-            own = type(part)
-            kinds.setdefault(own, type(own.__name__, (_Synchronised, own), {"__module__": __name__}))
-            part.__class__ = kinds[own]
-            part.meshcomm_over = _Over(mesh, dims)  # type: ignore[assignment]
+    if dims is None:
+        return
+    norms: list[Any] = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
+    for norm in norms:
+        norm.forward = _SynchronisedForward(norm, mesh, dims)
 
 
 def is_synchronised(part: nn.Module) -> bool:
     """Whether the statistics of `part` are those of all ranks."""
-    return isinstance(part, _Synchronised)
+    return isinstance(part.forward, _SynchronisedForward)
 
 
-class _Over:
-    """Where samples are; a copy of a module shares it."""
+@final
+class _SynchronisedForward:
+    """The forward of a batch norm; a copy of the module has a copy of it."""
 
-    def __init__(self, mesh: Mesh, dims: Dims) -> None:
-        self.mesh, self.dims = mesh, dims
+    def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
+        self._norm, self._mesh, self._dims = norm, mesh, dims
+        self.plain: Any = norm.forward.plain if is_synchronised(norm) else norm.forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Over:
-        return self
-
-
-class _Synchronised:
-    meshcomm_over: _Over
-
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """(samples, channels, ...) -> the same shape. One all_gather forward and one reduce_scatter backward.
 
-        Mean and sum of squared distances from it are put together as Chan, Golub, LeVeque 1979 have it.
+        Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
         """
-        if not self.training and self.running_mean is not None:
-            y: Tensor = super().forward(x)  # type: ignore[misc]
+        norm = self._norm
+        if not norm.training and norm.running_mean is not None:
+            y: Tensor = self.plain(x)
             return y
-        over, kind = self.meshcomm_over, torch.promote_types(x.dtype, torch.float32)
-        axes = [0, *range(2, x.ndim)]
+        kind = torch.promote_types(x.dtype, torch.float32)
+        axes, channels = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
         wide = x.to(kind)
         own = wide.mean(axes)
-        distance = (wide - _along(own, x)).square().sum(axes)
+        distance = (wide - own.view(channels)).square().sum(axes)
         count = torch.full_like(own, x.numel() // x.shape[1])
-        facts = over.mesh.functional.all_gather(
-            over.dims, torch.stack([own, distance, count])[None], 0, grad="reduce_scatter"
-        )
+        facts = torch.stack([own, distance, count])[None]
+        facts = self._mesh.functional.all_gather(self._dims, facts, 0, grad="reduce_scatter")
         means, distances, counts = facts.unbind(1)
         total = counts.sum(0)
         mean = (means * counts).sum(0) / total
         squares = distances.sum(0) + (counts * (means - mean).square()).sum(0)
-        if self.track_running_stats and self.training:
+        if norm.track_running_stats and norm.training:
             self._follow(mean.detach(), squares.detach() / (total - 1))
-        y = (wide - _along(mean, x)) * _along((squares / total + self.eps).rsqrt(), x)
-        if self.affine:
-            y = y * _along(self.weight.to(kind), x) + _along(self.bias.to(kind), x)
+        y = (wide - mean.view(channels)) * (squares / total + norm.eps).rsqrt().view(channels)
+        if norm.affine:
+            weight, bias = (local(each).to(kind).view(channels) for each in (norm.weight, norm.bias))
+            y = y * weight + bias
         return y.to(x.dtype)
 
     @torch.no_grad()
-    def _follow(self: Any, mean: Tensor, variance: Tensor) -> None:
-        """The running statistics, of the unbiased variance as in torch."""
-        self.num_batches_tracked += 1
-        often = self.num_batches_tracked.to(self.running_mean.dtype)
-        share = often.reciprocal() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean), share)
-        self.running_var.lerp_(variance.to(self.running_var), share)
-
-
-def _along(each: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, to go with x."""
-    return each.view(1, -1, *(1,) * (x.ndim - 2))
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics, of the unbiased variance as in torch."""
+        norm = self._norm
+        norm.num_batches_tracked += 1
+        often = norm.num_batches_tracked.to(norm.running_mean.dtype)
+        share = often.reciprocal() if norm.momentum is None else norm.momentum
+        norm.running_mean.lerp_(mean.to(norm.running_mean), share)
+        norm.running_var.lerp_(variance.to(norm.running_var), share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, final
 from weakref import finalize, ref
@@ -20,6 +21,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
+from meshcomm.transport.torch_private import storage_id
 
 OPS: Final = ("avg", "sum")
 
@@ -37,17 +39,17 @@ class GradientSync:
                 loss_of(model(x), y).backward()
             optimizer.step()
 
-    Parameters fill buckets of at most `bucket_mb` (one larger parameter has a bucket of its own)
+    Parameters fill buckets of at most `bucket_mb` (a larger parameter fills a bucket alone)
     in reverse order of registration, which is about the order in which backward reaches them.
     Each `.grad` is a view of its bucket's flat buffer, so backward accumulates in place and
     nothing is packed or unpacked. When every gradient of a bucket has received `microbatches`
     contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
     buffer starts. Every rank along `dims` sends the same buckets in the same order.
 
-    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that what forward changes from
-    a rank's own samples, such as running statistics, stays equal. Without `broadcast` nothing is sent.
+    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that buffers that follow from
+    a rank's own samples, such as running statistics, stay equal. Without `broadcast` nothing is sent.
 
-    Called by: every rank along `dims`, alike. Raises TrainingError where a parameter gets no gradient in a step, where
+    Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
     backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
     step were used.
 
@@ -60,7 +62,7 @@ class GradientSync:
         bucket_mb: size of a bucket in 10^6 bytes.
         broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
             buffers now and after each step. Without it the caller sees to it that they are equal.
-        hooks: whether backward calls what is registered for each accumulated gradient. Where it does
+        hooks: whether backward calls the hooks of accumulated gradients. Where it does
             not, as under a pipeline that splits backward, all buckets are sent by `finish`.
     """
 
@@ -83,18 +85,16 @@ class GradientSync:
                 expected=" or ".join(OPS),
                 hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
             )
-        self._op = op
-        self._hooks = hooks
-        self._mesh = mesh
+        self._op, self._hooks, self._mesh = op, hooks, mesh
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
-        self._microbatches = microbatches
-        self._bucket_mb = bucket_mb
+        self._microbatches, self._bucket_mb = microbatches, bucket_mb
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
         self._given = [] if isinstance(model, nn.Module) else list(model)
         self._known: set[nn.Parameter] = set()
         self._handles: list[RemovableHandle] = []
         self._buckets: list[_Bucket] = []
+        self._slots: list[_Slot] = []
         self._plan()
         self._send_buffers()
         self._sent = 0
@@ -116,27 +116,24 @@ class GradientSync:
         self._known = {parameter for _, parameter in named}
         for handle in self._handles:
             handle.remove()
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                if slot.parameter.grad is slot.grad:
-                    slot.parameter.grad = None
+        for slot in self._slots:
+            if slot.parameter.grad is slot.grad:
+                slot.parameter.grad = None
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
+        runs = _cut(needed, self._bucket_mb)
         self._buckets = [
-            _Bucket([(needed[each], each) for each in some]) for some in _cut(needed, self._bucket_mb)
+            _Bucket(place, [(needed[each], each) for each in run]) for place, run in enumerate(runs)
         ]
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._handles = [
-            bucket.slots[slot].parameter.register_post_accumulate_grad_hook(_hook(ref(self), place, slot))
-            for place, bucket in enumerate(self._buckets if self._hooks else ())
-            for slot in range(len(bucket.slots))
+            slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
+            for place, slot in enumerate(self._slots if self._hooks else ())
         ]
 
     def _fits(self) -> bool:
         """Whether the buckets are those of the parameters as they are: of their dtypes and devices, each with its gradient."""
         needed = {parameter for _, parameter in self._named() if parameter.requires_grad}
-        slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
-        return {slot.parameter for _, slot in slots} == needed and all(
-            slot.fits(bucket.flat) for bucket, slot in slots
-        )
+        return {slot.parameter for slot in self._slots} == needed and all(slot.fits() for slot in self._slots)
 
     def _send_buffers(self) -> None:
         if self._broadcast and self._module is not None:
@@ -165,14 +162,10 @@ class GradientSync:
     def _still_there(self) -> bool:
         """Whether gradients are neither gone, as after zero_grad, nor such that a loss scaler leaves out the step."""
         flats = [bucket.flat for bucket in self._buckets]
-        attached = all(slot.parameter.grad is slot.grad for bucket in self._buckets for slot in bucket.slots)
-        stepped = any(
-            slot.parameter._version != slot.version for bucket in self._buckets for slot in bucket.slots
-        )
         return (
-            attached
-            and not stepped
-            and all(map(_is_finite, flats))
+            all(slot.parameter.grad is slot.grad for slot in self._slots)
+            and all(slot.parameter._version == slot.version for slot in self._slots)
+            and all(bool(flat.isfinite().all()) for flat in flats)
             and any(bool(flat.any()) for flat in flats)
         )
 
@@ -209,7 +202,7 @@ class GradientSync:
         Raises TrainingError, naming the parameters, where some got no gradient in this step.
         """
         self._active = False
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        slots = self._slots
         missing = [slot.name for slot in slots if self._hooks and not slot.count]
         if not missing:
             # Parameters that only some of the microbatches used leave their bucket waiting.
@@ -219,12 +212,7 @@ class GradientSync:
                 bucket.work.wait()
                 bucket.work = None
         check_complete(missing, len(slots))
-        replaced = [
-            slot.name
-            for bucket in self._buckets
-            for slot in bucket.slots
-            if slot.parameter.grad is not slot.grad or not slot.fits(bucket.flat)
-        ]
+        replaced = [slot.name for slot in slots if slot.parameter.grad is not slot.grad or not slot.fits()]
         if replaced:
             raise TrainingError(
                 f"the .grad of {replaced[0]} was replaced during the step",
@@ -236,7 +224,7 @@ class GradientSync:
             slot.version = slot.parameter._version
         self._send_buffers()
 
-    def _accumulated(self, bucket: _Bucket, slot: _Slot) -> None:
+    def _accumulated(self, slot: _Slot) -> None:
         """Backward has added to the gradient of a parameter."""
         if not self._active:
             raise TrainingError(
@@ -247,9 +235,13 @@ class GradientSync:
             )
         slot.count += 1
         if slot.count == self._microbatches:
+            bucket = self._buckets[slot.bucket]
             bucket.waiting -= 1
             if not bucket.waiting:
-                self._send_ready()
+                ready = self._sent
+                while ready < len(self._buckets) and not self._buckets[ready].waiting:
+                    ready += 1
+                self._send(ready)
         elif slot.count > self._microbatches:
             raise TrainingError(
                 f"backward reached {slot.name} {slot.count} times in one step",
@@ -258,12 +250,6 @@ class GradientSync:
                 hint="one backward pass for each microbatch",
             )
 
-    def _send_ready(self) -> None:
-        ready = self._sent
-        while ready < len(self._buckets) and not self._buckets[ready].waiting:
-            ready += 1
-        self._send(ready)
-
     def _send(self, end: int) -> None:
         if self._dims is not None:
             for bucket in self._buckets[self._sent : end]:
@@ -271,15 +257,15 @@ class GradientSync:
         self._sent = end
 
 
-def _hook(sync: ref[GradientSync], bucket: int, slot: int) -> Callable[[Tensor], None]:
-    """What a parameter calls. The garbage collector does not see what such a hook holds on to: a parameter that its own
-    hook led to would live for ever, with its model and its gradients.
+def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
+    """The hook of a parameter. The garbage collector does not see the references of such a hook: a parameter that its
+    own hook referred to would never be freed, nor its model and its gradients.
     """
 
     def accumulated(_: Tensor) -> None:
         owner = sync()
         if owner is not None:
-            owner._accumulated(owner._buckets[bucket], owner._buckets[bucket].slots[slot])
+            owner._accumulated(owner._slots[place])
 
     return accumulated
 
@@ -292,68 +278,53 @@ def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> Non
         sync._unused = mine.isdisjoint(stepped)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
-
-
 def broadcast_values(
     mesh: Mesh, dims: Iterable[Dims], tensors: Iterable[Tensor], most_mb: float = 25
 ) -> None:
     """Make the values of coord 0 along each of `dims` those of all ranks. Called by: every rank along them."""
-    held = [local(each.detach()) for each in tensors]
-    for some in _cut([each for each in held if each.numel()], most_mb):
+    values = [local(tensor.detach()) for tensor in tensors]
+    for run in _cut([value for value in values if value.numel()], most_mb):
         for dim in dims:
-            mesh.broadcast(dim, some, src=0)
+            mesh.broadcast(dim, run, src=0)
 
 
 class _Slot:
-    """One parameter's place in a bucket."""
+    """One parameter in bucket number `bucket`: `grad` is a view of its buffer `flat`."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
-        self.name = name
-        self.parameter = parameter
+    def __init__(self, name: str, parameter: nn.Parameter, bucket: int, flat: Tensor, grad: Tensor) -> None:
+        self.name, self.parameter, self.bucket, self.flat = name, parameter, bucket, flat
         self.count = 0
         self.version = parameter._version
-        self.grad = view
+        self.grad = grad
         if isinstance(parameter, DTensor):
-            self.grad = DTensor.from_local(
-                view,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+            place = parameter.device_mesh, parameter.placements
+            self.grad = DTensor.from_local(grad, *place, run_check=False, **shape)
 
-    def fits(self, flat: Tensor) -> bool:
-        """Whether the gradient is still a view of `flat`, and of the parameter's dtype, device and shape."""
-        held, grad = local(self.parameter.detach()), local(self.grad)
-        return (held.dtype, held.device, held.shape) == (
-            flat.dtype,
-            flat.device,
-            grad.shape,
-        ) and grad.untyped_storage()._cdata == flat.untyped_storage()._cdata
+    def fits(self) -> bool:
+        """Whether the gradient is still a view of the buffer, and of the parameter's dtype, device and shape."""
+        value, grad, flat = local(self.parameter.detach()), local(self.grad), self.flat
+        same = (value.dtype, value.device, value.shape) == (flat.dtype, flat.device, grad.shape)
+        return same and storage_id(grad) == storage_id(flat)
 
 
 class _Bucket:
-    """A flat buffer, the parameters whose gradients lie in it, and what is under way."""
+    """A flat buffer, the parameters whose gradients are its parts, and its all_reduce under way."""
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        locals_ = [local(parameter.detach()) for _, parameter in parameters]
-        sizes = [tensor.numel() for tensor in locals_]
-        self.flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+    def __init__(self, place: int, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        values = [local(parameter.detach()) for _, parameter in parameters]
+        sizes = [value.numel() for value in values]
+        self.flat = torch.zeros(sum(sizes), dtype=values[0].dtype, device=values[0].device)
+        triples = zip(parameters, values, self.flat.split(sizes), strict=True)
         self.slots = [
-            _Slot(name, parameter, part.view(tensor.shape))
-            for (name, parameter), tensor, part in zip(
-                parameters, locals_, self.flat.split(sizes), strict=True
-            )
+            _Slot(*named, place, self.flat, part.view(value.shape)) for named, value, part in triples
         ]
         self.waiting = len(self.slots)
         self.work: Any = None
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Runs of one dtype and device, of which a rank holds at most so many megabytes, or of one tensor."""
+    """Runs of one dtype and device, each of at most so many megabytes on a rank, or of one tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -382,78 +353,56 @@ class Sharded:
     """Parameters, gradients and optimiser state of modules, sharded along one dim, or a merged one, by FSDP2.
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
-    gradients are summed and scattered as soon as backward is through it. With `replicate` there are copies of the
-    shards along that dim (hybrid sharding), and gradients are summed over them too. Ranks that have other tokens of
-    the same samples need the same weights and the sum of the same gradients: so their dim is a part of a merged `shard`.
-    Experts that are spread lie along the dims of their own view, and so do their shards: they are gathered by
-    themselves, inside of their layer (as torchtitan's apply_fsdp, models/llama4/infra/parallelize.py, has it).
+    gradients are summed and scattered as soon as backward is through it. With copies of the shards along a second
+    dim (hybrid sharding) gradients are summed over them too. Ranks that have other tokens of the same samples need
+    the same weights and the sum of the same gradients: so their dim is a part of a merged one. Experts that are
+    spread are sharded along the dims of their own view: they are gathered by themselves, inside of their layer (as in
+    torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
     Args:
         modules: the root modules of this rank's stages; changed in place.
-        shard, replicate: dims of the mesh, of which `shard` may be a merged one; replicate None: no copies.
+        dims: that shards, or the one of copies and that, of which the last may be a merged one.
+        precision: dtypes of gathered weights, which forward and backward compute with, and of gradients while they
+            are added up, over microbatches too, and sent. Routers compute in the weights' own dtype. Shards, their
+            gradients and the optimiser's state keep it. Inputs are not cast: a table of angles must not be rounded.
         experts: the dims along which gradients of experts' weights are summed; None: experts are as all weights.
-            Of those of size above 1 the last shards and another replicates; where there is none, experts stay whole.
+            The last one of size above 1 shards, an earlier one replicates; where there is none, experts stay whole.
         reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
             last backward pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks for
             the very parameters that the forward pass used.
-        gather_dtype: of gathered weights, which forward and backward compute with; None: the weights' own.
-            Routers keep theirs. Inputs of a module stay as they are given: a table of angles must not be rounded.
-        reduce_dtype: of gradients while they are added up, over microbatches too, and sent; None: the weights' own.
-            Shards, their gradients and the optimiser's state keep the weights' own.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         modules: Sequence[nn.Module],
-        shard: str,
-        replicate: str | None,
+        dims: Sequence[str],
+        precision: MixedPrecisionPolicy,
         *,
         experts: Sequence[str] | None = None,
         reshard: bool = True,
-        gather_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        over = mesh[shard] if replicate is None or mesh.size(replicate) == 1 else mesh[replicate, shard]
-        spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
-        own = next(parameter.dtype for module in modules for parameter in module.parameters())
-        gathered, summed = gather_dtype or own, reduce_dtype or own
-        narrow = MixedPrecisionPolicy(gathered, summed, cast_forward_inputs=False)
-        routers = MixedPrecisionPolicy(own, summed, cast_forward_inputs=False)
         self._reshard = reshard
+        own = next(parameter.dtype for module in modules for parameter in module.parameters())
+        spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
+        everywhere: dict[str, Any] = {"mesh": mesh[tuple(dims)], "reshard_after_forward": reshard}
         self._roots: list[FSDPModule] = []
         for module in modules:
             whole: set[nn.Parameter] = set()
             for part in module.modules() if spread is not None else ():
                 if isinstance(part, ExpertWeights) and spread:
                     place = _expert_axis(part, mesh.size(spread[-1]))
-                    _sum(
-                        fully_shard(
-                            part,
-                            mesh=mesh[spread],
-                            reshard_after_forward=reshard,
-                            shard_placement_fn=place,
-                            mp_policy=narrow,
-                        )
-                    )
+                    over = {**everywhere, "mesh": mesh[spread], "shard_placement_fn": place}
+                    _shard(part, mp_policy=precision, **over)
                 elif isinstance(part, ExpertWeights):
                     whole.update(part.parameters())
             for layer in _blocks(module):
-                for part in layer.modules() if gathered != own else ():
+                for part in layer.modules() if precision.param_dtype != own else ():
                     if isinstance(part, Router):
-                        _sum(fully_shard(part, mesh=over, reshard_after_forward=reshard, mp_policy=routers))
-                _sum(
-                    fully_shard(
-                        layer,
-                        mesh=over,
-                        reshard_after_forward=reshard,
-                        mp_policy=narrow,
-                        ignored_params=whole or None,
-                    )
-                )
-            self._roots.append(
-                _sum(fully_shard(module, mesh=over, mp_policy=narrow, ignored_params=whole or None))
-            )
+                        _shard(part, mp_policy=replace(precision, param_dtype=own), **everywhere)
+                _shard(layer, mp_policy=precision, ignored_params=whole or None, **everywhere)
+            root = {"mesh": everywhere["mesh"], "mp_policy": precision, "ignored_params": whole or None}
+            self._roots.append(_shard(module, **root))
         self._parameters = {
             name: parameter for module in modules for name, parameter in module.named_parameters()
         }
@@ -471,7 +420,7 @@ class Sharded:
                 root.set_reshard_after_backward(last)
 
     def reshard(self) -> None:
-        """Let go of what forward passes without a backward pass have left gathered."""
+        """Let go of weights that are still gathered after forward passes without a backward pass."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():
@@ -487,12 +436,12 @@ class Sharded:
         check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
 
 
-def _blocks(module: nn.Module) -> Iterable[nn.Module]:
-    held = getattr(module, "meshcomm_blocks", None)
-    if held is None:
+def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+    blocks = getattr(module, "meshcomm_blocks", None)
+    if blocks is None:
         layers = getattr(module, "layers", None)
-        held = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
-    return tuple(held)
+        blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
+    return tuple(blocks)
 
 
 def _expert_axis(part: ExpertWeights, ranks: int) -> Callable[[nn.Parameter], Shard]:
@@ -507,10 +456,11 @@ def _expert_axis(part: ExpertWeights, ranks: int) -> Callable[[nn.Parameter], Sh
     return place
 
 
-def _sum(module: Any) -> FSDPModule:
-    """Gradients are summed, as those of whole tensors are; torch divides them by the ranks."""
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
+def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
+    """`module`, sharded; its gradients are summed, as those of whole tensors are, where torch takes a mean."""
+    found = fully_shard(module, **settings)
+    assert isinstance(found, FSDPModule)
+    found.set_gradient_divide_factor(1.0)
     # Gloo has no reduction that multiplies first, which torch would choose for float32.
-    module.set_force_sum_reduction_for_comms(True)
-    return module
+    found.set_force_sum_reduction_for_comms(True)
+    return found

@@ -1,14 +1,25 @@
-"""Dropout whose masks follow from where an element stands in the run, so they are the same on every mesh."""
+"""Random numbers of a forward pass: dropout by an element's place in the run, and the draws of a user's modules."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Final, NamedTuple, final
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError, TrainingError
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.tensor.modules import Attention
+from meshcomm.transport.torch_private import outside_graphs
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# The difference between ranks that computed the same thing, at most, as a share of the largest element.
+_ROUNDING = 1e-2
 
 
 def _signed(value: int) -> int:
@@ -24,11 +35,10 @@ _SECOND: Final = _signed(0x94D049BB133111EB)
 
 
 class Drops(NamedTuple):
-    """What the masks of one microbatch follow from; an argument of forward, never changed.
+    """The samples and tokens of one microbatch, which its masks follow from; an argument of forward, never changed.
 
-    As an argument it is kept with the others where a block runs again in backward (activation
-    checkpointing), also when a pipeline has begun other microbatches in between. Nothing else
-    remembers anything: to go on from a checkpoint, the run's seed and the step are enough.
+    Activation checkpointing keeps it with the other arguments, also when a pipeline has begun other
+    microbatches in between. There is no other state: to resume, the run's seed and the step are enough.
     """
 
     keys: Tensor
@@ -40,8 +50,7 @@ class Drops(NamedTuple):
     def at(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
         """The drops of these samples at a step.
 
-        samples:   int64 (batch,): indices in the global batch. So ranks that differ along data's dims
-                   drop differently, ranks with the same samples (along tp, cp, pp) alike.
+        samples:   int64 (batch,): indices in the global batch, the same on ranks with the same samples.
         positions: as in Drops.
         """
         for name, values in (("samples", samples), ("positions", positions)):
@@ -87,7 +96,7 @@ class Dropout(nn.Module):
         self._threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
 
     def forward(self, x: Tensor, drops: Drops | None = None, first_feature: int = 0) -> Tensor:
-        """(batch, sequence, features) -> the same shape; the gradient of what is dropped is zero.
+        """(batch, sequence, features) -> the same shape; the gradient of dropped elements is zero.
 
         drops:         of these samples and tokens. None only where nothing is dropped.
         first_feature: the number of x[..., 0], where features are split over ranks.
@@ -105,7 +114,7 @@ class Dropout(nn.Module):
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
 
     def keep(self, drops: Drops, shape: torch.Size, first_feature: int = 0) -> Tensor:
-        """Bool of `shape`, (batch, sequence, features): what is not dropped. Arguments as in forward."""
+        """Bool of `shape`, (batch, sequence, features): which elements are not dropped. Arguments as in forward."""
         known = (drops.keys.shape[0], drops.positions.shape[0])
         if len(shape) != 3 or shape[:2] != known:
             raise ShapeError(
@@ -122,7 +131,7 @@ class Dropout(nn.Module):
         return bits[..., first_feature % 2 :][..., : shape[2]] >= self._threshold
 
     def extra_repr(self) -> str:
-        """What the module's repr shows."""
+        """Part of the module's repr."""
         return f"p={self.p}, site={self.site!r}"
 
 
@@ -131,10 +140,7 @@ def _hash(text: str) -> int:
 
 
 def _number(state: Tensor, index: Tensor) -> Tensor:
-    """Number `index` of the SplitMix64 sequence that starts at `state`: a counter in place of a state.
-
-    That random numbers can be computed from their index is Salmon et al. 2011.
-    """
+    """Number `index` of the SplitMix64 sequence that starts at `state`: counter-based, as in Salmon et al. 2011."""
     return _mixed(state + (index + 1) * _STEP)
 
 
@@ -143,3 +149,142 @@ def _mixed(z: Tensor) -> Tensor:
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
     return z ^ ((z >> 31) & (2**33 - 1))
+
+
+# -- modules that draw from torch's default generators ------------------------------------------------
+
+
+@final
+class Draws:
+    """Sets the default generators, the CPU's and the device's, before each part of a forward pass.
+
+    Random numbers follow from (seed, step, microbatch, block), with microbatches counted over all ranks along data and
+    shard and blocks through all stages: the same as in one process with the same train.microbatch. Ranks along context
+    have other tokens of the same microbatch, so their coord is a part of the key; along tensor all draw the same,
+    except in what `drop_apart` finds. No state is kept: a resumed run and a recomputed block draw the same again.
+
+    seed:  of the run.
+    apart: dims along which ranks have other tokens of the same samples.
+    """
+
+    def __init__(self, mesh: Mesh, seed: int, apart: Iterable[str] = ()) -> None:
+        self._mesh, self._seed = mesh, seed
+        self._apart = tuple(dim for dim in apart if mesh.size(dim) > 1)
+        self._step, self._first = "", 0
+        # Of the block that runs: its seed's key, and how often something was drawn apart in it since.
+        self._key: tuple[int | str, ...] = ()
+        self._often = 0
+        self._blocks: Counter[int] = Counter()
+        # False where a block is computed again: nobody else is there to compare with.
+        self.comparing = True
+
+    @contextmanager
+    def step(self, name: str, first: int) -> Iterator[None]:
+        """Forward passes of one step in here; the generators are put back after it. first: this rank's microbatch."""
+        self._step, self._first = name, first
+        with self._forked():
+            yield
+
+    def microbatch(self, number: int, place: str) -> None:
+        """Before a forward pass of a stage. number: of this rank's microbatches; place: which stage, in words."""
+        self._blocks.clear()
+        self.seed((self._seed, self._step, self._first + number, place))
+
+    def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
+        """The number-th block of the model, for one forward pass: called again, it draws the same again."""
+        self._blocks[number] += 1
+        key = (*self._key[:3], f"block {number}", self._blocks[number])
+        again = False
+
+        def run(*args: Any, **named: Any) -> Any:
+            nonlocal again
+            self.seed(key)
+            self.comparing, again = not again, True
+            try:
+                return block(*args, **named)
+            finally:
+                self.comparing = True
+
+        return run
+
+    def seed(self, key: tuple[int | str, ...]) -> None:
+        """Set the generators by `key` and this rank's coords."""
+        self._key, self._often = key, 0
+        self._set(self._mesh.seed(*key, along=self._apart))
+
+    @contextmanager
+    def on_this_rank(self, dim: str) -> Iterator[None]:
+        """Draws in here differ along `dim`; later draws do not depend on them."""
+        self._often += 1
+        with self._forked():
+            self._set(self._mesh.seed(*self._key, self._often, along=(*self._apart, dim)))
+            yield
+
+    def _forked(self) -> AbstractContextManager[None]:
+        device = self._mesh.device
+        if device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([device], device_type=device.type)
+
+    def _set(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._mesh.device.type != "cpu":
+            # Of the current device, which is this rank's; a seed is set without a look at the device.
+            torch.get_device_module(self._mesh.device).manual_seed(seed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        return self
+
+
+def drop_apart(module: nn.Module, split: TensorSplit, draws: Draws) -> None:
+    """Have the dropouts of a module that is split along the tensor's dim draw the same where all its ranks have the
+    same activations, and differently where each has a part of them.
+
+    A module that knows nothing of meshes does not say which is which: the first activations that a dropout gets are
+    compared along the dim. `torch.nn.functional.dropout` is not seen: it drops the same on all ranks.
+    """
+    parts: list[Any] = list(module.modules()) if split.size > 1 else []
+    for part in parts:
+        share = part.p if isinstance(part, DROPOUTS) else part.dropout if isinstance(part, Attention) else 0
+        if share > 0:
+            part.forward = _DropApart(part, split, draws)
+
+
+@final
+class _DropApart:
+    """The forward of a dropout, or of an attention that drops, in a module that is split."""
+
+    def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
+        self._part, self._split, self._draws = part, split, draws
+        # A module may be split for one trainer after the other.
+        self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
+        # By the shape of an activation: whether ranks have parts of it. Attention drops weights of its own heads.
+        self._parts: dict[torch.Size, bool] | None = None if isinstance(part, Attention) else {}
+
+    @outside_graphs
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """As without a mesh. The first activation of each shape is compared: this waits for the device."""
+        if not self._part.training or not self._is_part(*args, *named.values()):
+            return self.plain(*args, **named)
+        with self._draws.on_this_rank(self._split.dim):
+            return self.plain(*args, **named)
+
+    def _is_part(self, x: Tensor, *_: Any) -> bool:
+        if self._parts is None:
+            return True
+        known = self._parts.get(x.shape)
+        if known is None and self._draws.comparing:
+            known = _differs(self._split, x.detach())
+            if known is not None:
+                self._parts[x.shape] = known
+        return bool(known)
+
+
+def _differs(split: TensorSplit, x: Tensor) -> bool | None:
+    """Whether ranks have different activations; None where they have nothing but zeros, of which none can be dropped."""
+    ends = split.mesh.all_reduce(split.dim, torch.stack([x, -x]).double(), op="max")
+    most, fewest = ends[0], -ends[1]
+    largest = ends.max()
+    if not largest:
+        return None
+    return bool((most - fewest).max() > _ROUNDING * largest)

@@ -13,18 +13,18 @@ from meshcomm.errors import LayoutError, TrainingError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
-from meshcomm.transport.torch_private import norms, scale_all
+from meshcomm.parallel.torch_private import norms, scale_all
 
 # Elements that are squared at once: float64 copies of whole gradients would double their memory.
 _BLOCK = 1 << 20
 
 
-class _Held(NamedTuple):
+class _Named(NamedTuple):
     name: str
     parameter: nn.Parameter
 
     def gradient(self) -> Tensor:
-        """This rank's part of a gradient that is there."""
+        """This rank's part of a gradient that exists."""
         assert self.parameter.grad is not None
         return local(self.parameter.grad)
 
@@ -37,19 +37,17 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter). Along which dims a parameter is split it says itself: a DTensor by
-            its placements, those of a TensorSplit in the simulator too; any other is the same on all ranks.
-            Those that need no gradient are left out, and one with two names counts once. After fully_shard:
-            the parameters that it put into the module.
+        model: a module, or (name, parameter). A DTensor is split as its placements say, also in the simulator; any
+            other tensor is the same on all ranks. Parameters without a gradient are left out, and one with two names
+            counts once. After fully_shard: the parameters that it put into the module.
         pipeline: the dim along which ranks hold different parameters.
-        split: the dims along which plain tensors are split that you cut yourself, by name; without it such a
+        split: the dims along which you have split plain tensors yourself, by name; without it such a
             tensor counts as the same on all ranks, and the norm is wrong.
-        skip: parameters that another coord along the pipeline counts (tied embeddings), out of
-            the model's; they are clipped all the same.
+        skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
 
-    Called by: every rank, with parameters that are split alike.
+    Called by: every rank, with parameters that are split in the same way.
     Raises:    UnknownDim, LayoutError where a DTensor is on no DeviceMesh of this mesh, or split along the pipeline's
-               dim, or where a parameter is skipped without being there.
+               dim, or where a parameter to skip is none of the model's.
     """
 
     def __init__(
@@ -65,60 +63,55 @@ class GradientNorm:
         self._pipeline = pipeline if pipeline is not None and mesh.size(pipeline) > 1 else None
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         skipped = {id(parameter) for parameter in skip}
+        cut, names = dict(split or {}), [name for name, _ in named]
         unknown = skipped - {id(parameter) for _, parameter in named}
+        strange = [name for name, parameter in named if name in cut and split_dims(parameter)]
+        what = ""
         if unknown:
-            raise LayoutError(
-                "a parameter is to be skipped that is not there",
-                given=f"{len(unknown)} of {len(skipped)} in skip are not among the parameters",
-                expected="parameters of this rank",
-                hint="skip=[parameter] only on the rank that holds the second copy",
-            )
-        cut = dict(split or {})
-        if strangers := [name for name, parameter in named if name in cut and split_dims(parameter)]:
-            raise LayoutError(
-                f"parameter {strangers[0]} says itself along which dims it is split",
-                given=f"split={{{strangers[0]!r}: {tuple(cut[strangers[0]])}}}; its own are {split_dims(dict(named)[strangers[0]])}",
-                expected="plain tensors in split",
-                hint=f"leave {strangers[0]} out of split",
-            )
-        if unnamed := cut.keys() - {name for name, _ in named}:
-            raise LayoutError(
-                "split names parameters that are not there",
-                given=f"{', '.join(sorted(unnamed))}",
-                expected="names of model.named_parameters()",
-                hint=did_you_mean(min(unnamed), [name for name, _ in named])
-                or "list(dict(model.named_parameters()))",
-            )
+            what = "a parameter is to be skipped that is not there"
+            given = f"{len(unknown)} of {len(skipped)} in skip are not among the parameters"
+            expected = "parameters of this rank"
+            hint = "skip=[parameter] only on the rank that holds the second copy"
+        elif strange:
+            what = f"parameter {strange[0]} says itself along which dims it is split"
+            own = split_dims(dict(named)[strange[0]])
+            given = f"split={{{strange[0]!r}: {tuple(cut[strange[0]])}}}; its own are {own}"
+            expected, hint = "plain tensors in split", f"leave {strange[0]} out of split"
+        elif unnamed := sorted(cut.keys() - set(names)):
+            what, given = "split names parameters that are not there", ", ".join(unnamed)
+            expected = "names of model.named_parameters()"
+            hint = did_you_mean(unnamed[0], names) or "list(dict(model.named_parameters()))"
+        if what:
+            raise LayoutError(what, given=given, expected=expected, hint=hint)
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
-        self._held = [_Held(name, parameter) for parameter, name in reversed(needed.items())]
-        self._frozen = [_Held(name, parameter) for name, parameter in named if parameter not in needed]
-        classes: dict[tuple[str, ...], list[int]] = {}
-        uncounted: list[int] = []
-        for place, held in enumerate(self._held):
-            if id(held.parameter) in skipped:
-                uncounted.append(place)
+        self._frozen = [_Named(name, parameter) for name, parameter in named if parameter not in needed]
+        classes: dict[tuple[str, ...], list[_Named]] = {}
+        uncounted: list[_Named] = []
+        for parameter, name in reversed(needed.items()):
+            counted = _Named(name, parameter)
+            if id(parameter) in skipped:
+                uncounted.append(counted)
             else:
-                along = _dims_of(mesh, held, pipeline, cut.get(held.name, ()))
-                classes.setdefault(along, []).append(place)
+                classes.setdefault(_dims_of(mesh, counted, pipeline, cut.get(name, ())), []).append(counted)
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
-        self._order = [place for dims in self._classes for place in classes[dims]] + uncounted
+        self._held = [each for dims in self._classes for each in classes[dims]] + uncounted
         self.each = torch.zeros(len(self._held), dtype=torch.float64)
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that `each` speaks of."""
-        return [self._held[place].name for place in self._order]
+        """The names of the parameters, in the order of `each`."""
+        return [held.name for held in self._held]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The norm, float64 (), equal on all ranks; inf or nan where a gradient is.
 
-        Along dims on which something is split, and along the pipeline, a gradient that is not finite on one
-        rank alone, as after a fault of its memory, is seen by all, also of a parameter that all have whole.
+        Along dims on which something is split, and along the pipeline, all ranks see a gradient that is not finite
+        on one rank alone, as after a fault of its memory, also of a parameter that is not split.
 
-        Called by: every rank, once all gradients are summed (finish() of what sums them has returned).
+        Called by: every rank, once all gradients are summed (after `GradientSync.finish`).
         Sends:     one message along each dim on which something is split, then one along the pipeline,
                    each of 8 bytes per class of parameters and 8 more. Nothing waits for the device.
         Raises:    TrainingError, naming the parameters, where gradients are missing, or are DTensors
@@ -126,13 +119,12 @@ class GradientNorm:
         `each` holds afterwards the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
-        self.each = _norms([self._held[place].gradient() for place in self._order]).to(self._mesh.device)
-        parts = self.each.square().split(
-            [*self._classes.values(), len(self._order) - sum(self._classes.values())]
-        )
+        self.each = _norms([held.gradient() for held in self._held]).to(self._mesh.device)
+        counts = [*self._classes.values()]
+        parts = self.each.square().split([*counts, len(self._held) - sum(counts)])
         squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
         total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
-        # 0, inf or nan: this travels also along dims along which what it comes from is no summand.
+        # 0, inf or nan: sent along all dims, also where the gradient itself is no summand.
         total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
             along = [dims for dims in squares if dim in dims]
@@ -163,11 +155,9 @@ class GradientNorm:
         # Where calls are queued, looking would wait for them; multiplying by 1 does not.
         if not self._mesh.asynchronous and scale.item() == 1.0:
             return norm
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in (held.gradient() for held in self._held):
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in alike.items():
-            scale_all(gradients, scale.to(device, dtype))
+        gradients = [held.gradient() for held in self._held]
+        for (device, dtype), places in _by_kind(gradients).items():
+            scale_all([gradients[place] for place in places], scale.to(device, dtype))
         return norm
 
     def _complete(self) -> None:
@@ -199,8 +189,8 @@ class GradientNorm:
                 )
 
 
-def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None, cut: Sequence[str]) -> tuple[str, ...]:
-    """The dims of more than one rank along which a parameter is split, in one order. cut: those the user says."""
+def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None, cut: Sequence[str]) -> tuple[str, ...]:
+    """The dims of more than one rank along which a parameter is split, sorted. cut: those that the user gives."""
     dims = tuple(sorted(dim for dim in split_dims(held.parameter) or cut if mesh.size(dim) > 1))
     if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
@@ -215,23 +205,28 @@ def _dims_of(mesh: Mesh, held: _Held, pipeline: str | None, cut: Sequence[str]) 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of each, float64 (n,).
 
-    On CPU all of it is added up in float64: a long float32 sum loses digits there. An accelerator adds
-    up in a tree, so its float32 sums are good, and float64 may be slow.
+    On CPU sums are in float64: a long float32 sum loses digits. An accelerator adds up in a tree, so its float32
+    sums are good, and float64 may be slow.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        alike.setdefault((gradient.device, gradient.dtype), []).append(place)
     found: dict[int, Tensor] = {}
-    for (device, dtype), places in alike.items():
-        held = [gradients[place] for place in places]
+    for (device, dtype), places in _by_kind(gradients).items():
+        some = [gradients[place] for place in places]
         if device.type == "cpu":
-            made = [_norm_of_blocks(gradient) for gradient in held]
+            made = [_norm_of_blocks(gradient) for gradient in some]
         else:
-            made = [each.double() for each in norms(held, torch.promote_types(dtype, torch.float32))]
+            made = [norm.double() for norm in norms(some, torch.promote_types(dtype, torch.float32))]
         found.update(zip(places, made, strict=True))
     return torch.stack([found[place] for place in range(len(gradients))])
+
+
+def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The places of the tensors of each device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        found.setdefault((gradient.device, gradient.dtype), []).append(place)
+    return found
 
 
 def _norm_of_blocks(gradient: Tensor) -> Tensor:

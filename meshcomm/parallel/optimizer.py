@@ -1,19 +1,21 @@
-"""What makes a step of gradients: the optimiser that `[train]` names, and its groups of parameters."""
+"""The optimiser that `[train]` names or a user makes, its groups of parameters, and its step."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.tensor.parameters import fused_sizes
 
 # Makes an optimiser of parameter groups, as those of torch.optim do.
@@ -27,7 +29,7 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# What [train] says in settings of its own, or meshcomm decides.
+# Settings of [train] with other names, and those that meshcomm decides.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
 
@@ -41,27 +43,27 @@ def decay_groups(
     DeviceMesh, or all are plain: a fused step passes a whole group on as one call, and DTensor
     refuses a mixture. Experts' parameters, on other dims of the mesh, so have groups of their own.
 
-    patterns: of names ("*" for any characters) to what `lr` and `weight_decay` are multiplied by; the first that
-              matches counts. Such groups have `lr_factor` and `decay_factor`; see `scale`.
+    patterns: of names ("*" for any characters) to factors of `lr` and `weight_decay`; the first that
+              matches counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
 
     Order: as first met in `module.parameters()`, matrices before vectors. Called after fully_shard,
     which puts other parameters into the module.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
-    # What holds several parts, a bias of q, k and v say, has an axis more than the module gave it.
+    # A parameter of several parts, such as a bias of q, k and v, has one axis more than in the module before.
     fused = fused_sizes(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
     for name, parameter in sorted(module.named_parameters(), key=lambda pair: vectors[pair[0]]):
         # A ModuleList of stages puts a number before the name.
         names = (name, name.partition(".")[2])
-        said = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
+        matching = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
         vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None
         made: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
-        if patterns and said:
-            factors = patterns[said]
+        if patterns and matching:
+            factors = patterns[matching]
             made |= {"lr_factor": factors.get("lr", 1.0), "decay_factor": factors.get("weight_decay", 1.0)}
-        groups.setdefault((vector, where, said), made)["params"].append(parameter)
+        groups.setdefault((vector, where, matching), made)["params"].append(parameter)
     return list(groups.values())
 
 
@@ -77,17 +79,8 @@ def check_patterns(patterns: Iterable[str], names: Sequence[str]) -> None:
             )
 
 
-def scale(optimizer: torch.optim.Optimizer) -> None:
-    """Multiply each group's lr and weight_decay by what its pattern says."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
-        factor = group.pop("decay_factor", 1.0)
-        if factor != 1.0 and "weight_decay" in group:
-            group["weight_decay"] = group["weight_decay"] * factor
-
-
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """What makes the optimiser of `[train]`. On GPUs its step is fused, or else foreach, where torch has it.
+    """A function that makes the optimiser of `[train]`. On GPUs its step is fused, or else foreach, where torch has it.
 
     Raises ConfigError for a train.optimizer_args that it does not take.
     """
@@ -102,11 +95,11 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
                 expected="among " + ", ".join(known),
                 hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, known),
             )
-    given: dict[str, Any] = {"lr": train.lr}
-    for name in ("betas", "eps", "weight_decay"):
-        # Another optimiser's defaults are torch's.
-        if train.optimizer == "adamw" or train.given(name):
-            given[name] = getattr(train, name)
+    # Other optimisers have torch's defaults.
+    names = [
+        name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
+    ]
+    given: dict[str, Any] = {name: getattr(train, name) for name in ("lr", *names)}
     if "fused" in known and issubclass(kind, torch.optim.Adam):
         given["fused"] = True
     elif "foreach" in known and device.type != "cpu":
@@ -120,46 +113,96 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     Raises ConfigError where it cannot be made of them, or has others; UnsupportedOp for one, such as LBFGS, whose step asks for a
     closure that computes the loss anew.
     """
+    failed: Exception | None = None
+    optimizer: Any = None
     try:
         optimizer = make(groups)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "the optimizer cannot be made",
-            given=f"{type(error).__name__}: {error}",
-            expected=f"a function of {len(groups)} parameter groups, as torch.optim.AdamW is one",
-            hint=_EXAMPLE,
-        ) from error
+        failed = error
     if not isinstance(optimizer, torch.optim.Optimizer):
+        returned = f"optimizer(groups) returned a {type(optimizer).__name__}"
         raise ConfigError(
             "the optimizer cannot be made",
-            given=f"optimizer(groups) returned a {type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer",
+            given=returned if failed is None else f"{type(failed).__name__}: {failed}",
+            expected=f"a function of {len(groups)} parameter groups that returns a torch.optim.Optimizer",
             hint=_EXAMPLE,
-        )
+        ) from failed
+    kind = type(optimizer).__name__
     known = {id(each) for group in groups for each in group["params"]}
     others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if others:
+        shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
         raise ConfigError(
-            f"the {type(optimizer).__name__} would not train this model",
-            given=f"{len(others)} parameters of shapes {', '.join(str(tuple(each.shape)) for each in others[:3])} that are none of the given ones",
+            f"the {kind} would not train this model",
+            given=f"{len(others)} parameters of shapes {shapes} that are none of the given ones",
             expected="parameters of the groups that the function is called with: sharding puts others into the module",
             hint=_EXAMPLE,
         )
-    needed = [
-        name
-        for name, each in inspect.signature(optimizer.step).parameters.items()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
     if needed:
         raise UnsupportedOp(
-            f"{type(optimizer).__name__} cannot make a step of gradients alone",
-            given=f"step({', '.join(needed)})",
+            f"{kind} cannot make a step of gradients alone",
+            given=f"step({', '.join(each.name for each in needed)})",
             expected="an optimizer whose step() takes no arguments",
             hint="another optimizer of torch.optim",
         )
     return optimizer
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step leaves out what is marked as not finite: torch's fused Adam and AdamW do, for DTensors too."""
-    return bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.Adam)
+@final
+class Update:
+    """The optimiser of this rank's parameters, and its steps.
+
+    make:  makes the optimiser; None: the one of `[train]`.
+    apart: dims along which a user's optimiser draws other random numbers.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        train: TrainConfig,
+        modules: nn.Module,
+        make: MakeOptimizer | None,
+        apart: Iterable[str],
+    ) -> None:
+        patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
+        groups = decay_groups(modules, patterns)
+        self.optimizer = made_of(optimizer_of(train, mesh.device) if make is None else make, groups)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
+            factor = group.pop("decay_factor", 1.0)
+            if factor != 1.0 and "weight_decay" in group:
+                group["weight_decay"] = group["weight_decay"] * factor
+        self._seed = train.seed
+        self._draws = None if make is None else Draws(mesh, train.seed, apart)
+        self._rates = [group["lr"] / train.lr for group in self.optimizer.param_groups]
+        # torch's fused Adam and AdamW leave out a step by themselves, state included, for DTensors too.
+        fused = bool(self.optimizer.defaults.get("fused"))
+        self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
+
+    def set_rate(self, lr: float | None) -> float:
+        """Give each group its rate where train.lr is `lr`; None: they stay. Returns the rate of the step."""
+        groups = self.optimizer.param_groups
+        if lr is None:
+            return float(groups[0]["lr"])
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = lr * rate
+        return lr
+
+    def step(self, number: int, spoilt: Tensor) -> None:
+        """Step number `number`, unless `spoilt`, (), is not 0."""
+        if self._draws is None:
+            self._step(spoilt)
+            return
+        with self._draws.step(f"optimizer {number}", 0):
+            self._draws.seed((self._seed, "optimizer", number))
+            self._step(spoilt)
+
+    def _step(self, spoilt: Tensor) -> None:
+        if self._takes_found_inf:
+            self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not spoilt.item():
+            self.optimizer.step()

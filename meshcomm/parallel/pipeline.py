@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
@@ -17,9 +19,11 @@ from torch.distributed.pipelining import (
 
 from meshcomm.comm.spans import PASSES, stretch
 from meshcomm.config.parallel import PipelineSchedule, runs
-from meshcomm.errors import LayoutError, MeshcommError, UnsupportedOp
+from meshcomm.errors import LayoutError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.random_numbers import Draws
+from meshcomm.parallel.dropout import Draws
+from meshcomm.parallel.tensor import local
+from meshcomm.parallel.torch_private import is_view
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -37,7 +41,7 @@ class Runner(Protocol):
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
         """Accumulate gradients over this rank's batch, split along axis 0 into microbatches.
 
-        more: what every stage's module is given by name besides, split in the same way.
+        more: further arguments of every stage's module, by name, split in the same way.
         Returns the sum of the microbatches' losses on the last stage, None on the others.
         """
         ...
@@ -60,46 +64,38 @@ class Accumulate:
         mesh: Mesh | None = None,
         draws: Draws | None = None,
     ) -> None:
-        self._module = module
-        self._draws = draws
-        # Of whose ranks a trace may be taken.
-        self._mesh = mesh
-        self._loss = loss
-        self._microbatches = microbatches
-        # Told before each microbatch whether it is the last.
-        self._before = before
+        self._module, self._loss, self._microbatches = module, loss, microbatches
+        # Called before each microbatch with whether it is the last; the mesh records spans.
+        self._before, self._mesh, self._draws = before, mesh, draws
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
         """See `Runner`."""
-        count = self._microbatches
-        losses = []
-        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
-        for i, (x, target) in enumerate(
-            zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
-        ):
-            if self._before is not None:
-                self._before(i == count - 1)
-            if self._draws is not None:
-                self._draws.microbatch(i, START)
-            here = {name: part[i] for name, part in parts.items()}
-            spans = None if self._mesh is None else self._mesh.spans
-            with stretch(spans, PASSES, f"forward {i}"):
-                loss = self._loss(self._module(x, **here), target)
-            with stretch(spans, PASSES, f"backward {i}"):
-                loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        return self._run(inputs, targets, more)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """See `Runner`."""
-        count = self._microbatches
-        losses = []
+        return self._run(inputs, targets, {}, backward=False)
+
+    def _run(
+        self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor], backward: bool = True
+    ) -> Tensor:
+        count, losses = self._microbatches, []
+        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
         pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
         for i, (x, target) in enumerate(pairs):
+            if backward and self._before is not None:
+                self._before(i == count - 1)
             if self._draws is not None:
                 self._draws.microbatch(i, START)
-            losses.append(self._loss(self._module(x), target))
+            here = {name: part[i] for name, part in parts.items()}
+            spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
+            with stretch(spans, PASSES, f"forward {i}"):
+                loss = self._loss(self._module(x, **here), target)
+            if backward:
+                with stretch(spans, PASSES, f"backward {i}"):
+                    loss.backward()
+            losses.append(loss.detach())
         return torch.stack(losses).sum()
 
 
@@ -113,20 +109,19 @@ class Pipelined:
             Stage s lies on coord s % ranks, so the i-th is stage i * ranks + coord (see
             `stages_of_rank`). As many on every rank.
         loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
-            the microbatches are summed as they come. The tensor that it returns is detached
-            once its backward pass has run.
+            the microbatches are summed. Its result is detached once the backward pass has run.
         microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a
             schedule runs.
-        schedule: which pass comes when; `meshcomm plan CONFIG --schedule` draws it. What holds
+        schedule: the order of passes; `meshcomm plan CONFIG --schedule` draws it. Its rules
             for gradients and their hooks: `schedule_properties`.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-            They are told, so no trial step is run to find them out.
-        dtype: of what travels between stages, gradients too, and of the last output. A module that returns
+            So no trial step is needed to find them.
+        dtype: of tensors sent between stages, gradients included, and of the last output. A module that returns
             another one is refused by torch, or read wrongly: cast at its end.
         on_stage_done: called with the position in `modules` of a stage when its gradients of this
             step are complete, which is while other stages of the rank still run. As an order of
             calls it is the same on every rank with this coord along `dim`.
-        draws: what sets the default generators before each forward pass of a stage; None: nothing does.
+        draws: sets the default generators before each forward pass of a stage, if given.
 
     Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
     torch.compile made meets zero_bubble.
@@ -154,15 +149,12 @@ class Pipelined:
             for module in mine:
                 module.register_forward_hook(_no_view)
         first, between, last = shapes
-
-        def boundary(shape: Shape) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
+        boundary = partial(torch.empty, dtype=dtype, device="meta", requires_grad=True)
         count = ranks * len(mine)
         stages = []
         for position, index in enumerate(stages_of_rank(mesh.coord(dim), ranks, len(mine))):
             tokens = torch.empty(first, dtype=torch.int64, device="meta")
-            stage = _ToldStage(
+            stage = _PipelineStage(
                 mine[position],
                 index,
                 count,
@@ -176,8 +168,7 @@ class Pipelined:
             stages.append(stage)
         self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
         self._stages, self._between = stages, (between, dtype)
-        self._first = stages[0].is_first
-        self._last = stages[-1].is_last
+        self._first, self._last = stages[0].is_first, stages[-1].is_last
         self._schedule = _schedule(schedule, stages, microbatches, loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
@@ -226,8 +217,8 @@ class Pipelined:
         return torch.stack(losses).sum() if losses else None
 
 
-class _ToldStage(PipelineStage):
-    """A stage that says when its gradients are complete, and a trace when each of its passes runs."""
+class _PipelineStage(PipelineStage):
+    """A stage that reports when its gradients are complete, and records when each of its passes runs."""
 
     mesh: Mesh
     position: int = 0
@@ -239,17 +230,20 @@ class _ToldStage(PipelineStage):
         if self.draws is not None:
             self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
 
+    def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
+        return stretch(self.mesh.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}")
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)
-        with stretch(self.mesh.spans, PASSES, f"forward {fwd_chunk_id} of stage {self.stage_index}"):
+        with self._span("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with stretch(self.mesh.spans, PASSES, f"backward {bwd_chunk_id} of stage {self.stage_index}"):
+        with self._span("backward", bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        with stretch(self.mesh.spans, PASSES, f"weights {bwd_chunk_id} of stage {self.stage_index}"):
+        with self._span("weights", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -259,7 +253,7 @@ class _ToldStage(PipelineStage):
             self.on_done(self.position)
 
 
-def _schedule(schedule: PipelineSchedule, stages: list[_ToldStage], microbatches: int, loss: Loss) -> Any:
+def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbatches: int, loss: Loss) -> Any:
     if schedule in ("gpipe", "1f1b"):
         single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
         return single(stages[0], microbatches, loss_fn=loss, scale_grads=False)
@@ -283,39 +277,97 @@ def _schedule(schedule: PipelineSchedule, stages: list[_ToldStage], microbatches
 
 def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
     """The output in memory of its own: torch detaches it in place, which a view refuses."""
-    return output.clone() if output._is_view() else output
+    return output.clone() if is_view(output) else output
 
 
 def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int, dim: str) -> None:
-    if ranks < 2:
-        raise LayoutError(
-            f"a pipeline along {dim} has one rank",
-            given=f"{ranks} rank along {dim}",
-            expected="2 or more",
-            hint="Accumulate(module, loss, microbatches) runs all stages on one rank",
-        )
     several = schedule_properties(schedule).several_stages
-    if (each < 2) if several else (each != 1):
-        raise LayoutError(
-            f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank",
-            given=f"{each} modules",
-            expected="2 or more stages on each rank" if several else "1 stage on each rank",
-            hint='schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"',
-        )
-    if runs(schedule, microbatches, ranks):
+    if ranks < 2:
+        what, expected = f"a pipeline along {dim} has one rank", "2 or more ranks"
+        hint = "Accumulate(module, loss, microbatches) runs all stages on one rank"
+    elif (each < 2) if several else (each != 1):
+        what = f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank"
+        expected = "2 or more stages on each rank" if several else "1 stage on each rank"
+        hint = 'schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"'
+    elif runs(schedule, microbatches, ranks):
         return
-    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}"
-    if microbatches < ranks:
-        raise LayoutError(
-            f"{microbatches} microbatches cannot fill a {schedule} pipeline of {ranks} {'ranks' if several else 'stages'}",
-            given=given,
-            expected=f"at least {ranks} microbatches",
-            hint='a smaller microbatch, a larger global batch, or schedule = "gpipe"',
-        )
-    rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
-    raise LayoutError(
-        f"{schedule} cannot divide {microbatches} microbatches into equal rounds",
-        given=given,
-        expected=f"a multiple of {rounds}",
-        hint=f"{microbatches // ranks * ranks} microbatches",
-    )
+    elif microbatches < ranks:
+        size = f"{ranks} {'ranks' if several else 'stages'}"
+        what = f"{microbatches} microbatches cannot fill a {schedule} pipeline of {size}"
+        expected = f"at least {ranks} microbatches"
+        hint = 'a smaller microbatch, a larger global batch, or schedule = "gpipe"'
+    else:
+        what = f"{schedule} cannot divide {microbatches} microbatches into equal rounds"
+        rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
+        expected, hint = f"a multiple of {rounds}", f"{microbatches // ranks * ranks} microbatches"
+    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}, {each} modules"
+    raise LayoutError(what, given=given, expected=expected, hint=hint)
+
+
+@final
+class TiedWeight:
+    """The embedding on coord 0 along a pipeline and the head on its last coord are one weight.
+
+    The two holders exchange their gradients and add them up; ranks between them do nothing, where an all_reduce
+    would send zeros of the whole table through all of them. Both compute own + other, so the sums are equal to
+    the last bit, and equal optimisers keep the copies equal.
+
+    Where the weight is split along other dims (vocabulary, data) each rank exchanges its part, so
+    both holders must split it in the same way; it is the same parameter twice, not a transposed one.
+
+    Args:
+        mesh, dim: the pipeline's.
+        weight: the holder's parameter, None on coords between the first and the last. On a
+            pipeline of one rank nothing is exchanged: there, both modules must use the same object.
+
+    Called by, constructor and methods: every rank along `dim`.
+    Raises LayoutError where coord and weight do not go together.
+    """
+
+    def __init__(self, mesh: Mesh, dim: str, weight: nn.Parameter | None) -> None:
+        self._mesh, self._dim, self._weight = mesh, dim, weight
+        size, coord = mesh.size(dim), mesh.coord(dim)
+        holds = coord in (0, size - 1)
+        if holds != (weight is not None):
+            raise LayoutError(
+                f"coord {coord} of {size} along {dim} {'holds' if holds else 'does not hold'} the tied weight",
+                given="no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}",
+                expected="the embedding's on coord 0, the head's on the last, None on all others",
+                hint="TiedWeight(mesh, dim, parameter if this rank has it else None)",
+            )
+        self.is_owner = coord == 0
+        """Whether this rank counts the weight: where norms, sizes and checkpoints take it once."""
+        self._other = (size - 1 - coord) if size > 1 and holds else None
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """The last coord's values become those of coord 0. Call once, after both are initialised."""
+        if self._weight is None or self._other is None:
+            return
+        part = local(self._weight)
+        if self.is_owner:
+            self._mesh.send(self._dim, part, self._other)
+        else:
+            part.copy_(self._mesh.recv(self._dim, torch.empty_like(part), src=self._other))
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Both gradients become their sum, in place. Call after the step's last backward pass.
+
+        Before or after the sum along data's dims, but not while that is under way. Raises
+        TrainingError where this rank's weight has no gradient; its message goes out all the same.
+        """
+        if self._weight is None or self._other is None:
+            return
+        gradient = self._weight.grad
+        mine = torch.zeros_like(local(self._weight)) if gradient is None else local(gradient)
+        theirs: Tensor = torch.empty_like(mine)
+        self._mesh.exchange(self._dim, [(mine, self._other)], [(theirs, self._other)])
+        if gradient is None:
+            raise TrainingError(
+                "the tied weight got no gradient",
+                given=f"the {'embedding' if self.is_owner else 'head'} of shape {tuple(self._weight.shape)}",
+                expected="a .grad on both holders",
+                hint="call sum_gradients after the last backward pass, and use the weight in forward",
+            )
+        mine.add_(theirs)

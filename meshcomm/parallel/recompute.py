@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is kept of a block for its backward pass, and what is computed again?"""
+"""Activation checkpointing: the tensors of a block that are kept for its backward pass; the rest is computed again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute: TypeAlias = bool | Literal["selective"] | int
-"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": what `KEPT` names too."""
+"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": the results of `KEPT` too."""
 
 # Why a call on a group is in it: its peers would have to make it again at the same place, and wait.
 KEPT: Final = {
@@ -28,7 +28,7 @@ KEPT: Final = {
     ),
     "calls on groups": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
 }
-"""Operators of which "selective" keeps the result, as torchtitan's does; the rest is cheap beside its memory.
+"""Operators of which "selective" keeps the result, as torchtitan's does; the rest is cheap for its memory.
 
 Not kept: scores of attention that is written out (Korthikanti et al. 2022), and products that ranks add up, of which
 the sum is kept."""
@@ -44,7 +44,7 @@ def is_recomputed(recompute: Recompute, block: int) -> bool:
 
 
 def run(recompute: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """What `block`, the number-th of the model, returns: what backward needs of it kept, or computed again.
+    """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
     """
@@ -67,9 +67,9 @@ def added_up() -> Iterator[None]:
 
 
 def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
-    """What `call` returns, new tensors without autograd. A block that is computed again selectively gets them again.
+    """The result of `call`, new tensors without autograd. A block that is computed again selectively gets them again.
 
-    For what communicates by itself: `mesh.functional` is kept as it is. x: any tensor that `call` works on.
+    For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` works on.
     """
     if not _SELECTIVE.get():
         return call()
@@ -120,7 +120,7 @@ class _Region(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if self._again:
-            # It forgets what it has given, and zero_bubble computes a block again in either half of backward.
+            # It drops results once they were used, and zero_bubble computes a block again in either half of backward.
             self._mode.storage = {op: copy(found) for op, found in self._kept.items()}
         with ExitStack() as stack:
             token = _SELECTIVE.set(True)

@@ -1,7 +1,8 @@
-"""What steps gave: on the device until somebody looks, and where it is not finite, which rank's gradient is to blame."""
+"""Results of steps, on the device until somebody looks, and the rank to blame where one is not finite or samples differ."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -13,16 +14,50 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor import local
 
+# Steps whose results wait on the device at most.
+_MOST = 100
+
+
+def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
+    """Compare this rank's batch with those of the ranks along tensor, pipeline and context.
+
+    Called by: every rank of the mesh. A gather of objects per dim; this waits for the device.
+    Raises:    TrainingError, the same on every rank, naming ranks and the dim along which samples differ and must not.
+    """
+    sums = hashlib.sha256()
+    for tensor in batch:
+        sums.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sums.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found = dict(zip(ranks_of(mesh), of_every_rank(mesh, sums.hexdigest()[:16]), strict=True))
+    for role, dim in parallel.parts.items():
+        if dim in parallel.data_dims or dim not in mesh.layout.dims:
+            continue
+        for rank in sorted(found):
+            coords = mesh.coords_of(rank)
+            if coords[dim]:
+                continue
+            others = [mesh.rank_at(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
+            odd = [other for other in others if found[other] != found[rank]]
+            if odd:
+                raise TrainingError(
+                    f"ranks along {dim} ({role}) have different samples",
+                    given=f"rank {fold(odd)} against rank {rank}, which differ only in their coord along {dim}",
+                    expected=f"the same inputs and targets along {dim}: only data and shard divide the samples",
+                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world, rank=mesh.data_rank); without the two it "
+                    "divides by all ranks of the job. And the same seed and epoch on all ranks",
+                )
+
 
 class Done(NamedTuple):
-    """One optimiser step.
+    """One optimiser step; all fields are equal on every rank.
 
-    loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients
-    together, before clipping. lr: that it was made with. fault: "" where the step was applied; where one of both is not finite, so that
-    it was left out, which rank's gradient of which parameter is not. All are equal on every rank.
+    loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients together, before
+    clipping. lr: that of the step. fault: "" where the step was applied; where loss or norm is not finite and the
+    step was left out, the rank and the parameter whose gradient is not.
     """
 
     number: int
@@ -32,10 +67,10 @@ class Done(NamedTuple):
     lr: float = 0.0
 
 
-class _Step(NamedTuple):
-    """One that nobody has looked at.
+class _Pending(NamedTuple):
+    """A step at whose results nobody has looked.
 
-    values: loss, what is not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
+    values: loss, a sum of values that are not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
     """
 
     number: int
@@ -47,51 +82,45 @@ class _Step(NamedTuple):
     ids: Tensor | None
 
 
-# Steps whose results lie on the device at once.
-_MOST = 100
-
-
 @final
 class Results:
-    """Collects what each step gives, and says, without a look, which of them must not be applied.
+    """Collects the results of steps and decides, without a look, which of them must not be applied.
 
     Args:
+        settings: [parallel] and [train], whose `nonfinite` decides whether steps after one that is not applied are.
         norm: of the gradients of `parameters`, which are in the order of the forward pass.
-        stage: that the last of them belong to.
-        vocabulary: the ids that there are are below it.
-        train: its `nonfinite` says whether after a step that is not applied none is.
+        stage: that of the last of them.
+        vocabulary: ids are below it.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        parallel: ParallelConfig,
+        settings: tuple[ParallelConfig, TrainConfig],
         norm: GradientNorm,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        *,
         stage: int,
         vocabulary: int,
-        train: TrainConfig,
     ) -> None:
-        self._mesh, self._parallel, self._norm = mesh, parallel, norm
-        self._parameters, self._stage = parameters, stage
+        self._parallel, train = settings
+        self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
         self._vocabulary, self._lr, self._stop = vocabulary, train.lr, train.nonfinite == "stop"
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
-        self._steps: list[_Step] = []
+        self._steps: list[_Pending] = []
         self._seen: list[Done] = []
 
     @torch.no_grad()
     def add(
         self, number: int, lr: float, loss: Tensor | None, norm: Tensor, count: Tensor, *ids: Tensor
     ) -> Tensor:
-        """This rank's share of the loss, if it has one, and the norm of all gradients.
+        """Add a step: this rank's share of the loss, if it has one, and the norm of all gradients.
 
-        What is not finite on one rank is so on every rank: the norm covers the dims of the tensor and the
-        pipeline, and what travels beside the loss those along which gradients are summed.
+        A value that is not finite on one rank is not finite on any: the norm covers the dims of tensor and pipeline,
+        a second value sent with the loss those along which gradients are summed.
 
-        count:     what the losses of all ranks were divided by, of their dtype.
-        ids:       tokens and targets, looked at here where the layers cannot, on a queue of work.
-        Called by: every rank of the mesh. Nothing waits for the device, but for one look in a hundred steps.
+        count:     the number that the losses of all ranks were divided by, of their dtype.
+        ids:       tokens and targets, checked here where the layers cannot, on a queue of work.
+        Called by: every rank of the mesh. Nothing waits for the device, except one look in a hundred steps.
         Returns:   float32 (): 0, or 1 where the step must not be applied; the same on every rank.
         """
         if len(self._steps) >= _MOST:
@@ -107,7 +136,7 @@ class Results:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
         ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
-        self._steps.append(_Step(number, lr, values, self._norm.each, count, loss, ends))
+        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends))
         now = (~values.isfinite().all()).float()
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
         return self._spoilt
@@ -134,7 +163,7 @@ class Results:
             found.append(done)
         return found
 
-    def _fault(self, step: _Step) -> str:
+    def _fault(self, step: _Pending) -> str:
         if not step.counted.item():
             return "no target of the global batch counts: all of them are -100, so there is nothing to take a mean of"
         norms = dict(zip(self._norm.names, step.norms.tolist(), strict=True))
@@ -147,7 +176,54 @@ class Results:
                         f"{what} are {lowest} to {highest}, the vocabulary has 0 to {self._vocabulary - 1}"
                     )
         lost = step.loss is not None and not _finite(step.loss)
-        return nonfinite(self._mesh, self._parallel, self._stage, self._parameters, norms, lost, outside)
+        return self._blamed(norms, lost, outside)
+
+    @torch.no_grad()
+    def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
+        """One line or more: the first gradient, in the order of backward, that is not finite, and its rank.
+
+        First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
+        summed along a dim are the same on all its ranks, where the losses of the ranks' own samples are more specific.
+
+        norms:      of this rank's parts of the gradients, summed over ranks.
+        lost:       whether the loss of this rank's own samples is not finite.
+        outside:    why this rank's tokens are wrong.
+        Called by:  every rank of the mesh. One gather of objects per dim.
+        Returns:    the same text on every rank.
+        """
+        mesh, parameters = self._mesh, self._parameters
+        bad = [
+            (index, name, "nan" if math.isnan(norms[name]) else "inf")
+            for index, (name, _) in enumerate(parameters)
+            if not math.isfinite(norms.get(name, 0.0))
+        ]
+        mine: dict[str, Any] = {
+            "rank": mesh.rank,
+            "label": mesh.label,
+            "first": [self._stage, *bad[-1]] if bad else None,
+            "more": len(bad) - 1,
+            "of": len(parameters),
+            "loss": lost,
+            "outside": outside,
+            "weight": next((name for name, parameter in parameters if not _finite(parameter)), None),
+        }
+        table = sorted(of_every_rank(mesh, mine), key=lambda row: int(row["rank"]))
+        if found := [row for row in table if row["first"]]:
+            _, _, name, kind = max(row["first"] for row in found)
+            there = [row for row in found if row["first"][2] == name]
+            first = there[0]
+            more = f", and of {first['more']} more of its {first['of']} parameters" if first["more"] else ""
+            lines = [f"{first['label']}: {kind} in the gradient of {name}{more}"]
+            lines += _dims(mesh, self._parallel, [row["rank"] for row in there])
+        else:
+            lines = ["every element of every gradient is finite, and their squares are too large to add up"]
+        if strange := [row for row in table if row["outside"]]:
+            lines.insert(0, f"{strange[0]['label']}: {strange[0]['outside']}")
+        if own := [row["rank"] for row in table if row["loss"]]:
+            lines.append(f"the loss of its own samples is not finite on rank {fold(own)}")
+        if weights := [row for row in table if row["weight"]]:
+            lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
+        return "\n".join(lines)
 
 
 def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError:
@@ -164,79 +240,17 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
     )
 
 
-@torch.no_grad()
-def nonfinite(
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    stage: int,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    norms: Mapping[str, float],
-    lost: bool,
-    outside: str = "",
-) -> str:
-    """One line or more: the first gradient, as backward computes them, that is not finite, and where it is.
-
-    First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
-    summed along a dim are the same on all its ranks, so there the losses of the ranks' own samples tell more.
-
-    stage:      of the last of `parameters`, which are in the order of the forward pass.
-    norms:      of this rank's parts of their gradients, summed over ranks.
-    lost:       whether the loss of this rank's own samples is not finite.
-    outside:    what is wrong with this rank's tokens.
-    Called by:  every rank of the mesh. One gather of objects per dim.
-    Returns:    the same text on every rank.
-    """
-    bad = [
-        (index, name, "nan" if math.isnan(norms[name]) else "inf")
-        for index, (name, _) in enumerate(parameters)
-        if not math.isfinite(norms.get(name, 0.0))
-    ]
-    mine: dict[str, Any] = {
-        "rank": mesh.rank,
-        "label": mesh.label,
-        "first": [stage, *bad[-1]] if bad else None,
-        "more": len(bad) - 1,
-        "of": len(parameters),
-        "loss": lost,
-        "outside": outside,
-        "weight": next((name for name, parameter in parameters if not _finite(parameter)), None),
-    }
-    table = [mine]
-    for dim in reversed(list(mesh.layout.dims)):
-        table = [row for rows in mesh.objects.all_gather(dim, table) for row in rows]
-    table.sort(key=lambda row: int(row["rank"]))
-    lines = []
-    found = [row for row in table if row["first"]]
-    if found:
-        _, _, name, kind = max(row["first"] for row in found)
-        there = [row for row in found if row["first"][2] == name]
-        more = (
-            f", and of {there[0]['more']} more of its {there[0]['of']} parameters" if there[0]["more"] else ""
-        )
-        lines.append(f"{there[0]['label']}: {kind} in the gradient of {name}{more}")
-        lines += _dims(mesh, parallel, [row["rank"] for row in there])
-    else:
-        lines.append("every element of every gradient is finite, and their squares are too large to add up")
-    if strange := [row for row in table if row["outside"]]:
-        lines.insert(0, f"{strange[0]['label']}: {strange[0]['outside']}")
-    if own := [row["rank"] for row in table if row["loss"]]:
-        lines.append(f"the loss of its own samples is not finite on rank {fold(own)}")
-    if weights := [row for row in table if row["weight"]]:
-        lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
-    return "\n".join(lines)
-
-
 def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """What the ranks have in common, dim by dim, and along which dims a sum has told all of them."""
-    parts: dict[str, str] = {dim: part for part, dim in parallel.parts.items()}
+    """The coords that the ranks have in common, and the dims along which a sum has spread the fault."""
+    roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():
         coords = {mesh.coords_of(rank)[dim] for rank in ranks}
-        part = f" ({parts[dim]})" if dim in parts else ""
+        role = f" ({roles[dim]})" if dim in roles else ""
         if size > 1 and len(coords) == 1:
-            only.append(f"{dim}={coords.pop()}{part}")
+            only.append(f"{dim}={coords.pop()}{role}")
         elif size > 1 and len(coords) == size and dim in parallel.gradient_dims:
-            summed.append(f"{dim}{part}")
+            summed.append(f"{dim}{role}")
     lines = [f"only at {' '.join(only)}, on rank {fold(ranks)}"] if only else []
     if summed:
         lines.append(f"alike along {', '.join(summed)}, where gradients are summed")

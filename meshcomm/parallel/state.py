@@ -1,7 +1,7 @@
-"""What do steps change, and how is it put back? Weights, buffers, and the state of optimizer, modules and scheduler.
+"""The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and put back.
 
 Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
-uint8 tensors: `plain.parameter.NAME` for what belongs to a parameter, `plain.module.NAME` for a module's extra state,
+uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
 `plain.training` for the rest. A state that does not exist yet is not saved, and does not exist after a load.
 """
 
@@ -68,21 +68,20 @@ class State:
         tied: str = "",
     ) -> None:
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
-        self._scheduler: LRScheduler | None = None
+        self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate, so that those of the groups are no state.
         self.given_lr = False
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
         """The scheduler, before its first step, whose state is saved from now on."""
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._note()
 
     def _note(self) -> None:
-        self._groups = [_encoded(_entries(group)) for group in self._optimizer.param_groups]
-        self._attributes = _encoded(self._own_attributes())
-        self._objects = self._digests()
-        self._schedule = {} if self._scheduler is None else _encoded(self._scheduler.state_dict())
+        self._groups = [_texts(_entries(group)) for group in self._optimizer.param_groups]
+        self._attributes = {name: _fingerprint(value) for name, value in self._own_attributes()}
+        self._schedule = {} if self.scheduler is None else _texts(_leaves(self.scheduler.state_dict()))
 
     # -- to save ----------------------------------------------------------------------------------
 
@@ -101,27 +100,13 @@ class State:
                 names.setdefault(id(parameter), []).append(name)
         for name, parameter in self._named():
             found[f"model.{name}"] = parameter.detach()
-            facts: dict[str, Any] = {}
-            if name in sizes:
-                facts["parts"] = list(sizes[name])
             # Of a weight that embedding and head share, a stage may have one name.
-            if len(names[id(parameter)]) > 1 and name != self._tied:
-                facts["also"] = names[id(parameter)][1:]
-            if groups.get(id(parameter)):
-                facts["group"] = groups[id(parameter)]
-            rest: dict[Any, Any] = {}
-            held = self._optimizer.state.get(parameter, {})
-            if not isinstance(held, Mapping):
-                raise _refused(f"the optimizer's state of {name}", held)
-            for key, value in held.items():
-                what = f"optimizer.{name}.{key}"
-                if isinstance(key, str) and _is_tensor(what, value, parameter):
-                    found[what] = value
-                else:
-                    rest[key] = value
-            if rest:
-                facts["state"] = rest
-            if facts:
+            also = names[id(parameter)][1:] if name != self._tied else []
+            own, rest = self._of_parameter(name, parameter)
+            found |= own
+            facts = {"parts": list(sizes.get(name, ())), "also": also, "state": rest}
+            facts["group"] = groups.get(id(parameter), {})
+            if facts := {key: fact for key, fact in facts.items() if fact}:
                 found[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
         found |= self._buffers()
         for name, part in self._with_extra_state():
@@ -133,13 +118,30 @@ class State:
         found[OF_TRAINING] = _plain("the optimizer's state", self._of_training())
         return found
 
+    def _of_parameter(self, name: str, parameter: nn.Parameter) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """The optimizer's state of a parameter: tensors under their names, and the rest."""
+        state = self._optimizer.state.get(parameter, {})
+        if not isinstance(state, Mapping):
+            raise _refused(f"the optimizer's state of {name}", _type(state))
+        own: dict[str, Tensor] = {}
+        rest: dict[Any, Any] = {}
+        for key, value in state.items():
+            full = f"optimizer.{name}.{key}"
+            if isinstance(key, str) and _is_tensor(full, value, parameter):
+                own[full] = value
+            else:
+                rest[key] = value
+        return own, rest
+
     def _buffers(self) -> dict[str, Tensor]:
         """Those that are in the modules' state dicts, such as the running means of batch norms."""
         return {
             f"model.{name}": buffer
             for module in self._modules
-            for name, buffer in _persistent(module)
-        }  # fmt: skip
+            for saved in [set(module.state_dict())]
+            for name, buffer in module.named_buffers()
+            if name in saved
+        }
 
     def names(self) -> set[str]:
         """Of all tensors of a checkpoint that are read into the modules."""
@@ -153,69 +155,52 @@ class State:
                     yield name, part
 
     def _changed_groups(self) -> dict[int, dict[str, Any]]:
-        """By the id of each parameter: the entries of its group that are others than at first, and what they were."""
+        """By the id of each parameter: the entries of its group that have changed since the start, now and then."""
         found: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             made = self._groups[number] if number < len(self._groups) else {}
-            now = _encoded(_entries(group), f"param_groups[{number}]")
-            changed = {key: group[key] for key in now if not _same(now[key], made.get(key))}
+            changed = _changed(_entries(group), made, f"param_groups[{number}]")
             if self.given_lr:
                 changed.pop("lr", None)
-            if not changed:
-                continue
-            before = {key: _decoded(made[key]) for key in changed if made.get(key) is not None}
-            found |= {id(each): {"now": changed, "made": before} for each in group["params"]}
+            if changed:
+                before = _values({key: made.get(key) for key in changed})
+                found |= {id(each): {"now": changed, "made": before} for each in group["params"]}
         return found
 
     def _of_training(self) -> dict[str, Any]:
-        optimizer = self._optimizer
+        optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
-            raise _refused(f'state_dict()["{more[0]}"] of {type(optimizer).__name__}', None)
-        digests = self._digests()
-        for name, value in vars(optimizer).items():
-            inner = isinstance(value, torch.optim.Optimizer | torch.Generator) and value is not optimizer
-            if inner or digests.get(name) != self._objects.get(name):
-                raise _refused(f"the attribute {name} of {type(optimizer).__name__}", value)
-        found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+            raise _refused(f'state_dict()["{more[0]}"] of {kind}', "more than state and param_groups")
+        changed: dict[str, Any] = {}
+        for name, value in self._own_attributes():
+            inner = isinstance(value, torch.optim.Optimizer | torch.Generator)
+            if inner or _fingerprint(value) != self._attributes.get(name, ""):
+                if not _is_plain(value):
+                    raise _refused(f"the attribute {name} of {kind}", _type(value))
+                changed[name] = value
         known = {id(parameter) for _, parameter in self._named()}
-        shared = {
-            key: value
-            for key, value in optimizer.state.items()
-            if not (isinstance(key, Tensor) and id(key) in known)
+        found: dict[str, Any] = {
+            "state": {
+                key: value
+                for key, value in optimizer.state.items()
+                if not (isinstance(key, Tensor) and id(key) in known)
+            },
+            "attributes": changed,
         }
-        if shared:
-            found["state"] = shared
-        attributes = self._own_attributes()
-        now = _encoded(attributes)
-        changed = {key: attributes[key] for key in now if not _same(now[key], self._attributes.get(key))}
-        if changed:
-            found["attributes"] = changed
-        if self._scheduler is not None:
-            found["scheduler"] = self._of_scheduler(self._scheduler)
-        return found
+        if self.scheduler is not None:
+            found["scheduler"] = self._of_scheduler(self.scheduler)
+        return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
 
-    def _own_attributes(self) -> dict[str, Any]:
-        """The attributes of the optimizer that are plain data and that torch has not made."""
-        return {
-            name: value
-            for name, value in vars(self._optimizer).items()
-            if name not in _TORCHS_OWN and _is_plain(value)
-        }
-
-    def _digests(self) -> dict[str, str]:
-        """Of its attributes that are not plain data, such as a deque: another digest, and it has changed."""
-        return {
-            name: found
-            for name, value in vars(self._optimizer).items()
-            if name not in _TORCHS_OWN and not _is_plain(value) and (found := _digest(value))
-        }
+    def _own_attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes of the optimizer that torch has not made."""
+        for name, value in vars(self._optimizer).items():
+            if name not in _TORCHS_OWN and value is not self._optimizer:
+                yield name, value
 
     def _of_scheduler(self, scheduler: LRScheduler) -> dict[str, Any]:
-        state = scheduler.state_dict()
-        _encoded(state, f"{type(scheduler).__name__}.state_dict()")
-        made = {key: _decoded(value) for key, value in self._schedule.items() if value is not None}
-        now = {key: value for key, value in state.items() if not isinstance(value, _CODE)}
-        return {"kind": type(scheduler).__name__, "made": _summary(made), "now": _difference(made, now)}
+        kind = type(scheduler).__name__
+        now = _changed(_leaves(scheduler.state_dict()), self._schedule, f"{kind}.state_dict()")
+        return {"kind": kind, "made": _summary(_values(self._schedule)), "now": list(now.items())}
 
     # -- to put back ------------------------------------------------------------------------------
 
@@ -223,15 +208,14 @@ class State:
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor]], None], steps: int) -> None:
         """Make this rank's state that of a checkpoint.
 
-        kinds: of everything in the checkpoint. What it does not have of the optimizer's state is not there afterwards.
+        kinds: of everything in the checkpoint. State of the optimizer that it lacks does not exist afterwards.
         fill:  writes the checkpoint's values into tensors, by their names.
         steps: how many were made when it was saved.
         Raises TrainingError that names what does not fit.
         """
-        named = self._named()
+        named, extra = self._named(), list(self._with_extra_state())
         room: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named}
         room |= self._buffers()
-        extra = list(self._with_extra_state())
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
         for name in (*(text for text in texts if text in kinds), OF_TRAINING):
             room[name] = torch.empty(kinds[name][1] if name in kinds else (0,), dtype=torch.uint8)
@@ -240,11 +224,8 @@ class State:
                 dtype, shape = kinds[_extra(name)]
                 room[_extra(name)] = torch.empty(shape, dtype=dtype)
             elif OF_MODULE + name not in kinds:
-                raise _unfit(
-                    f"the extra state of {name or 'the model'}",
-                    "none in the checkpoint",
-                    "what get_extra_state gave",
-                )
+                what = f"the extra state of {name or 'the model'}"
+                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
         own = self._room_for_optimizer(named, kinds)
         room |= {f"optimizer.{name}.{key}": each for name, held in own.items() for key, each in held.items()}
         fill(room)
@@ -257,8 +238,16 @@ class State:
             name: decode(room[OF_PARAMETER + name], parameter.device) if OF_PARAMETER + name in room else {}
             for name, parameter in named
         }
-        self._check_optimizer(training, bool(own) or any("state" in each for each in facts.values()))
-        self._put_state(named, own, facts, training)
+        optimizer, kind = self._optimizer, type(self._optimizer).__name__
+        if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
+            raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
+        optimizer.state.clear()
+        for name, parameter in named:
+            if state := {**own.get(name, {}), **facts[name].get("state", {})}:
+                optimizer.state[parameter] = state
+        optimizer.state.update(training.get("state", {}))
+        vars(optimizer).update(_values(self._attributes))
+        vars(optimizer).update(training.get("attributes", {}))
         self._put_groups(named, facts, training.get("scheduler"), steps)
 
     def _room_for_optimizer(
@@ -272,39 +261,15 @@ class State:
         }
         own: dict[str, dict[str, Tensor]] = {}
         for full, kind in kinds.items():
-            if not full.startswith("optimizer."):
-                continue
-            parts = full.split(".")[1:]
+            kept, *parts = full.split(".")
             # No parameter's name is the beginning of another's.
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
             name = next((each for each in names if each in parameters), None)
-            if name is not None:
+            if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
                 host = hosted.get(id(parameters[name]), True)
                 own.setdefault(name, {})[key] = _room(parameters[name], key, kind, host)
         return own
-
-    def _check_optimizer(self, training: Mapping[str, Any], there: bool) -> None:
-        now = type(self._optimizer).__name__
-        if there and training["optimizer"] != now:
-            raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {now}")
-
-    def _put_state(
-        self,
-        named: list[tuple[str, nn.Parameter]],
-        own: Mapping[str, Mapping[str, Tensor]],
-        facts: Mapping[str, Mapping[str, Any]],
-        training: Mapping[str, Any],
-    ) -> None:
-        optimizer = self._optimizer
-        optimizer.state.clear()
-        for name, parameter in named:
-            held = {**own.get(name, {}), **facts[name].get("state", {})}
-            if held:
-                optimizer.state[parameter] = held
-        optimizer.state.update(training.get("state", {}))
-        vars(optimizer).update({key: _decoded(each) for key, each in self._attributes.items()})
-        vars(optimizer).update(training.get("attributes", {}))
 
     def _put_groups(
         self,
@@ -315,90 +280,100 @@ class State:
     ) -> None:
         """Put back the entries of the groups, and the scheduler's state.
 
-        A scheduler is stepped as often as there were steps. What it has become is then replaced by what was saved,
-        unless its settings, or those of a group, are others than they were: then the new ones count from the first step.
+        A scheduler is stepped as often as there were steps. The result is then replaced by the saved state, unless
+        its settings, or those of a group, have changed: then the new ones count from the first step.
         """
-        scheduler, groups = self._scheduler, self._optimizer.param_groups
+        scheduler, groups = self.scheduler, self._optimizer.param_groups
         for group, made in zip(groups, self._groups, strict=True):
-            group.update({key: _decoded(value) for key, value in made.items() if value is not None})
+            group.update(_values(made))
         scheduled: list[set[str]] = [set() for _ in groups]
+        unchanged = False
         if scheduler is not None:
-            made = {key: _decoded(value) for key, value in self._schedule.items() if value is not None}
-            scheduler.load_state_dict({**scheduler.state_dict(), **made})
+            settings = _values(self._schedule)
+            scheduler.load_state_dict(_overlaid(scheduler.state_dict(), settings))
             with warnings.catch_warnings():
                 # torch asks for a step of the optimizer before each of these.
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(steps):
                     scheduler.step()
-            for place, (group, before) in enumerate(zip(groups, self._groups, strict=True)):
-                now = _encoded(_entries(group))
-                scheduled[place] = {key for key in now if not _same(now[key], before.get(key))}
+            pairs = zip(groups, self._groups, strict=True)
+            scheduled = [set(_changed(_entries(group), made)) for group, made in pairs]
+            if schedule is not None:
+                known = [type(scheduler).__name__, _summary(settings)]
+                unchanged = [schedule["kind"], schedule["made"]] == known
         names = {id(parameter): name for name, parameter in named}
         saved = [self._saved_entries(group, names, facts) for group in groups]
-        unchanged = False
-        if scheduler is not None and schedule is not None:
-            unchanged = [schedule["kind"], schedule["made"]] == [type(scheduler).__name__, _summary(made)]
-        for before, entries in zip(self._groups, saved, strict=True):
-            for key, was in entries.get("made", {}).items():
-                unchanged &= _same(before.get(key), encode(was))
+        for made, entries in zip(self._groups, saved, strict=True):
+            unchanged &= not _changed(entries.get("made", {}), made)
         for group, entries, moved in zip(groups, saved, scheduled, strict=True):
             now = entries.get("now", {})
             group.update({key: value for key, value in now.items() if unchanged or key not in moved})
         if unchanged and scheduler is not None and schedule is not None:
-            state = _overlaid(scheduler.state_dict(), schedule["now"])
+            state = _overlaid(scheduler.state_dict(), {tuple(path): value for path, value in schedule["now"]})
             scheduler.load_state_dict({**state, "_last_lr": [group["lr"] for group in groups]})
 
     def _saved_entries(
         self, group: Mapping[str, Any], names: Mapping[int, str], facts: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """The saved entries of the group that its parameters are in now. They were in one, or in groups alike."""
-        found: dict[str, Any] | None = None
-        first = ""
-        for parameter in group["params"]:
-            name = names[id(parameter)]
+        """The saved entries of a group's parameters, which were in one group, or in equal ones."""
+        called = [names[id(parameter)] for parameter in group["params"]]
+        first = called[0] if called else ""
+        found: dict[str, Any] = facts[first].get("group", {}) if called else {}
+        for name in called[1:]:
             entries = facts[name].get("group", {})
-            if found is None:
-                found, first = entries, name
-            elif not _same(encode(found), encode(entries)):
+            if _text(entries) != _text(found):
                 raise _unfit(
                     f"the parameter group of {first} and {name}",
                     f"{found.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
                     "one value of each entry: the two are in one group on this mesh",
                 )
-        return found or {}
+        return found
 
 
 def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _encoded(values: Mapping[str, Any], where: str = "") -> dict[str, Tensor | None]:
-    """Each value as bytes. Code is left out; what cannot be encoded is None, or refused where `where` names it."""
-    found: dict[str, Tensor | None] = {}
+def _text(value: Any) -> bytes:
+    with torch.no_grad():
+        return encode(value).numpy().tobytes()
+
+
+def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
+    """Each value encoded. Code is left out; a value that cannot be encoded is None, or refused with `where`."""
+    found: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
             continue
         try:
-            with torch.no_grad():
-                found[key] = encode(value)
+            found[key] = _text(value)
         except ObjectError as error:
             if where:
-                raise _refused(f"{where}, {key}", value) from error
+                name = ".".join(map(str, key)) if isinstance(key, tuple) else key
+                raise _refused(f"{where}, {name}", _type(value)) from error
             found[key] = None
     return found
 
 
-def _decoded(text: Tensor | None) -> Any:
-    assert text is not None
-    return decode(text, _HOST)
+def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
+    """The values that were encoded."""
+    return {
+        key: decode(torch.frombuffer(bytearray(text), dtype=torch.uint8), _HOST)
+        for key, text in texts.items()
+        if isinstance(text, bytes)
+    }
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
+def _changed(
+    values: Mapping[Any, Any], before: Mapping[Any, bytes | None], where: str = ""
+) -> dict[Any, Any]:
+    """The values that are not equal to those before, or cannot be encoded."""
+    now = _texts(values, where)
+    return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers and text, and what holds nothing else: no tensors, which an optimizer keeps in its state."""
+    """Numbers and text, and containers of them: no tensors, which an optimizer keeps in its state."""
     if type(value) is dict:
         return all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
@@ -408,22 +383,24 @@ def _is_plain(value: Any) -> bool:
 
 @final
 class _Outline(pickle.Pickler):
-    """Pickles an object: tensors by their values, without what is saved elsewhere, or is code."""
+    """Pickles an object: tensors by their values, without code and objects that are saved elsewhere."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """What stands for a tensor, say."""
+        """The text in place of a tensor, say."""
         if type(value) is Tensor:
-            return hashlib.sha256(encode(value.detach()).numpy().tobytes()).hexdigest()
+            return hashlib.sha256(_text(value.detach())).hexdigest()
         elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
         return str(type(value)) if isinstance(value, elsewhere) else None
 
 
-def _digest(value: Any) -> str:
-    """Of an object's values; "" for one that cannot be pickled, such as a mesh."""
+def _fingerprint(value: Any) -> bytes | str:
+    """Plain data encoded, else a digest of an object's values; "" for one that cannot be pickled, such as a mesh."""
+    if _is_plain(value):
+        return _text(value)
     text = io.BytesIO()
     try:
         _Outline(text).dump(value)
-    except Exception:  # what it holds may raise anything
+    except Exception:  # pickling may raise anything
         return ""
     return hashlib.sha256(text.getvalue()).hexdigest()
 
@@ -436,17 +413,15 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor):
         return False
     if type(value) not in (Tensor, DTensor, nn.Parameter) or value.layout != torch.strided:
-        raise _refused(what, value)
+        raise _refused(what, _type(value))
     if isinstance(value, DTensor):
         if any(each.is_partial() for each in value.placements):
-            raise _refused(what, value, "a DTensor with a sum that was not made yet", "value.full_tensor()")
+            raise _refused(what, "a DTensor with a sum that was not made yet", "value.full_tensor()")
         return True
     if value.ndim == 0 or not split_dims(parameter):
         return True
     if value.shape == local(parameter.detach()).shape:
-        raise _refused(
-            what, value, "a plain tensor of the shape of this rank's part", "torch.zeros_like(parameter)"
-        )
+        raise _refused(what, "a plain tensor of the shape of this rank's part", "torch.zeros_like(parameter)")
     return False
 
 
@@ -463,11 +438,6 @@ def _room(parameter: Tensor, key: str, kind: tuple[torch.dtype, tuple[int, ...]]
     return made
 
 
-def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    held = set(module.state_dict())
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in held)
-
-
 def _extra(name: str) -> str:
     return ".".join(("model", *([name] if name else []), EXTRA))
 
@@ -480,20 +450,22 @@ def _plain(what: str, value: Any) -> Tensor:
     try:
         return encode(value)
     except ObjectError as error:
-        raise TrainingError(
-            f"{what} cannot be saved",
-            given=error.what,
-            expected=error.expected,
-            hint="a split tensor under a key of its own in the optimizer's state; numbers in place of an object",
-        ) from error
+        hint = "a split tensor under a key of its own in the optimizer's state; numbers in place of an object"
+        raise _refused(what, error.what, hint) from error
 
 
-def _refused(what: str, value: Any, given: str = "", hint: str = "") -> TrainingError:
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _refused(
+    what: str, given: str, hint: str = "the numbers that it is made of, in place of it"
+) -> TrainingError:
     return TrainingError(
         f"{what} cannot be saved",
-        given=given or f"{type(value).__module__}.{type(value).__qualname__}",
+        given=given,
         expected="tensors and plain data, in the optimizer's state and its param_groups",
-        hint=hint or "keep the numbers that it is made of instead",
+        hint=hint,
     )
 
 
@@ -508,47 +480,40 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 # -- schedulers: nested dicts and lists of plain data -----------------------------------------------
 
-# Follows from the groups, of which ranks may have different numbers.
-_DERIVED: Final = "_last_lr"
 
-
-def _difference(made: Any, now: Any) -> Any:
-    """The entries of `now` that are others than in `made`; lists of dicts, as of nested schedulers, by place."""
-    found: dict[Any, Any] = {}
-    for key, value in now.items():
-        before = made.get(key)
-        if key == _DERIVED:
-            continue
-        if isinstance(value, dict) and isinstance(before, dict):
-            inner = _difference(before, value)
-        elif _of_dicts(value) and _of_dicts(before) and len(value) == len(before):
-            inner = _difference(dict(enumerate(before)), dict(enumerate(value)))
-        else:
-            if not _same(encode(value), encode(before)):
-                found[key] = value
-            continue
-        if inner:
-            found[key] = inner
+def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
+    """The entries of nested dicts, and of lists of dicts, as of nested schedulers, by path; without the rates of the
+    groups, of which ranks may have different numbers.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():
+        if key != "_last_lr":
+            found |= _leaves(value, *path, key) if _is_nested(value) else {(*path, key): value}
     return found
 
 
-def _overlaid(state: Any, changed: Mapping[Any, Any]) -> Any:
-    """`state` with the entries that `_difference` has found."""
+def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
+    """`state` with these of its leaves."""
     pairs = dict(enumerate(state)) if isinstance(state, list) else dict(state)
-    for key, value in changed.items():
-        nested = isinstance(value, dict) and (isinstance(pairs.get(key), dict) or _of_dicts(pairs.get(key)))
-        pairs[key] = _overlaid(pairs[key], value) if nested else value
+    inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *rest), value in leaves.items():
+        if rest:
+            inner.setdefault(key, {})[tuple(rest)] = value
+        else:
+            pairs[key] = value
+    for key, more in inner.items():
+        pairs[key] = _overlaid(pairs.get(key, {}), more)
     return list(pairs.values()) if isinstance(state, list) else pairs
 
 
-def _of_dicts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+def _is_nested(value: Any) -> bool:
+    of_dicts = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    return bool(value) and (isinstance(value, dict) or of_dicts)
 
 
-def _summary(value: Any) -> Any:
+def _summary(settings: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     """Settings in which a list counts as the set of its values: groups of parameters differ from rank to rank."""
-    if isinstance(value, dict):
-        return {str(key): _summary(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return sorted({repr(_summary(each)) for each in value})
-    return value
+    return {
+        ".".join(map(str, path)): sorted(set(map(repr, value))) if isinstance(value, list | tuple) else value
+        for path, value in settings.items()
+    }

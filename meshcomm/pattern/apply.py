@@ -20,6 +20,7 @@ from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
 from meshcomm.pattern.recipe import Recipe, Step
 from meshcomm.pattern.roles import Sizes
+from meshcomm.reductions import REDUCTIONS, with_gradient
 from meshcomm.transport.torch_private import once_in_graphs
 
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
@@ -27,7 +28,7 @@ GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 _RULES = ("slice", "reduce_scatter")
 # How the arguments of a step are given to a communicator.
 _CALLS: Mapping[str, Callable[..., Tensor]] = {
-    "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, op=op, axis=axis),
+    "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, False, op, axis=axis),
     "all_gather": lambda at, x, axis: at.collective(ALL_GATHER, x, axis=axis),
     "all_to_all": lambda at, x, axis, concat: at.collective(ALL_TO_ALL, x, axis=axis, concat=concat),
 }
@@ -156,11 +157,11 @@ class Rearranger:
                 expected='"slice" or "reduce_scatter" for ' + ", ".join(gathered),
                 hint=f'grad="slice", or grad={{{example}}}',
             )
-        if needs_grad and recipe.partial not in (None, "sum", "avg"):
+        if needs_grad and recipe.partial and not REDUCTIONS[recipe.partial].linear:
             raise AutogradError(
                 f'rearrange: partial="{recipe.partial}" has no gradient',
                 given=f"{given}\n{tensor}",
-                expected='partial="sum" or partial="avg", or a tensor without gradients',
+                expected=f"{with_gradient('partial')}, or a tensor without gradients",
                 hint="x.detach()",
             )
         return _Calls(recipe, rules)

@@ -16,6 +16,7 @@ from meshcomm.layout.sizes import coords_text
 from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, text_of
 from meshcomm.pattern.recipe import Kind, Recipe, Role, Step
 from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles
+from meshcomm.reductions import REDUCTIONS
 
 # What is called for a role, in the order in which it sends least: slices cost nothing, and all that follows is
 # smaller for them; then what shrinks the tensor, then what keeps its size, then what makes it grow.
@@ -246,7 +247,10 @@ class _Route:
             self._packed = self._packed and not self._behind(axis)
         else:
             self._pack(axis)
-            self._step("reduce_scatter", axes, axis, self._partial or "", dim=dim)
+            assert self._partial is not None
+            self._step("reduce_scatter", axes, axis, self._partial, dim=dim)
+            # Along a second dim go values that the first has prepared.
+            self._partial = REDUCTIONS[self._partial].wire.name
 
     def join(self, kind: Kind, dim: str, to: int) -> None:
         """all_to_all or all_gather: `dim` becomes the outermost part of axis `to`.

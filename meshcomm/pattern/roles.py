@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import combinations, product
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshcomm.errors import PatternError
 from meshcomm.layout import Layout
 from meshcomm.layout.names import did_you_mean, nearest_name
 from meshcomm.pattern.parse import Group, Pattern, Side, fault, names_of, text_of
 from meshcomm.pattern.recipe import Role
+from meshcomm.reductions import REDUCTIONS
 
 MeshDims: TypeAlias = Mapping[str, int]
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
 Shape: TypeAlias = tuple[int, ...]
-
-# Reductions that `partial` may name.
-PARTIALS: Final[tuple[str, ...]] = ("sum", "avg", "product", "min", "max")
 
 
 def mesh_dims(layout: Layout) -> dict[str, int]:
@@ -161,11 +159,12 @@ def _check_sizes(names: Group, mesh: MeshDims, sizes: Sizes) -> None:
 def _check_partial(partial: object, reduces: bool) -> None:
     if partial is None:
         return
-    if not isinstance(partial, str) or partial not in PARTIALS:
-        near = "avg" if partial == "mean" else nearest_name(str(partial), PARTIALS)
+    known = [row.name for row in REDUCTIONS.values() if row.partial]
+    if not isinstance(partial, str) or partial not in known:
+        near = "avg" if partial == "mean" else nearest_name(str(partial), known)
         raise fault(
             f"partial={partial!r} is not a reduction",
-            "one of " + ", ".join(PARTIALS) + "; or None to keep this rank's slice",
+            "one of " + ", ".join(known) + "; or None to keep this rank's slice",
             f'partial="{near or "sum"}"',
         )
     if not reduces:

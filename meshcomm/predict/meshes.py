@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from meshcomm.config.parallel import Part, runs
 from meshcomm.layout.sizes import divisors
-from meshcomm.predict.traffic import EXPERT_SHARD, REPLICA
+from meshcomm.predict.estimate import EXPERT_SHARD, REPLICA
 from meshcomm.predict.workload import BASE, Sizes, Workload
 
 # The parts whose ranks experts are spread over.

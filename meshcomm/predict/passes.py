@@ -185,15 +185,6 @@ def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microba
     return min(microbatches, ranks + ahead)
 
 
-def microbatches_held_last(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
-    """The same of the last rank: the steady state begins with its first backward pass, but for zero bubble's."""
-    if schedule == "1f1b" or ranks == 1:
-        return 1.0
-    if schedule == "interleaved_1f1b":
-        return min(microbatches, ((each - 1) * ranks + 1) / each)
-    return microbatches_held(schedule, ranks, each, microbatches)
-
-
 def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microbatches: int) -> list[Pass]:
     # The stages of a rank take turns after so many microbatches.
     turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches

@@ -8,13 +8,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from meshcomm.config.parallel import Part
 from meshcomm.errors import ConfigError
+from meshcomm.predict.estimate import Flow, flows, memory
 from meshcomm.predict.links import Span, span, strided
 from meshcomm.predict.machine import Machine
-from meshcomm.predict.memory import memory
 from meshcomm.predict.meshes import Order, orders, strides, trainable
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
-from meshcomm.predict.traffic import Flow, flows
 from meshcomm.predict.workload import BASE, Sizes, Workload
 
 # Stated where [topology] does not say them: what Llama 3 405B reached on an H100 in bfloat16 (380 to 430,

@@ -10,7 +10,7 @@ from typing import Any
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.config.parallel import Part
 from meshcomm.config.parse import parse_toml
-from meshcomm.config.write import plain, toml_text, write_whole
+from meshcomm.config.write import check_ending, plain, toml_text, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.predict.machine import known_machine
@@ -52,13 +52,7 @@ def write_placement(settings: Config, ranking: Ranking, number: int, path: Path)
             expected=f"1 to {len(ranking.placements)}",
             hint="--choose 1",
         )
-    if path.suffix != ".toml":
-        raise ConfigError(
-            f"{path} is not a TOML file's name",
-            given=f"--write {path}",
-            expected="a name that ends in .toml",
-            hint=f"--write {path.with_suffix('.toml')}",
-        )
+    check_ending(path, "--write", ".toml")
     data = placed_data(settings, ranking.placements[number - 1])
     head = f"{settings.source} on {ranking.world} ranks, number {number} of `meshcomm place`"
     text = toml_text([head], data)

@@ -33,9 +33,8 @@ class Workload(NamedTuple):
     """Everything that the model of place reads; from a Config by `workload`, or made by hand.
 
     parts: those that the configuration plays. layer_macs, head_macs: multiply-adds of a forward pass for
-    each token, as the mean over the layers, and of the head. expert_layers: those with experts. windows: of each layer,
-    the keys that a query meets at most; None: all before it, as with no windows at all. whole_tables: embedding and head
-    stay whole on ranks that do not divide the vocabulary.
+    each token, as the mean over the layers, and of the head. expert_layers: those with experts. whole_tables: embedding and
+    head stay whole on ranks that do not divide the vocabulary.
     activation_bytes: of one element in a message and in memory, and of a weight that FSDP has gathered;
     weight_bytes: of a weight; reduced_bytes: of a gradient that FSDP adds up.
     """
@@ -65,12 +64,10 @@ class Workload(NamedTuple):
     ulysses: bool
     recompute: bool | Literal["selective"] | int
     bucket_bytes: float
-    windows: tuple[int | None, ...] = ()
     head: int | None = None
     reshard: bool | None = None
     ff_matrices: int = 3
     whole_tables: bool = False
-    overlap: bool = False
 
     def reshards(self, sizes: Sizes) -> bool:
         """Whether gathered weights are let go between passes, as ParallelConfig.reshards has it."""
@@ -178,12 +175,10 @@ def workload(settings: Config) -> Workload:
         ulysses=parallel.attention == "ulysses",
         recompute=train.recompute,
         bucket_bytes=parallel.bucket_mb * 1e6,
-        windows=model.windows,
         head=model.head,
         reshard=parallel.reshard,
         ff_matrices=model.ff_matrices,
         whole_tables=not model.is_built_in,
-        overlap=parallel.overlap,
     )
 
 

@@ -91,23 +91,18 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
         f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
         f"medians of {facts['rounds']} rounds, each round's slowest rank; {groups}"
     )
-    known = {each["dim"]: each for each in facts["dims"]}
-
-    def dim(row: Facts) -> str:
-        of = known[row["dim"]]
-        return f"{of['dim']} {of['size']:,} {of['link'] or of['backend']}"
-
+    dims = {each["dim"]: {**each, "over": each["link"] or each["backend"]} for each in facts["dims"]}
     table = Cells.of(
-        facts["rows"],
+        [dims[row["dim"]] | row for row in facts["rows"]],
         {
-            "dim": dim,
+            "dim": "{dim} {size:,} {over}",
             "operation": "operation",
-            ">bytes": lambda row: size_text(row["bytes"]),
-            ">time": lambda row: seconds_text(row["meshcomm"]["seconds"]),
-            ">algbw": lambda row: f"{row['meshcomm']['algbw_gbytes_s']:.3g}",
-            ">busbw": lambda row: f"{row['meshcomm']['busbw_gbytes_s']:.3g}",
-            ">torch": lambda row: seconds_text(row["torch"]["seconds"]),
-            ">ratio": lambda row: f"{row['ratio']:.2f}",
+            ">bytes": ("bytes", size_text),
+            ">time": ("meshcomm.seconds", seconds_text),
+            ">algbw": "{meshcomm[algbw_gbytes_s]:.3g}",
+            ">busbw": "{meshcomm[busbw_gbytes_s]:.3g}",
+            ">torch": ("torch.seconds", seconds_text),
+            ">ratio": "{ratio:.2f}",
         },
         once=2,
     )
@@ -117,24 +112,24 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
 
 
 def _fits(fit: Mapping[str, Any]) -> list[Part]:
-    found = [("-", name, each) for name, each in fit["dims"].items()]
-    found += [(f"links.{name}", name, each) for name, each in fit["links"].items()]
+    found = [{"link": "-", "name": name, **row} for name, row in fit["dims"].items()]
+    found += [{"link": f"links.{name}", "name": name, **row} for name, row in fit["links"].items()]
     left: dict[str, list[str]] = {}
     for each in fit["left_out"]:
         left.setdefault(f"not in the fit: {each['operation']}, {each['why']}", []).append(each["dim"])
-    notes = [f"{name}: {note}" for _, name, each in found for note in each["notes"]]
+    notes = [f"{row['name']}: {note}" for row in found for note in row["notes"]]
     notes += ["off by: the median of |model / measured - 1|", *fit["notes"]]
     notes += [f"{text}: {', '.join(dims)}" for text, dims in left.items()]
     table = Cells.of(
         found,
         {
-            "link": lambda row: row[0],
-            "from the dims": lambda row: " ".join(row[2]["dims"]),
-            ">latency": lambda row: seconds_text(row[2]["latency_us"] / 1e6),
-            ">GB/s": lambda row: f"{row[2]['bandwidth_gbytes_s']:.3g}",
-            ">times": lambda row: str(row[2]["times"]),
-            ">off by": lambda row: f"{row[2]['median_error']:.0%}",
-            ">at most": lambda row: f"{row[2]['worst_error']:.0%}",
+            "link": "link",
+            "from the dims": ("dims", " ".join),
+            ">latency": lambda row: seconds_text(row["latency_us"] / 1e6),
+            ">GB/s": "{bandwidth_gbytes_s:.3g}",
+            ">times": "{times}",
+            ">off by": "{median_error:.0%}",
+            ">at most": "{worst_error:.0%}",
         },
     )
     return [table, Line("\n".join(notes))]

@@ -75,12 +75,12 @@ def cost_view(facts: Facts) -> Group:
     table = Cells.of(
         rows,
         {
-            "dim": lambda row: f"{row['dim']} {row['size']:,} {row['link']}",
+            "dim": "{dim} {size:,} {link}",
             "operation": "operation",
-            ">bytes": lambda row: size_text(row["bytes"]),
-            ">time": lambda row: seconds_text(row["seconds"]),
-            ">algbw": lambda row: f"{row['algbw_gbytes_s']:.3g}",
-            ">busbw": lambda row: f"{row['busbw_gbytes_s']:.3g}",
+            ">bytes": ("bytes", size_text),
+            ">time": ("seconds", seconds_text),
+            ">algbw": "{algbw_gbytes_s:.3g}",
+            ">busbw": "{busbw_gbytes_s:.3g}",
             "by": lambda row: row["algorithm"] + (f" in {row['chunks']}" if row["chunks"] > 1 else ""),
         },
         once=2,

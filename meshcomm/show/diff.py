@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Family, Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Column, Line, Part
+from meshcomm.show.page import Cells, Line, Part
 
 Facts = dict[str, Any]
 
@@ -34,9 +34,12 @@ def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
     have counts as one of size 1: every rank's coord is 0.
     """
     settings = [*_differing(_given(a.model_dump()), _given(b.model_dump()), ())]
-    settings += _order("mesh.dims", a.mesh.dims, b.mesh.dims)
-    for view in a.mesh.views:
-        settings += _order(f"mesh.views.{view}", a.mesh.views[view], b.mesh.views.get(view, {}))
+    sizes = {
+        f"mesh.views.{view}": (inside, b.mesh.views.get(view, {})) for view, inside in a.mesh.views.items()
+    }
+    for key, (ours, theirs) in {"mesh.dims": (a.mesh.dims, b.mesh.dims), **sizes}.items():
+        if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
+            settings.append([f"{key}, order", " ".join(ours), " ".join(theirs)])
     return {
         "sources": [a.source, b.source],
         "equal": not settings and plan_a.facts() == plan_b.facts(),
@@ -65,12 +68,6 @@ def _given(value: Any) -> Any:
         inside = {key: _given(item) for key, item in value.items()}
         return {key: item for key, item in inside.items() if item is not None and item != {}}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _order(key: str, a: Mapping[str, int], b: Mapping[str, int]) -> list[list[Any]]:
-    """Order of the names, where that differs and the names do not."""
-    differs = list(a) != list(b) and sorted(a) == sorted(b)
-    return [[f"{key}, order", " ".join(a), " ".join(b)]] if differs else []
 
 
 def _options(a: Plan, b: Plan) -> list[list[Any]]:
@@ -186,24 +183,17 @@ def diff_page(facts: Facts) -> list[Part]:
 
 
 def _groups_table(found: list[Facts]) -> Cells:
-    columns: dict[str, Column] = {
-        "dim": "name",
-        "groups": lambda each: each["status"] + (f"; the groups of {each['also']}" if each["also"] else ""),
-        "a": lambda each: _number(each, 0),
-        "b": lambda each: _number(each, 1),
-        "same": lambda each: (
-            f"{each['same']:,}" + (f" + {each['reordered']:,} reordered" if each["reordered"] else "")
-        ),
-        "gone, as": lambda each: "; ".join(map(fold, each["examples"][0][:2])) or None,
-        "new, as": lambda each: "; ".join(map(fold, each["examples"][1][:2])) or None,
-    }
-    return Cells.of(found, columns)
-
-
-def _number(each: Facts, side: int) -> str | None:
-    """Number and size of the groups on one side."""
-    size = each["size"][side]
-    return None if size is None else f"{each['count'][side]:,} x {size:,}"
+    rows = []
+    for each in found:
+        sides = [
+            "-" if size is None else f"{count:,} x {size:,}"
+            for count, size in zip(each["count"], each["size"], strict=True)
+        ]
+        also = f"; the groups of {each['also']}" if each["also"] else ""
+        reordered = f" + {each['reordered']:,} reordered" if each["reordered"] else ""
+        examples = ["; ".join(map(fold, groups[:2])) or "-" for groups in each["examples"]]
+        rows.append((each["name"], each["status"] + also, *sides, f"{each['same']:,}{reordered}", *examples))
+    return Cells(("dim", "groups", "a", "b", "same", "gone, as", "new, as"), tuple(rows))
 
 
 def _ranks_lines(ranks: Facts) -> Iterator[Part]:

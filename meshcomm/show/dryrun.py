@@ -82,24 +82,21 @@ def _memory(memory: Facts) -> Iterator[Part]:
         ]
     names = [name for name in stages[0]["parts"] if any(each["parts"][name] for each in stages)]
     # Stages one after the other that hold as much have one row.
-    rows: list[tuple[Facts, int]] = []
+    rows: list[Facts] = []
     for each in shown:
-        if rows and rows[-1][0]["parts"] == each["parts"]:
-            rows[-1] = rows[-1][0], each["stage"]
+        if rows and rows[-1]["parts"] == each["parts"]:
+            rows[-1]["last"] = each["stage"]
         else:
-            rows.append((each, each["stage"]))
+            rows.append({**each, "last": each["stage"]})
     # In one unit: a column is no wider than its name.
     unit, size = next((each for each in _UNITS if top["peak_bytes"] >= 0.9995 * each[1]), _UNITS[-1])
     columns: dict[str, Any] = {}
     if len(stages) > 1:
         columns[">stage"] = lambda row: (
-            str(row[1]) if row[0]["stage"] == row[1] else f"{row[0]['stage']} to {row[1]}"
+            f"{row['stage']}" if row["stage"] == row["last"] else f"{row['stage']} to {row['last']}"
         )
-    columns |= {
-        ">rank": lambda row: f"{row[0]['rank']:,}",
-        ">peak": lambda row: f"{row[0]['peak_bytes'] / size:.3g}",
-        **{f">{name}": partial(_part, name, size) for name in names},
-    }
+    columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
+    columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
     yield Line(f"memory at its peak in {unit}, of {most}", heading=True)
     yield Cells.of(rows, columns)
@@ -116,24 +113,26 @@ def _memory(memory: Facts) -> Iterator[Part]:
     yield Line(told)
 
 
-def _part(name: str, size: float, row: tuple[Facts, int]) -> str:
-    return f"{row[0]['parts'][name] / size:.3g}"
+def _in_unit(size: float, number: float) -> str:
+    return f"{number / size:.3g}"
 
 
 def _calls(calls: list[Facts]) -> Cells:
-    def seconds(value: float | None) -> str:
-        return "-" if value is None else seconds_text(value)
+    rows = [{**dim, "first": call is dim["calls"][0], **call} for dim in calls for call in dim["calls"]]
 
-    rows = [(dim, each, each is dim["calls"][0]) for dim in calls for each in dim["calls"]]
+    def seconds(key: str, row: Facts) -> str:
+        """Of a dim, in its first row."""
+        return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
+
     return Cells.of(
         rows,
         {
-            "dim": lambda row: f"{row[0]['dim']} {row[0]['link'] or ''}".rstrip(),
-            "call": lambda row: row[1]["call"],
-            ">calls": lambda row: f"{row[1]['calls']:,}",
-            ">bytes": lambda row: bytes_text(row[1]["bytes"]),
-            ">exposed": lambda row: seconds(row[0]["exposed_s"]) if row[2] else "",
-            ">until others come": lambda row: seconds(row[0]["late_s"]) if row[2] else "",
+            "dim": lambda row: f"{row['dim']} {row['link'] or ''}".rstrip(),
+            "call": "call",
+            ">calls": "calls",
+            ">bytes": ("bytes", bytes_text),
+            ">exposed": partial(seconds, "exposed_s"),
+            ">until others come": partial(seconds, "late_s"),
         },
         once=1,
     )

@@ -7,38 +7,44 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import reduce
+from io import StringIO
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
 from xml.sax.saxutils import escape, quoteattr
 
-from meshcomm.config.write import write_whole
-from meshcomm.errors import ConfigError
+from meshcomm.config.write import check_ending, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+    from rich.segment import Segment
 
 # Columns of what does not go to a terminal.
 _WIDTH: Final = 100
 KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
+# Pixels of a character in a picture.
+_CHARACTER, _ROW = 8.4, 17
 _SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
+<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
 <title>{title}</title>
 <style>{style}</style>
 <rect class="paper" width="{width}" height="{height}"/>
 {body}
 </svg>
 """
-_TEXT_STYLE = """
-.mc-text text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre; }
+_STYLE = """
+.mc-text text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 14px; fill: #1f2328; white-space: pre; }
 .mc-text .paper { fill: #ffffff; }
+.mc-text .cell:hover rect { opacity: 0.75; }
 @media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
 """
 
-# A column of a table: the key of a cell in its item, or how the cell follows from the item.
-Column: TypeAlias = str | Callable[[Any], object]
+# A column of a table: the key of a cell in its item ("a.b" is inside of "a"), a template with keys in braces, a key and
+# how its value is written, or how the cell follows from the item.
+Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +99,12 @@ class Cells:
 
     @classmethod
     def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
-        """A row for each item. columns: the key of a cell, or how it follows from the item; ">name" is a column
-        of numbers.
+        """A row for each item. columns: as `Column` says; ">name" is a column of numbers.
 
-        None is shown as "-", a whole number with commas.
+        None is shown as "-", an int with commas.
         """
         names = tuple(name.removeprefix(">") for name in columns)
-        reads = [itemgetter(read) if isinstance(read, str) else read for read in columns.values()]
-        rows = tuple(tuple(_cell(read(item)) for read in reads) for item in items)
+        rows = tuple(tuple(_cell(column, item) for column in columns.values()) for item in items)
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -149,8 +153,16 @@ class Cells:
 Part: TypeAlias = Line | Cells
 
 
-def _cell(value: object) -> str:
+def _cell(column: Column, item: Any) -> str:
+    if isinstance(column, tuple):
+        value = _value(column[0], item)
+        return "-" if value is None else column[1](value)
+    value = _value(column, item) if isinstance(column, str) else column(item)
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _value(column: str, item: Any) -> Any:
+    return column.format_map(item) if "{" in column else reduce(getitem, column.split("."), item)
 
 
 def _packed(items: Sequence[str], width: int) -> list[str]:
@@ -216,38 +228,54 @@ def _escaped(text: str, in_table: bool = True) -> str:
     return text.replace("\n", "<br>" if in_table else "  \n") or " "
 
 
-def text_svg(text: str, title: str) -> str:
-    """Lines of text as a picture, light and dark, every character equally wide. title: for screen readers."""
-    lines = text.split("\n")
-    body = [
-        f'<text x="20" y="{34 + 19 * number}" xml:space="preserve" textLength="{7.8 * len(line):.1f}" '
-        f'lengthAdjust="spacingAndGlyphs">{escape(line)}</text>'
-        for number, line in enumerate(lines)
-        if line
-    ]
-    return svg_file(round(40 + 7.8 * max(map(len, lines))), 40 + 19 * len(lines), title, body)
+def svg_of(shown: Sequence[RenderableType], title: str, columns: int = _WIDTH) -> str:
+    """What a console of so many columns shows, in colours, as a picture, light and dark, that needs nothing else.
 
+    title: for screen readers. What the meta data of a style has as "about" is shown under the pointer.
+    """
+    from rich.console import Console, Group
+    from rich.segment import Segment
 
-def svg_file(
-    width: int, height: int, title: str, body: Iterable[str], kind: str = "mc-text", style: str = _TEXT_STYLE
-) -> str:
-    """A picture of its elements. title: for screen readers. kind: the class of the picture that `style` is about."""
-    label, lines = quoteattr(title), "\n".join(body)
-    text = escape(title)
+    # The environment has no say: a picture has colours.
+    console = Console(
+        width=columns, file=StringIO(), color_system="truecolor", no_color=False, force_jupyter=False
+    )
+    lines = list(Segment.split_lines(console.render(Group(*shown))))
+    body, widest = [], 0
+    for row, line in enumerate(lines):
+        at = 0
+        for segment in Segment.simplify(line):
+            body.append(_drawn(segment, at, row))
+            at += segment.cell_length
+            widest = max(widest, at if body[-1] else 0)
     return _SVG.format(
-        kind=kind, label=label, width=width, height=height, title=text, style=style, body=lines
+        label=quoteattr(title),
+        title=escape(title),
+        width=round(40 + _CHARACTER * widest),
+        height=40 + _ROW * len(lines),
+        style=_STYLE,
+        body="\n".join(filter(None, body)),
     )
 
 
-def check_kind(path: Path) -> None:
-    """Raises ConfigError where no file is made of this ending; before any work is done for it."""
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(
-            f"{path}: not a kind of file that can be exported",
-            given=f"the ending {path.suffix}" if path.suffix else "no ending",
-            expected="one of " + ", ".join(KINDS),
-            hint=f"--export {path.with_suffix('.svg') if path.name else 'topo.svg'}",
-        )
+def _drawn(segment: Segment, column: int, row: int) -> str:
+    """A piece of a line: its text, on its own colour where it has one."""
+    text, style = segment.text.strip(), segment.style
+    x = 20 + _CHARACTER * (column + len(segment.text) - len(segment.text.lstrip()))
+    y, ink, weight = 20 + _ROW * row, "", ' font-weight="bold"' if style is not None and style.bold else ""
+    tile = ""
+    if style is not None and style.bgcolor is not None and not style.bgcolor.is_default:
+        size = f'width="{_CHARACTER * segment.cell_length:.1f}" height="{_ROW}"'
+        fill = style.bgcolor.get_truecolor().hex
+        tile = f'<rect x="{20 + _CHARACTER * column:.1f}" y="{y}" {size} fill="{fill}"/>'
+        ink = "" if style.color is None else f' style="fill: {style.color.get_truecolor().hex}"'
+    words = (
+        f'<text x="{x:.1f}" y="{y + 13}" xml:space="preserve" textLength="{_CHARACTER * len(text):.1f}" '
+        f'lengthAdjust="spacingAndGlyphs"{weight}{ink}>{escape(text)}</text>'
+    )
+    about = "" if style is None else style.meta.get("about", "")
+    words = tile + (words if text else "")
+    return f'<g class="cell"><title>{escape(about)}</title>{words}</g>' if about else words
 
 
 def export(
@@ -257,7 +285,7 @@ def export(
 
     Raises ConfigError for another ending, or where the file cannot be written; then it is as it was.
     """
-    check_kind(path)
+    check_ending(path, "--export", *KINDS)
     kind = path.suffix.lower()
     if kind == ".json":
         write_whole(path, json.dumps(facts, indent=2) + "\n")

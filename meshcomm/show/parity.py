@@ -35,11 +35,11 @@ def parity_view(facts: Mapping[str, Any]) -> Group:
         {
             "quantity": "kind",
             ">absolute": lambda one: None if one["relative"] is None else f"{one['absolute']:.1e}",
-            ">relative": lambda one: None if one["relative"] is None else f"{one['relative']:.1e}",
+            ">relative": ("relative", "{:.1e}".format),
             "step or parameter": lambda one: (
                 one["name"] + (f": {one['note']}" if one["relative"] is None else "")
             ),
-            ">rank": lambda one: str(one["rank"]),
+            ">rank": ("rank", str),
         },
     )
     head = f"{coords_text(facts['dims'])} beside one process: the first {facts['steps']} steps, float64"

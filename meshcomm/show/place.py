@@ -76,23 +76,23 @@ def place_view(facts: Facts) -> Group:
     exact: dict[str, Any] = {}
     if "exact" in facts["placements"][0]:
         exact = {
-            ">dry run": lambda each: seconds_text(each[1]["exact"]["step_s"]),
-            ">its GB": lambda each: (
-                f"{each[1]['exact']['peak_bytes'] / 1e9:.3g}" + "!" * (not each[1]["exact"]["fits"])
+            ">dry run": ("exact.step_s", seconds_text),
+            ">its GB": lambda row: (
+                f"{row['exact']['peak_bytes'] / 1e9:.3g}" + "!" * (not row["exact"]["fits"])
             ),
         }
     ranking = Cells.of(
-        enumerate(facts["placements"], 1),
+        [{"number": number, **each} for number, each in enumerate(facts["placements"], 1)],
         {
-            ">": lambda each: each[0],
-            "dims, outermost first": lambda each: _dims(each[1]) + _also(each[1]["also"]),
-            ">step": lambda each: seconds_text(each[1]["step_s"]),
-            ">compute": lambda each: seconds_text(each[1]["compute_s"]),
-            ">bubble": lambda each: seconds_text(each[1]["bubble_s"]),
-            ">calls": lambda each: seconds_text(sum(call["seconds"] for call in each[1]["calls"])),
-            ">GB": lambda each: f"{sum(each[1]['memory_bytes'].values()) / 1e9:.3g}",
+            ">": "number",
+            "dims, outermost first": lambda row: _dims(row) + _also(row["also"]),
+            ">step": ("step_s", seconds_text),
+            ">compute": ("compute_s", seconds_text),
+            ">bubble": ("bubble_s", seconds_text),
+            ">calls": lambda row: seconds_text(sum(call["seconds"] for call in row["calls"])),
+            ">GB": lambda row: f"{sum(row['memory_bytes'].values()) / 1e9:.3g}",
             **exact,
-            "slow links, most time first": lambda each: _crossing(each[1]["calls"]),
+            "slow links, most time first": ("calls", _crossing),
         },
     )
     return page_view([Line(head), ranking, *_reasons(facts["placements"][0])])
@@ -117,12 +117,12 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
     calls = Cells.of(
         placement["calls"],
         {
-            "dim": lambda call: f"{call['dim']} {call['ranks']:,} {call['link']}",
+            "dim": "{dim} {ranks:,} {link}",
             "operation": "operation",
             "what": "what",
             ">calls": "calls",
-            ">bytes": lambda call: bytes_text(call["bytes"]),
-            ">time": lambda call: seconds_text(call["seconds"]),
+            ">bytes": ("bytes", bytes_text),
+            ">time": ("seconds", seconds_text),
             "by": "algorithm",
         },
         once=1,

@@ -153,7 +153,7 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
         text += f"; {view}: {coords_text(coords)}"
     columns: dict[str, Column] = {
         "dim": "name",
-        ">coord": lambda group: f"{group['coord']} of {group['size']}",
+        ">coord": "{coord} of {size}",
         ">prev": lambda group: _neighbour(group["prev"], group["first"]),
         ">next": lambda group: _neighbour(group["next"], group["last"]),
         "my group, in coord order": lambda group: (
@@ -161,7 +161,7 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
         ),
     }
     if "nodes" in rank["groups"][0]:
-        columns[">nodes"] = lambda group: str(group["nodes"])
+        columns[">nodes"] = "{nodes}"
     return [Line(text, heading=True), *about, Cells.of(rank["groups"], columns)]
 
 
@@ -178,12 +178,12 @@ def _dims_table(dims: list[Facts]) -> Cells:
         ">stride": lambda dim: "uneven" if dim["stride"] is None and dim["size"] > 1 else dim["stride"],
         ">groups": "groups",
         "backend": _backend,
-        ">timeout": lambda dim: f"{dim['timeout_s']:g} s",
+        ">timeout": "{timeout_s:g} s",
     }
     if any(dim["lane"] for dim in dims):
         columns["lane"] = lambda dim: dim["lane"] or None
     if any(dim["shares"] for dim in dims):
-        columns["shared with"] = lambda dim: dim["shares"]
+        columns["shared with"] = "shares"
     if "nodes" in dims[0]:
         columns[">nodes"] = lambda dim: _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
         columns["link"] = lambda dim: _link_text(dim["link"], dim["crosses"])
@@ -191,7 +191,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
 
 
 def _backend(dim: Facts) -> str:
-    """Its name, and its own options: those that are only on by their names, behind the others."""
+    """Its name and its options: first the options with a value, then the names of the others that are on."""
     extra = dim["extra"].items()
     valued = [f"{name}={value}" for name, value in extra if value is not True]
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])

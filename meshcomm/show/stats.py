@@ -28,12 +28,12 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
         ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
         ">inside": lambda row: _seconds(row["seconds"], each),
         ">share": lambda row: None if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
-        ">algbw": lambda row: _rate(row["algbw"]),
-        ">busbw": lambda row: _rate(row["busbw"]),
+        ">algbw": ("algbw", _rate),
+        ">busbw": ("busbw", _rate),
     }
     if any(row["predicted_s"] is not None for row in rows):
         columns[">predicted"] = lambda row: _seconds(row["predicted_s"], each)
-        columns[">ratio"] = lambda row: _ratio(row["ratio"])
+        columns[">ratio"] = ("ratio", _ratio)
     notes = []
     if any(row["call"].endswith("(torch)") for row in rows):
         notes.append("(torch): calls past the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
@@ -52,10 +52,10 @@ def spread_page(facts: Facts) -> list[Part]:
         return None if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
 
     columns: dict[str, Column] = {
-        ">ranks": lambda row: str(row["ranks"]),
-        ">calls": lambda row: _number(row["calls"]),
+        ">ranks": ("ranks", str),
+        ">calls": ("calls", _number),
         ">bytes": lambda row: bytes_text(row["nbytes"]) if row["nbytes"] else None,
-        ">mean inside": lambda row: _seconds(row["mean_s"]),
+        ">mean inside": ("mean_s", seconds_text),
         ">fastest": lambda row: by(row, "fastest"),
         ">slowest": lambda row: by(row, "slowest"),
     }
@@ -75,7 +75,7 @@ def traffic_view(facts: Facts) -> Group:
         return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
     numbers: dict[str, Column] = {
         ">bytes": "bytes",
-        ">largest rank": lambda row: str(row["largest_rank"]),
+        ">largest rank": ("largest_rank", str),
         ">its bytes": "largest_bytes",
     }
     dim: dict[str, Column] = {"dim": "dim"}
@@ -105,9 +105,9 @@ def _seconds(seconds: float | None, each: int = 1) -> str | None:
     return None if seconds is None else seconds_text(seconds / each)
 
 
-def _ratio(ratio: float | None) -> str | None:
-    return None if ratio is None else f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
-def _rate(bytes_per_s: float | None) -> str | None:
-    return None if bytes_per_s is None else f"{bytes_text(bytes_per_s)}/s"
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_text(bytes_per_s)}/s"

@@ -91,37 +91,36 @@ def tree_view(facts: Facts) -> Tree:
     root = Tree(headline(facts), highlight=False)
     if "ranks" in facts:
         root.add(f"{facts['along']}: ranks {fold(facts['ranks'])}")
-    branches = facts.get("branches", [])
-    _grow(root, branches, ends_only=_lines(branches) > _LINES)
+    _grow(root, facts, ends_only=_lines(facts) > _LINES)
     return root
 
 
-def _lines(branches: list[Facts]) -> int:
+def _lines(facts: Facts) -> int:
     """Lines with every branch open."""
-    return sum(1 + _lines(branch.get("branches", [])) for branch in branches)
+    return sum(1 + _lines(branch) for branch in facts.get("branches", []))
 
 
-def _grow(tree: Tree, branches: list[Facts], ends_only: bool) -> None:
+def _grow(tree: Tree, facts: Facts, ends_only: bool) -> None:
+    branches = facts.get("branches", [])
     for branch in branches:
         grown = tree.add(_line(branch))
-        if not ends_only or branch is branches[0] or branch is branches[-1]:
-            _grow(grown, branch.get("branches", []), ends_only)
+        if not ends_only or branch in (branches[0], branches[-1]):
+            _grow(grown, branch, ends_only)
 
 
 def _line(branch: Facts) -> str:
     at = f"{branch['dim']}={branch['coord']}"
     if "left_out" in branch:
         return f"{at} to {branch['coord'] + branch['left_out'] - 1} ({branch['left_out']:,} not shown)"
-    first, last, number = branch["first"], branch["last"], branch["count"]
+    first, last = branch["first"], branch["last"]
     if branch["contiguous"]:
         ranks = _span(first, last)
     else:
-        ranks = fold(branch["ranks"]) if "ranks" in branch else f"{first} .. {last} ({number:,})"
+        ranks = fold(branch["ranks"]) if "ranks" in branch else f"{first} .. {last} ({branch['count']:,})"
     text = f"{at}  {branch['along'] + ': ' if 'along' in branch else ''}ranks {ranks}"
-    if branch["nodes"] is None:
+    if (nodes := branch["nodes"]) is None:
         return text
-    node, other = branch["nodes"]["first"], branch["nodes"]["last"]
-    return f"{text}, node{'s' if node != other else ''} {_span(node, other)}"
+    return f"{text}, node{'s' * (nodes['first'] != nodes['last'])} {_span(nodes['first'], nodes['last'])}"
 
 
 def _span(first: int, last: int) -> str:

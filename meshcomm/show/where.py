@@ -183,7 +183,7 @@ def where_page(facts: Facts) -> list[Part]:
         said = " (by the dims' names)" if facts["exchanges"][0]["said_by"] == "name" else ""
         columns: dict[str, Column] = {
             "part": "part",
-            "along": lambda one: " ".join(one["dims"]),
+            "along": ("dims", " ".join),
             "operation": "operation",
             "what": "what",
             "with": _peers,
@@ -203,9 +203,9 @@ def _several(facts: Facts) -> list[Part]:
     if not ranks:
         return [Line(f"no rank has {asked}", heading=True)]
     columns: dict[str, Column] = {
-        ">rank": lambda one: str(one["rank"]),
-        "coords": lambda one: coords_text(one["coords"]),
-        ">node": lambda one: None if one["node"] is None else str(one["node"]),
+        ">rank": ("rank", str),
+        "coords": ("coords", coords_text),
+        ">node": ("node", str),
     }
     parts: list[Part] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}", heading=True)]
     parts.append(Cells.of(listed, columns))

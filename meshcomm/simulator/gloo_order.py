@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meshcomm.comm.scheduled import COMBINE
+from meshcomm.reductions import WIRE_OPS
 
 _SEGMENT_BYTES: Final = 1024 * 1024
 
@@ -22,8 +22,9 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     rank c-1 and meets c-2, c-3, and so on. Tried on torch 2.13; the same order
     serves its all_reduce, reduce and reduce_scatter, whose average divides the sum.
     """
-    combine, size, length = COMBINE[op], len(parts), parts[0].numel()
-    ordered = parts[0].is_floating_point() and op in ("sum", "avg", "product") and size > 2
+    row, size, length = WIRE_OPS[op], len(parts), parts[0].numel()
+    combine = getattr(torch, row.combine)
+    ordered = parts[0].is_floating_point() and row.rounds and size > 2
     if not ordered or length == 0:
         total = parts[0].clone()
         for part in parts[1:]:
@@ -37,7 +38,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
         for term in terms[1:]:
             combine(acc, term, out=acc)
         total = acc.reshape(-1)[:length]
-    return total.div_(size) if op == "avg" else total
+    return total.div_(size) if row.divided else total
 
 
 def _chunk(length: int, item_bytes: int, size: int) -> int:

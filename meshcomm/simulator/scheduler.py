@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import math
 import os
 import random
@@ -19,7 +18,7 @@ import torch
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.environment import put
+from meshcomm.mesh.environment import set_env
 
 # Ranks keep little on the stack; what Python calls in Python is not there at all.
 _STACK_BYTES: Final = 4 * 1024 * 1024
@@ -37,27 +36,6 @@ _LOOK_S: Final = 0.5
 _PATIENCE_S: Final = 3.0
 
 
-def _words(generator: Any) -> Any:
-    """Where CPython (3.11 to 3.13 tried) keeps a generator's state: the index, then 624 words."""
-    return (ctypes.c_uint32 * 625).from_address(id(generator) + object.__basicsize__)
-
-
-def _in_words(generator: Any) -> bool:
-    """Whether this interpreter keeps it there."""
-    *state, index = generator.getstate()[1]
-    size = super(random.Random, generator).__sizeof__()
-    return size >= object.__basicsize__ + 2500 and [*_words(generator)] == [index, *state]
-
-
-def _python_state(generator: Any) -> Any:
-    return (bytes(_words(generator)), generator.gauss_next) if _IN_WORDS else generator.getstate()
-
-
-# As a tuple of Python's integers, saving and restoring this state was a fifth of a simulation's time.
-_IN_WORDS: Final = sys.implementation.name == "cpython" and _in_words(random.Random(0))
-_PYTHON: Final[Any] = random._inst
-
-
 @final
 class RankLocals:
     """The state of one rank while it does not run.
@@ -71,7 +49,7 @@ class RankLocals:
 
     def __init__(self, rank: int, argv: Sequence[str] = ()) -> None:
         self._torch = torch.Generator().manual_seed(rank).get_state()
-        self._python: Any = _python_state(random.Random(rank))
+        self._python = random.Random(rank).getstate()
         self._rank = rank
         self._numpy: Any = None
         self._dtype = torch.get_default_dtype()
@@ -92,7 +70,7 @@ class RankLocals:
     def leave(self) -> None:
         """Save the state: this rank stops running."""
         self._torch = torch.default_generator.get_state()
-        self._python = _python_state(_PYTHON)
+        self._python = random.getstate()
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._numpy = numpy.get_bit_generator()
@@ -102,11 +80,7 @@ class RankLocals:
     def enter(self) -> None:
         """Restore the state: this rank goes on."""
         torch.default_generator.set_state(self._torch)
-        if _IN_WORDS:
-            words, _PYTHON.gauss_next = self._python
-            ctypes.memmove(_words(_PYTHON), words, len(words))
-        else:
-            random.setstate(self._python)
+        random.setstate(self._python)
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             if self._numpy is None:
@@ -114,7 +88,7 @@ class RankLocals:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        put(self._variables)
+        set_env(self._variables)
         sys.modules["__main__"] = self._main
         sys.argv = self._argv
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from meshcomm.errors import UnsupportedOp
-from meshcomm.transport.torch_private import DispatchMode, leaves_of
+from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
 # What mixes elements and gives no fewer of them.
 _MIXES: Final = frozenset(
@@ -112,11 +112,11 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         """See TorchDispatchMode."""
         found = func(*args, **(kwargs or {}))
         given = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
-        parts = [each for each in given if each.untyped_storage()._cdata in self._parts]
+        parts = [each for each in given if storage_id(each) in self._parts]
         if parts and not self._refused:
-            memories = {each.untyped_storage()._cdata for each in given}
+            memories = {storage_id(each) for each in given}
             made = [each for each in leaves_of(found) if isinstance(each, Tensor)]
-            new = [each for each in made if each.untyped_storage()._cdata not in memories]
+            new = [each for each in made if storage_id(each) not in memories]
             if self._mixes(str(func).split(".")[1], parts, new):
                 self._refuse(str(func), parts[0])
             self._follow(new)
@@ -134,7 +134,7 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
     def _follow(self, tensors: list[Any]) -> None:
         for each in tensors:
             if isinstance(each, Tensor):
-                self._parts[each.untyped_storage()._cdata] = each
+                self._parts[storage_id(each)] = each
 
     def _refuse(self, operator: str, part: Tensor) -> None:
         self._refused = True

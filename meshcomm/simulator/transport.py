@@ -220,7 +220,7 @@ class SimulatedGroup:
     """The collectives and messages of one group, shared by its ranks. ranks: global, by coord.
 
     moves: how often each (coord, collective or None for a message to coord `root`, bytes that the rank brings,
-    root, bytes for each coord where they differ) was started; see simulator/traffic.py.
+    root, bytes for each coord where they differ) was started; see `traffic_facts`.
     A send is done when its receive has begun: nothing is buffered, as on Gloo and NCCL.
     """
 
@@ -372,7 +372,7 @@ class SimulatorTransport(Transport):
         self._sent: Counter[tuple[int, int]] = Counter()
         self._told: Told | None = None
 
-    def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
         self._told = (name, call, facts)
         return True
 

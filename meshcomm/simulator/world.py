@@ -77,7 +77,7 @@ class SharedState:
         """The error for the first step in which ranks of a group differ, as far as they have come."""
         of_group = self.recorders[prefix, label]
         ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
-        histories = {rank: of_group[rank][1].steps.told() for rank in ranks}
+        histories = {rank: of_group[rank][1].steps.data() for rank in ranks}
         found = find_desync(label, histories, {rank: coords for rank, (coords, _) in of_group.items()})
         return None if found is None else error_of(found)
 

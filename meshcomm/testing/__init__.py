@@ -16,7 +16,7 @@ __all__ = ["Pool", "RankFailure"]
 
 
 def __getattr__(name: str) -> Any:
-    # pytest loads the plugin for every suite, also for those that never start a rank.
+    # pytest loads the plugin for every suite, also for suites that never start a rank.
     if name not in __all__:
         raise AttributeError(f"module 'meshcomm.testing' has no attribute {name!r}")
     return getattr(import_module("meshcomm.testing.pool"), name)

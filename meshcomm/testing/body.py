@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshcomm.errors import CommunicationError, MeshTestError
 from meshcomm.mesh import Mesh, init
 from meshcomm.testing import emulated_nccl
-from meshcomm.testing.modules import Modules, Settings, Source
+from meshcomm.testing.modules import Modules, Source
 from meshcomm.testing.outcome import outcome_of
 from meshcomm.testing.pool import Held
 
@@ -35,7 +35,7 @@ _LAUNCHER: Final = (
 @final
 @dataclass(frozen=True)
 class Values:
-    """What a test's function is called with, but for `mesh`, and what has been set on `self`."""
+    """The arguments of a test's function except `mesh`, and the attributes of its `self`."""
 
     arguments: Mapping[str, Any]
     of_self: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Values:
 @final
 @dataclass(frozen=True)
 class _OwnMonkeyPatch:
-    """Stands for the fixture `monkeypatch`: every rank gets one of its own, undone after the body."""
+    """Placeholder of the fixture `monkeypatch`: every rank makes one and undoes it after the body."""
 
 
 def given(item: pytest.Function) -> Values:
@@ -63,8 +63,13 @@ def given(item: pytest.Function) -> Values:
             expected="the same examples on all ranks; every rank would draw its own",
             hint="pytest.mark.parametrize over seeds, and draw from torch.Generator inside the test",
         )
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames if name != "mesh"}
-    return Values(arguments, dict(vars(item.instance)) if item.cls is not None else {})
+    return Values(arguments_of(item), dict(vars(item.instance)) if item.cls is not None else {})
+
+
+def arguments_of(item: pytest.Function) -> dict[str, Any]:
+    """The arguments of the test's function except `mesh`."""
+    names = inspect.signature(item.obj).parameters
+    return {name: item.funcargs[name] for name in names if name in item.funcargs and name != "mesh"}
 
 
 def pack(test: str, values: Values) -> bytes:
@@ -100,7 +105,7 @@ def pack(test: str, values: Values) -> bytes:
 
 
 def _hint(name: str, value: object) -> str:
-    if type(value).__module__.startswith("_pytest."):
+    if type(value).__module__.partition(".")[0] in ("pytest", "_pytest"):
         return f"{name} is pytest's own and stays in the main process; use it in a fixture, not in the test"
     if callable(value):
         return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
@@ -110,14 +115,18 @@ def _hint(name: str, value: object) -> str:
 @final
 @dataclass(frozen=True)
 class Task:
-    """A test as it is sent to every rank. path: names from the module down to the function. values: packed."""
+    """A test in the form in which every rank receives it.
+
+    path: names from the module down to the function. arguments: of a pytest.Config. full: show all frames.
+    values: packed.
+    """
 
     module: str
     path: tuple[str, ...]
     table: Mapping[str, Source]
-    labels: tuple[str, ...]
     config: Mapping[str, Any]
-    settings: Settings
+    arguments: tuple[str, ...]
+    full: bool
     environ: Mapping[str, str]
     cwd: str
     sys_path: tuple[str, ...]
@@ -128,14 +137,11 @@ class Task:
 def on_rank(data: bytes) -> Held:
     """Run the pickled Task; its value is the Outcome."""
     task: Task = pickle.loads(data)
-    config = _refresh(task)
-    label = task.labels[int(os.environ["RANK"])]
+    _refresh(task)
     opened: list[Mesh | ExitStack] = []
     with warnings.catch_warnings(record=True) as log:
         # A broken connection or a call that did not end: most likely another rank has failed first.
-        outcome = outcome_of(
-            lambda: _run(task, opened), label, config, lambda error: isinstance(error, CommunicationError)
-        )
+        outcome = outcome_of(lambda: _run(task, opened), task.full, CommunicationError)
     noted = [(str(one.message), one.category, one.filename, one.lineno) for one in log]
     kept = [one if _crosses(one) else (one[0], UserWarning, *one[2:]) for one in noted]
     # A failed rank's mesh stays open: closing it would break what the others are in, and they would
@@ -164,7 +170,7 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
         name: patch if isinstance(value, _OwnMonkeyPatch) else value
         for name, value in values.arguments.items()
     }
-    # Left as it is, as the mesh is, where the body fails.
+    # Stays open, as the mesh does, if the body fails.
     stack = ExitStack()
     opened.append(stack)
     if task.config["mesh"].get("backend") == emulated_nccl.NAME:
@@ -182,8 +188,8 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     stack.close()
 
 
-def _refresh(task: Task) -> pytest.Config:
-    """Nothing that an earlier test left behind in this process may be seen by this one."""
+def _refresh(task: Task) -> None:
+    """Remove all traces of earlier tests from this process."""
     kept = {name: os.environ[name] for name in _LAUNCHER}
     os.environ.clear()
     os.environ.update({**task.environ, **kept})
@@ -193,7 +199,7 @@ def _refresh(task: Task) -> pytest.Config:
     # This rank's finder; sys.meta_path is where finders live.
     finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
     if finder is None:
-        finder = Modules(task.settings)
+        finder = Modules(task.arguments)
         sys.meta_path.insert(0, finder)
     finder.use(task.table)
     random.seed(0)
@@ -206,7 +212,6 @@ def _refresh(task: Task) -> pytest.Config:
     if torch.are_deterministic_algorithms_enabled():  # to ask costs nothing, to set imports the compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-    return finder.config
 
 
 def _loaded(data: bytes) -> Any:

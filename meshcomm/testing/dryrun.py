@@ -85,8 +85,9 @@ def run_body(item: pytest.Function, request: DryRequest) -> None:
     """
     from meshcomm.dryrun.script import function_step
     from meshcomm.dryrun.world import dry_world
+    from meshcomm.testing.body import arguments_of
 
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames if name != "mesh"}
+    arguments = arguments_of(item)
 
     def body(mesh: Mesh) -> None:
         item.obj(**arguments, mesh=mesh)

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
 import torch
@@ -33,21 +32,22 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
+from meshcomm.dryrun.torch_private import modes_left, schema_of
+from meshcomm.parallel.torch_private import FakeTensor
+from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
-    FakeTensor,
     Work,
     compiled_files,
     explicit_kernel,
     has_backend,
     leaves_of,
-    modes_left,
 )
 
 NAME: Final = "emulated_nccl"
 
-# ProcessGroup's methods, those of older torch too: what hooks call them, and which argument holds inputs.
+# Methods of ProcessGroup, also of older torch: the name in hooks, and the index of the argument with the inputs.
 _METHODS: Final = {
     **{
         name: (row.hooks[0], 0 if row.in_place else 1)
@@ -65,7 +65,9 @@ _METHODS: Final = {
     "alltoall": ("ALLTOALL", 1),
 }
 _KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
-_LACKING: Final = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_LACKING: Final = tuple(
+    getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
+)
 
 # Operators that do not touch the memory of what they are given.
 _UNTOUCHED: Final = frozenset(
@@ -86,9 +88,26 @@ class HostSync(RuntimeError):
     """The host asked for a value while a graph is captured, or where `no_host_sync` forbids it."""
 
 
+class _Call(NamedTuple):
+    """What a method of the group was asked for. in_place: the inputs are written; blocking: by a caller without a Work."""
+
+    kind: str
+    run: Callable[[], Any]
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    in_place: bool = False
+    root: int = -1
+    blocking: bool = False
+
+    @property
+    def memory(self) -> list[tuple[Tensor, bool]]:
+        """Its tensors, and whether it writes them."""
+        return [*((x, True) for x in self.outputs), *((x, self.in_place) for x in self.inputs)]
+
+
 @final
 class _Item:
-    """What one call put into a queue. over: it has run, or was let go of by abort."""
+    """One call in a queue. over: it has run, or abort has dropped it."""
 
     def __init__(
         self, queue: EmulatedNCCL, name: str, run: Callable[[], Any], tensors: Sequence[tuple[Tensor, bool]]
@@ -106,7 +125,7 @@ class _Item:
 
     @property
     def ordered(self) -> bool:
-        """Whether what the program does now is ordered behind this."""
+        """Whether the program's next operators are ordered behind this call."""
         return self.waited or self.number <= self.queue.waited
 
     def meets(self, begin: int, end: int, writes: bool) -> bool:
@@ -169,7 +188,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        # Completed when queued, as that of NCCL: its value is used behind the call on the current stream.
+        # Completed when queued, as with NCCL: the value is used behind the call on the current stream.
         self.wait()
         future.set_result(self.result())
         return future
@@ -277,9 +296,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         outs = leaves_of(arguments[0])
         ins = leaves_of(arguments[inputs])
         root = getattr(options, "rootRank", -1)
-        tensors = [(x, True) for x in outs] + [(x, False) for x in ins if inputs]
-        if kind == "BROADCAST" and root == self._rank:
-            tensors = [(x, False) for x in outs]
 
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
@@ -294,13 +310,12 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 getattr(self._connected, single)(out, x, options).wait()
 
         blocking = options is not None and not getattr(options, "asyncOp", True)
-        return self._call(kind, run, tensors, ins, outs if inputs else [], root, blocking)
+        in_place = not inputs and not (kind == "BROADCAST" and root == self._rank)
+        return self._call(_Call(kind, run, ins, outs if inputs else (), in_place, root, blocking))
 
     def barrier(self, opts: Any = None) -> EmulatedWork:
         blocking = opts is not None and not opts.asyncOp
-        flag = torch.zeros(1)
-        run = partial(self._run_barrier, flag)
-        return self._call("BARRIER", run, [(flag, True)], [], [], -1, blocking, host_waits=True)
+        return self._call(_Call("BARRIER", self._run_barrier, blocking=blocking))
 
     def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
         """Raise where the ranks run different kernels: on a GPU these wait for each other, or take wrong data."""
@@ -312,9 +327,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if any(not torch.equal(each, mine) for each in everyone):
             raise RuntimeError("the ranks run different kernels")
 
-    def _run_barrier(self, flag: Tensor) -> None:
+    def _run_barrier(self) -> None:
         self._expect("BARRIER", [], -1)
-        self._connected.allreduce([flag]).wait()
+        self._connected.allreduce([torch.zeros(1)]).wait()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork:
         return self._message("SEND", tensors, peer)
@@ -336,9 +351,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 return SimpleNamespace(wait=lambda: (first.wait(), second.wait()))
             return SimpleNamespace(wait=lambda: self._receive(first, come, size, tensors, peer))
 
-        pairs = [(x, kind == "RECV") for x in tensors]
-        ins, outs = (tensors, []) if kind == "SEND" else ([], tensors)
-        return self._call(kind, start, pairs, ins, outs, peer, False, message=True)
+        ins, outs = (tensors, ()) if kind == "SEND" else ((), tensors)
+        return self._call(_Call(kind, start, ins, outs, root=peer))
 
     def _receive(self, first: Any, come: Tensor, size: Tensor, tensors: list[Tensor], peer: int) -> None:
         first.wait()
@@ -367,46 +381,36 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._queue(whole)
         return EmulatedWork([whole])
 
-    def _call(
-        self,
-        kind: str,
-        run: Callable[[], Any],
-        tensors: Sequence[tuple[Tensor, bool]],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        root: int,
-        blocking: bool,
-        host_waits: bool = False,
-        message: bool = False,
-    ) -> EmulatedWork:
-        number = HOOK_NUMBERS.get(kind, -1)
+    def _call(self, call: _Call) -> EmulatedWork:
+        """Queue it, or keep it for `_end_coalescing`; between the hooks that torch calls."""
+        number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
-            input_tensors=list(inputs),
-            output_tensors=list(outputs),
-            root=root,
-            async_op=not blocking,
+            input_tensors=list(call.inputs),
+            output_tensors=list(call.outputs),
+            root=call.root,
+            async_op=not call.blocking,
             op_id=self._number + 1,
         )
         for hook in list(self._before.values()):
             hook(told)
         if self.aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
-        item = _Item(self, kind, run, tensors)
-        work = EmulatedWork([item], host_waits)
+        item = _Item(self, call.kind, call.run, call.memory)
+        work = EmulatedWork([item], host_waits=call.kind == "BARRIER")
         if self._together is not None:
             _emulation().check(item)
             self._together.append(item)
         else:
-            if message:
-                item.run = lambda: run().wait()
+            if call.kind in ("SEND", "RECV"):
+                item.run = lambda: call.run().wait()
             self._queue(item)
-        if blocking:
+        if call.blocking:
             self.order(item)
             if _emulation().at_once:
                 _block(item)
         for hook in list(self._after.values()):
-            hook(SimpleNamespace(name=number, async_op=not blocking, work=work, op_id=told.op_id))
+            hook(SimpleNamespace(name=number, async_op=not call.blocking, work=work, op_id=told.op_id))
         return work
 
     def order(self, item: _Item) -> None:
@@ -503,14 +507,16 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             with self:  # such as reshape, which copies or does not
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found
-        name = func._schema.name
+        name = schema_of(func).name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             self.sync(name)
         if self.pending and name not in _UNTOUCHED and not func.is_view:
-            for given, argument in zip(func._schema.arguments, args, strict=False):
+            for given, argument in zip(schema_of(func).arguments, args, strict=False):
                 self._touch(argument, given.alias_info is not None and given.alias_info.is_write, name)
             written = {
-                each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+                each.name
+                for each in schema_of(func).arguments
+                if each.alias_info and each.alias_info.is_write
             }
             for key, argument in kwargs.items():
                 self._touch(argument, key in written, name)
@@ -538,7 +544,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A function is compiled as it is without this mode, and what it was compiled to runs in it."""
+        """A function is compiled as if this mode were off; the compiled code runs under the mode."""
         return True
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
@@ -547,7 +553,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 self.touch(x, writes, name)
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
-        """An operator is about to read or write `x`: it comes after what it was ordered behind."""
+        """An operator is about to read or write `x`: wait for the calls that it is ordered behind."""
         begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
@@ -556,7 +562,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 _block(item)
 
     def check(self, item: _Item) -> None:
-        """A call is about to be queued: what it is ordered behind on other communicators goes first."""
+        """A call is about to be queued: it runs after the calls on other communicators that it is ordered behind."""
         for other in list(self.pending):
             if other.queue is not item.queue and any(other.meets(*own) for own in item.memory):
                 if not other.ordered:

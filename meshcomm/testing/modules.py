@@ -6,14 +6,12 @@ to its process. Each rank makes a pytest.Config, which brings pytest's import ho
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -24,15 +22,12 @@ import pytest
 
 import meshcomm
 
-_OPTIONS: Final = ("tbstyle", "fulltrace", "showlocals", "verbose")
 _INIS: Final = (
     "assertion_text_diff_style", "truncation_limit_lines", "truncation_limit_chars", "verbosity_assertions",
 )  # fmt: skip
 
 
-@final
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where one module comes from. search: a package's folders. rewritten: whether its asserts are."""
 
     file: str | None
@@ -40,22 +35,15 @@ class Source:
     rewritten: bool
 
 
-class Settings(NamedTuple):
-    """What changes the text of a failure: arguments of `pytest.Config.fromdictargs`."""
-
-    options: Mapping[str, Any]
-    args: tuple[str, ...]
-
-
-def settings_of(config: pytest.Config) -> Settings:
-    """The settings that a rank's pytest.Config takes over."""
-    args = ["-c", os.devnull, "--noconftest"]
+def arguments_of(config: pytest.Config) -> tuple[str, ...]:
+    """The command line of a rank's pytest.Config: with the settings that change the text of a failed assert."""
+    args = ["-c", os.devnull, "--noconftest", *["-v"] * max(0, config.getoption("verbose"))]
     for name in _INIS:
-        # Not every version of pytest has each of them.
-        with contextlib.suppress(KeyError, ValueError):
-            if (value := config.getini(name)) is not None:
-                args += ["-o", f"{name}={value}"]
-    return Settings({name: config.getoption(name) for name in _OPTIONS}, tuple(args))
+        try:
+            args += ["-o", f"{name}={config.getini(name)}"] if config.getini(name) is not None else []
+        except (KeyError, ValueError):
+            continue  # another version of pytest has it
+    return tuple(args)
 
 
 def sources(wanted: str) -> dict[str, Source]:
@@ -79,31 +67,32 @@ def _is_rewritten(module: ModuleType) -> bool:
 
 
 def _source(module: ModuleType) -> Source:
-    file = getattr(module, "__file__", None)
-    search = getattr(module, "__path__", None)
+    file, search = getattr(module, "__file__", None), getattr(module, "__path__", None)
     if file is not None and not Path(file).exists():
         file = None
     # pytest makes up packages that have neither file nor folders; their modules come from the table alone.
-    folders = None if search is None and file is not None else tuple(search or ())
-    return Source(file, folders, _is_rewritten(module))
+    return Source(
+        file, None if search is None and file is not None else tuple(search or ()), _is_rewritten(module)
+    )
 
 
 @final
 class Modules(MetaPathFinder):
-    """Finds the modules of a table. One per rank, first in sys.meta_path."""
+    """Finds the modules of a table. One per rank, first in sys.meta_path. arguments: see `arguments_of`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         before = list(sys.meta_path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
             patch.delenv("PYTEST_PLUGINS", raising=False)
-            self.config = pytest.Config.fromdictargs(settings.options, list(settings.args))
+            config = pytest.Config.fromdictargs({}, list(arguments))
         self._hook: Any = next(finder for finder in sys.meta_path if finder not in before)
         self._table: Mapping[str, Source] = {}
         # pytest's plugin "assertion" compares values in detail while this generator runs: for all tests here.
-        assertion: Any = self.config.pluginmanager.get_plugin("assertion")
-        test = SimpleNamespace(config=self.config, ihook=self.config.hook)
-        self._comparing = assertion.pytest_runtest_protocol(item=test)
+        assertion: Any = config.pluginmanager.get_plugin("assertion")
+        self._comparing = assertion.pytest_runtest_protocol(
+            item=SimpleNamespace(config=config, ihook=config.hook)
+        )
         next(self._comparing)
 
     def use(self, table: Mapping[str, Source]) -> None:

@@ -1,21 +1,29 @@
-"""How did a test's body end on one rank? Written there, with the text of a failure, and read in the main process."""
+"""How did a test's body end on one rank? Stated there, with the traceback of a failure; read in the main process."""
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import re
+import traceback
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from functools import cache
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from typing import Any, Final, Literal, NamedTuple, final
 
 import pytest
 
+import meshcomm
 from meshcomm.errors import MeshcommError
 from meshcomm.testing.pool import Ended
-from meshcomm.testing.stacks import is_ours, is_users
 
 Kind = Literal["passed", "skipped", "xfailed", "exited", "failed"]
+# As faulthandler writes them.
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_THREAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first")
 
 
 @final
@@ -24,17 +32,13 @@ class Outcome:
     """How the body ended on one rank.
 
     reason: of a skip, xfail or exit; of a failure, the exception in short. text: the failure's traceback.
-    key:    the text without the rank's name: ranks with equal keys are shown once.
     error:  the exception, pickled; None if it cannot be.
     after:  the failure only followed from another rank's.
     """
 
     kind: Kind
     reason: str = ""
-    path: str = ""
-    line: int = 0
     text: str = ""
-    key: str = ""
     error: bytes | None = None
     after: bool = False
     warnings: tuple[Any, ...] = ()
@@ -66,85 +70,86 @@ class Ends(NamedTuple):
         """Ranks whose processes ended."""
         return [rank for rank, end in enumerate(self.ranks) if end.state in ("died", "raised")]
 
-    @property
-    def late(self) -> list[int]:
-        """Ranks that did not return in time."""
-        return [rank for rank, end in enumerate(self.ranks) if end.state == "late"]
 
-
-def outcome_of(
-    body: Callable[[], object],
-    label: str,
-    config: pytest.Config,
-    follows: Callable[[BaseException], bool] = lambda error: False,
-) -> Outcome:
+def outcome_of(body: Callable[[], object], full: bool, follows: type[BaseException] | None = None) -> Outcome:
     """Run `body` and say how it ended; raises nothing.
 
-    label: of the rank, as in errors: texts that differ in nothing else are shown once.
-    config: has the options --tb, --showlocals and --full-trace.
-    follows: whether an exception only says that another rank has failed.
+    full: show all frames of a traceback. follows: an exception that only says that another rank has failed.
     """
     try:
         body()
     except (pytest.skip.Exception, unittest.SkipTest) as error:
-        path, line = _place(error)
-        return Outcome("skipped", str(error), path, line)
+        return Outcome("skipped", str(error))
     except pytest.xfail.Exception as error:
         return Outcome("xfailed", str(error))
     except pytest.exit.Exception as error:
         return Outcome("exited", str(error))
     except BaseException as error:
-        path, line = _place(error)
-        text = _text(error, config)
         short = pytest.ExceptionInfo.from_exception(error).exconly(tryshort=True)
-        key = _without_rank(text, label)
-        return Outcome("failed", short, path, line, text, key, _pickled(error), follows(error))
+        after = follows is not None and isinstance(error, follows)
+        return Outcome("failed", short, _traceback(error, full), _pickled(error), after)
     return Outcome("passed")
 
 
-def _place(error: BaseException) -> tuple[str, int]:
-    """The user's line that raised it."""
-    for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):
-        if is_users(str(entry.path)):
-            return str(entry.path), entry.lineno + 1
-    return "", 0
-
-
-def _text(error: BaseException, config: pytest.Config) -> str:
-    """The traceback as pytest writes it, with the user's frames."""
-    full, style = config.getoption("fulltrace"), config.getoption("tbstyle")
+def _traceback(error: BaseException, full: bool) -> str:
+    """As Python prints it, with the user's frames; a fault of meshcomm with its own frames too."""
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-        style = "value"
-    elif full or style not in ("short", "native"):
-        style = "long"
-    shown = pytest.ExceptionInfo.from_exception(error).getrepr(
-        style=style,
-        showlocals=config.getoption("showlocals"),
-        truncate_locals=config.get_verbosity() <= 1,
-        tbfilter=False if full else _users_frames,
-        # The values of the test's arguments are in its name; `mesh` differs on every rank.
-        funcargs=False,
-        # A MeshcommError has the backend's words in its own text.
-        chain=full or not isinstance(error, MeshcommError),
-    )
-    text = str(shown)
-    # str() has stripped the indentation of the first line of source.
-    return f"    {text}" if style == "long" and not text.startswith((">", "E")) else text
+        return str(error)
+    shown = traceback.TracebackException.from_exception(error)
+    if not full:
+        users = [at for at, frame in enumerate(shown.stack) if _is_users(frame)]
+        ours = shown.stack and shown.stack[-1].filename.startswith(_libraries()[0])
+        frames = shown.stack[users[0] :] if users else list(shown.stack)
+        if not ours or isinstance(error, MeshcommError):
+            frames = [shown.stack[at] for at in users] or frames
+        shown.stack = StackSummary.from_list(frames)
+    # A MeshcommError has the backend's words in its own text.
+    return "".join(shown.format(chain=full or not isinstance(error, MeshcommError))).rstrip()
 
 
-def _users_frames(info: pytest.ExceptionInfo[BaseException]) -> Any:
-    frames = info.traceback
-    if frames and is_ours(str(frames[-1].path)) and not isinstance(info.value, MeshcommError):
-        # A fault of meshcomm: its lines are what there is to see.
-        first = next((at for at, entry in enumerate(frames) if is_users(str(entry.path))), 0)
-        return frames[first:]
-    return frames.filter(lambda entry: is_users(str(entry.path)) and not entry.ishidden(info)) or frames
+def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
+    """The stack of a rank that did not return, outermost frame first, as Python prints tracebacks.
+
+    The user's frames below the test, and the function that the last of them called; all frames if `full`,
+    or if none is the user's.
+    """
+    shown = list(frames)
+    if not full:
+        testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_libraries()[0]}testing/")]
+        below = shown[testing[-1] + 1 :] if testing else shown
+        if users := [at for at, frame in enumerate(below) if _is_users(frame)]:
+            shown = [*(below[at] for at in users), *below[users[-1] + 1 : users[-1] + 2]]
+    return "".join(StackSummary.from_list(shown).format()).rstrip()
 
 
-def _without_rank(text: str, label: str) -> str:
-    """`text` without the rank's name, with coords or without, and without addresses."""
-    name = label.partition(" (")[0]
-    return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
+def main_thread(text: str) -> list[FrameSummary]:
+    """The main thread's last stack, outermost frame first.
+
+    text: a rank's file: `main 0x...` with the main thread's number, then faulthandler's dumps.
+    """
+    head, _, rest = text.partition("\n")
+    main = int(head.removeprefix("main "), 16) if head.startswith("main 0x") else None
+    frames: list[FrameSummary] = []
+    reading = False
+    for line in rest.splitlines():
+        if thread := _THREAD.match(line):
+            reading = main in (None, int(thread[1], 16))
+            frames = [] if reading else frames
+        elif reading and (frame := _FRAME.match(line)):
+            frames.append(FrameSummary(frame[1], int(frame[2].replace("???", "0")), frame[3]))
+    return frames[::-1]
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    specs = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pluggy"))
+    origins = [meshcomm.__file__, *(spec.origin for spec in specs if spec is not None)]
+    return tuple(f"{Path(origin).parent}/" for origin in origins if origin is not None)
+
+
+def _is_users(frame: FrameSummary) -> bool:
+    """Whether a frame is the user's: neither meshcomm's, torch's, pytest's nor that of Python's importer."""
+    return not frame.filename.startswith((*_libraries(), "<frozen "))
 
 
 def _pickled(value: object) -> bytes | None:

@@ -146,10 +146,7 @@ def pytest_runtest_makereport(
     report = yield
     shown = sys.modules.get("meshcomm.testing.report")
     if call.when == "call" and call.excinfo is not None and shown is not None:
-        if shown.FAILURE in item.stash and report.longrepr is not None:
-            report.longrepr = item.stash[shown.FAILURE]
-        if shown.SKIPPED in item.stash and report.skipped and item.stash[shown.SKIPPED][0]:
-            report.longrepr = item.stash[shown.SKIPPED]
+        shown.replace_longrepr(item, report)
     return report
 
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -38,7 +39,7 @@ class RankFailure(AssertionError):
 
     def __init__(self, by_rank: Mapping[int, str], world_size: int) -> None:
         self.by_rank = dict(by_rank)
-        # Equal texts are told once, with all their ranks.
+        # Equal texts are shown once, with all their ranks.
         folded: dict[str, list[int]] = {}
         for rank, text in by_rank.items():
             folded.setdefault(text, []).append(rank)
@@ -70,11 +71,23 @@ class Ended:
 @final
 @dataclass(frozen=True)
 class Held:
-    """Returned by a function on a rank: the value, and what has to live until the next call."""
+    """Returned by a function on a rank: the value, and the objects that must live until the next call."""
 
     value: Any
     alive: Any = None
     reusable: bool = True
+
+
+class Limits(NamedTuple):
+    """Seconds of one call.
+
+    timeout_s: of the whole call. settle_s: for the others to end by themselves after one rank failed.
+    grace_s: for ranks to answer after their stacks were taken, at the end of timeout_s.
+    """
+
+    timeout_s: float = 60.0
+    settle_s: float = 15.0
+    grace_s: float = 0.0
 
 
 class _Files(NamedTuple):
@@ -155,7 +168,7 @@ class Pool:
         Raises:   RankFailure; a rank that does not return in time is ended, and its stacks are
                   in the text.
         """
-        ended = self.call(function, args, ranks=ranks, timeout_s=timeout_s, env=env)
+        ended = self.call(partial(function, *args), ranks=ranks, limits=Limits(timeout_s), env=env)
         failures = {rank: _told(one) for rank, one in enumerate(ended) if one.state != "returned"}
         if failures and not allow:
             raise RankFailure(failures, ranks)
@@ -163,27 +176,23 @@ class Pool:
 
     def call(
         self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
+        function: Callable[[], Any],
         *,
         ranks: int,
-        timeout_s: float,
+        limits: Limits,
         env: Mapping[str, str] | None = None,
         capture: bool = False,
         failed: Callable[[Any], bool] = lambda value: False,
-        settle_s: float = 15.0,
-        grace_s: float = 0.0,
     ) -> list[Ended]:
-        """As `run`, but tells how each rank ended instead of raising.
+        """As `run`, but returns how each rank ended instead of raising.
 
+        function: picklable, as functools.partial of one that can be imported by name is.
         capture:  keep what the ranks write to stdout and stderr for `Ended.out` and `err`.
         failed:   whether a returned value means that the ranks must not be used again.
-        settle_s: what the others get to end by themselves after one rank failed.
-        grace_s:  what ranks get to answer after their stacks were taken, at the end of timeout_s.
         """
         from meshcomm.mesh.exposure import serve_on_loopback
 
-        store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
+        store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=limits.timeout_s))
         assert store is not None
         common = {
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
@@ -196,8 +205,8 @@ class Pool:
             for rank, worker in enumerate(workers):
                 variables = {**common, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **(env or {})}
                 with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
-                    worker.pipe.send((function, args, variables, capture))
-            ended = self._collect(workers, timeout_s, failed, settle_s, grace_s)
+                    worker.pipe.send((function, variables, capture))
+            ended = self._collect(workers, limits, failed)
         except BaseException:
             # Interrupted: nobody knows where the ranks are.
             _end_all(workers)
@@ -245,17 +254,12 @@ class Pool:
         return taken
 
     def _collect(
-        self,
-        workers: list[_Worker],
-        timeout_s: float,
-        failed: Callable[[Any], bool],
-        settle_s: float,
-        grace_s: float,
+        self, workers: list[_Worker], limits: Limits, failed: Callable[[Any], bool]
     ) -> dict[int, Ended]:
         ended: dict[int, Ended] = {}
         stacks: dict[int, str] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + limits.timeout_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready and stacks:
@@ -263,16 +267,16 @@ class Pool:
             if not ready:
                 late = list(waiting.values())
                 stacks = dict(zip(late, _dump([workers[rank] for rank in late]), strict=True))
-                deadline = time.monotonic() + grace_s
+                deadline = time.monotonic() + limits.grace_s
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 one = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
                 if not stacks and (one.state != "returned" or failed(one.value)):
                     # The others often wait for this one; give them a moment, then take stacks.
-                    deadline = min(deadline, time.monotonic() + settle_s)
+                    deadline = min(deadline, time.monotonic() + limits.settle_s)
         for rank in waiting.values():
-            text = f"did not return within {timeout_s:g} s\n" + stacks[rank].partition("\n")[2]
+            text = f"did not return within {limits.timeout_s:g} s\n" + stacks[rank].partition("\n")[2]
             ended[rank] = Ended("late", TimeoutError(text), text, stacks[rank])
         return ended
 
@@ -359,14 +363,14 @@ def _serve(pipe: Connection, files: _Files) -> None:
     pipe.send("ready")
     while True:
         try:
-            function, args, variables, capture = pipe.recv()
+            function, variables, capture = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         os.environ.clear()
         os.environ.update({**clean, **variables})
         del held
         with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
-            answer, held = _make(function, args)
+            answer, held = _make(function)
         try:
             pipe.send(answer)
         except Exception as error:  # what was returned or raised cannot be pickled
@@ -374,9 +378,9 @@ def _serve(pipe: Connection, files: _Files) -> None:
             pipe.send(Ended("raised", RuntimeError(note), note, reusable=True))
 
 
-def _make(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ended, Any]:
+def _make(function: Callable[[], Any]) -> tuple[Ended, Any]:
     try:
-        value = function(*args)
+        value = function()
         held = value if isinstance(value, Held) else Held(value)
         return Ended("returned", held.value, reusable=held.reusable), held.alive
     except BaseException as error:

@@ -15,10 +15,9 @@ import pytest
 
 from meshcomm.testing.body import Task, given, on_rank, pack
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.modules import settings_of, sources
-from meshcomm.testing.outcome import Ends
-from meshcomm.testing.pool import Pool
-from meshcomm.testing.stacks import main_thread, stack_text
+from meshcomm.testing.modules import arguments_of, sources
+from meshcomm.testing.outcome import Ends, main_thread, stack_text
+from meshcomm.testing.pool import Limits, Pool
 
 Way: TypeAlias = Callable[[pytest.Function, MeshRequest], Ends]
 """Runs a test's body on every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
@@ -50,14 +49,14 @@ def pool_of(config: pytest.Config) -> Pool:
 
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
     """The body of `item` on processes of the pool; see `Way`."""
-    module = item.module.__name__
+    module, full = item.module.__name__, item.config.getoption("fulltrace")
     task = Task(
         module=module,
         path=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
         table=sources(module),
-        labels=tuple(request.layout.label(rank) for rank in range(request.world_size)),
         config=request.config,
-        settings=settings_of(item.config),
+        arguments=arguments_of(item.config),
+        full=full,
         environ=dict(os.environ),
         cwd=os.getcwd(),
         sys_path=tuple(sys.path),
@@ -65,16 +64,12 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
         values=pack(item.name, given(item)),
     )
     ended = pool.call(
-        on_rank,
-        (pickle.dumps(task),),
+        partial(on_rank, pickle.dumps(task)),
         ranks=request.world_size,
-        timeout_s=request.timeout_s,
+        limits=Limits(request.timeout_s, _SETTLE_S, _GRACE_S),
         capture=True,
         failed=lambda outcome: outcome.kind not in ("passed", "skipped"),
-        settle_s=_SETTLE_S,
-        grace_s=_GRACE_S,
     )
-    full = item.config.getoption("fulltrace")
     late = f"did not return within {request.timeout_s:g} s"
     return Ends(
         [

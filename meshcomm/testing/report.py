@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import unittest
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -19,50 +19,15 @@ from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.outcome import Ends
 from meshcomm.testing.pool import RankFailure
 
-FAILURE: pytest.StashKey[MeshFailure] = pytest.StashKey()
-SKIPPED: pytest.StashKey[tuple[str, int, str]] = pytest.StashKey()
-
-Part: TypeAlias = tuple[str, str]
-"""A header, and the text below it."""
-
-
-class Crash(NamedTuple):
-    """Where and why a test failed: pytest's summary has the message in one line."""
-
-    path: str
-    lineno: int
-    message: str
-
-
-@final
-@dataclass(eq=False)
-class MeshFailure:
-    """The failure's text: a part for each group of ranks with equal texts. pytest calls `toterminal` and reads `reprcrash`."""
-
-    parts: list[Part]
-    reprcrash: Crash
-
-    def toterminal(self, terminal: Any) -> None:
-        """Write it to pytest's terminal."""
-        for number, (header, text) in enumerate(self.parts):
-            if number:
-                terminal.line("")
-            terminal.sep("-", header)
-            for line in text.splitlines():
-                terminal.line(line, red=line.startswith("E  "), bold=line.startswith(("E  ", ">  ")))
-
-    def __str__(self) -> str:
-        # pytest-xdist sends this text alone; its first line is then the summary's.
-        parts = [f"--- {header} ---\n{text}".rstrip() for header, text in self.parts]
-        return "\n\n".join([self.reprcrash.message, *parts])
+FAILURE: pytest.StashKey[str] = pytest.StashKey()
+SKIPPED: pytest.StashKey[str] = pytest.StashKey()
 
 
 def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
     """Print what the ranks printed, and return, skip, xfail or raise as they did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
-    outcomes = [*ends.returned.values()]
-    by_kind = {outcome.kind: outcome for outcome in reversed(outcomes)}
+    by_kind = {outcome.kind: outcome for outcome in reversed(ends.returned.values())}
     if "exited" in by_kind:
         pytest.exit(by_kind["exited"].reason)
     own_failure = ends.died or not all(outcome.after for outcome in ends.failed.values())
@@ -74,9 +39,20 @@ def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
         item.stash[FAILURE] = failure
         _raise(ends, request)
     if [*by_kind] == ["skipped"]:
-        skipped = by_kind["skipped"]
-        item.stash[SKIPPED] = (skipped.path, skipped.line, f"Skipped: {skipped.reason}")
-        pytest.skip(skipped.reason)
+        item.stash[SKIPPED] = by_kind["skipped"].reason
+        pytest.skip(by_kind["skipped"].reason)
+
+
+def replace_longrepr(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Put the ranks' failures, or the line of a skipped test, into pytest's report."""
+    if FAILURE in item.stash and report.longrepr is not None:
+        try:
+            pytest.fail(item.stash[FAILURE], pytrace=False)
+        except pytest.fail.Exception as failed:
+            report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(failed))
+    if SKIPPED in item.stash and report.skipped:
+        line = 1 + (item.location[1] or 0)
+        report.longrepr = (str(item.path), line, f"Skipped: {item.stash[SKIPPED]}")
 
 
 def _print(layout: Layout, ends: Ends) -> None:
@@ -106,68 +82,65 @@ def _raise(ends: Ends, request: MeshRequest) -> NoReturn:
         if not isinstance(error, (KeyboardInterrupt, GeneratorExit, unittest.SkipTest)):
             raise error
     texts = {rank: end.text for rank, end in enumerate(ends.ranks) if end.state != "returned"}
-    raise RankFailure(texts | {rank: each.reason for rank, each in failed.items()}, request.world_size)
-
-
-def failure_of(ends: Ends, request: MeshRequest) -> MeshFailure | None:
-    """What to show, or None if no rank failed."""
-    if not (ends.failed or ends.died or ends.late or ends.verdict):
-        return None
-    parts: list[Part] = []
-    if ends.verdict is not None:
-        parts.append(
-            (f"all {len(ends.ranks)} ranks together", f"{type(ends.verdict).__name__}: {ends.verdict}")
-        )
-    groups: dict[tuple[int, str, str], list[_Text]] = {}
-    for text in _texts(ends, request.layout):
-        groups.setdefault((text.order, text.state, text.key), []).append(text)
-    for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
-        header = _header([text.rank for text in same], request) + (f": {state}" if state else "")
-        if len({text.shown for text in same}) > 1:
-            # Equal keys: the texts differ in the names of the ranks.
-            header += f", in the words of rank {same[0].rank}"
-        parts.append((header, same[0].shown))
-    return MeshFailure(parts, _crash(ends, parts, request.layout))
+    raise RankFailure(texts | {rank: outcome.reason for rank, outcome in failed.items()}, request.world_size)
 
 
 class _Text(NamedTuple):
-    """What is shown of one rank. order: among the parts. key: equal for ranks that are shown together."""
+    """The text of one rank. order: among the parts. text: without the rank's name, equal ones are shown once."""
 
     order: int
     rank: int
     state: str
-    key: str
-    shown: str
+    text: str
+
+
+def failure_of(ends: Ends, request: MeshRequest) -> str | None:
+    """One line for the summary, then a part for each group of ranks with equal texts; None if no rank failed."""
+    if all(end.state == "returned" for end in ends.ranks) and not (ends.failed or ends.verdict):
+        return None
+    layout = request.layout
+    groups: dict[tuple[int, str, str], list[_Text]] = {}
+    for each in _texts(ends, layout):
+        key = (each.order, each.state, _without_rank(each.text, layout.label(each.rank)))
+        groups.setdefault(key, []).append(each)
+    parts = []
+    for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
+        header = _header([each.rank for each in same], request) + (f": {state}" if state else "")
+        if len({each.text for each in same}) > 1:
+            # The texts differ in the names of the ranks.
+            header += f", in the words of rank {same[0].rank}"
+        parts.append(f"--- {header} ---\n{same[0].text}".rstrip())
+    rank, first = next(iter(ends.failed.items()), (0, None))
+    if ends.verdict is not None:
+        summary = f"{type(ends.verdict).__name__}: {ends.verdict}"
+    elif ends.died and (first is None or first.after):
+        summary = f"{layout.label(ends.died[0])} {ends.ranks[ends.died[0]].text}"
+    elif first is not None:
+        summary = f"{prefix(layout, rank)} {first.reason}".splitlines()[0]
+    else:
+        summary = parts[0].splitlines()[0].strip("- ")
+    return "\n\n".join([summary, *parts])
 
 
 def _texts(ends: Ends, layout: Layout) -> Iterator[_Text]:
     failed = ends.failed
     for rank, end in enumerate(ends.ranks):
         if rank in failed:
-            outcome = failed[rank]
-            yield _Text(2 if outcome.after else 0, rank, "", outcome.key, outcome.text)
+            yield _Text(2 if failed[rank].after else 0, rank, "", failed[rank].text)
             if end.stack:
-                yield _Text(4, rank, "when the time was up", end.stack, end.stack)
+                yield _Text(4, rank, "when the time was up", end.stack)
         elif end.state == "returned":
-            yield _Text(5, rank, "no failure", "", "")
+            yield _Text(5, rank, "no failure", "")
         elif end.state == "late":
-            state = "still running" if failed or ends.died else end.text
-            yield _Text(3, rank, state, end.stack, end.stack)
+            yield _Text(3, rank, "still running" if failed or ends.died else end.text, end.stack)
         else:
-            shown = f"{layout.label(rank)} {end.text}\n{end.stack}".rstrip()
-            yield _Text(1, rank, "", f"{end.text}\n{end.stack}", shown)
+            yield _Text(1, rank, "", f"{layout.label(rank)} {end.text}\n{end.stack}".rstrip())
 
 
-def _crash(ends: Ends, parts: Sequence[Part], layout: Layout) -> Crash:
-    """The line of the summary."""
-    rank, first = next(iter(ends.failed.items()), (0, None))
-    if ends.verdict is not None:
-        return Crash("", 0, parts[0][1].splitlines()[0])
-    if ends.died and (first is None or first.after):
-        return Crash("", 0, f"{layout.label(ends.died[0])} {ends.ranks[ends.died[0]].text}")
-    if first is not None:
-        return Crash(first.path, first.line, f"{prefix(layout, rank)} {first.reason}")
-    return Crash("", 0, parts[0][0])
+def _without_rank(text: str, label: str) -> str:
+    """`text` without the rank's name, with coords or without, and without addresses."""
+    name = label.partition(" (")[0]
+    return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
 
 
 def _header(ranks: Sequence[int], request: MeshRequest) -> str:

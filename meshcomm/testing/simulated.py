@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any, Final, TextIO, final
 
 import pytest
@@ -24,9 +25,8 @@ from meshcomm.simulator import simulate
 from meshcomm.simulator.scheduler import Unwound
 from meshcomm.testing.body import given
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.outcome import Ends, Outcome, outcome_of
+from meshcomm.testing.outcome import Ends, Outcome, outcome_of, stack_text
 from meshcomm.testing.pool import Ended
-from meshcomm.testing.stacks import stack_text
 
 # How the simulator names the threads of its ranks.
 _THREAD: Final = "meshcomm-rank-"
@@ -41,40 +41,13 @@ class TimeUp(BaseException):
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
     """The body of `item` as every rank; see `meshcomm.testing.processes.Way`."""
-    values = given(item)
-    full = item.config.getoption("fulltrace")
-    outcomes: dict[int, Outcome] = {}
-    stacks: dict[int, str] = {}
+    bodies = _Bodies(item)
+    full = bodies.full
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)
 
     def body(mesh: Mesh) -> None:
         out.here.rank = err.here.rank = mesh.rank
-        failed: list[BaseException] = []
-
-        def once() -> None:
-            function: Callable[..., object] = item.obj
-            if item.cls is not None:
-                instance = item.cls()
-                instance.__dict__.update(_copy(values.of_self))
-                function = getattr(instance, item.originalname)
-            try:
-                function(**{**_copy(values.arguments), "mesh": mesh})
-            except Unwound as end:
-                stacks[mesh.rank] = _stack(traceback.extract_tb(end.__traceback__), full)
-                failed.append(end)
-            except TimeUp as end:
-                failed.append(end.with_traceback(None))
-            except BaseException as error:
-                failed.append(error)
-                raise
-
-        outcome = outcome_of(once, request.layout.label(mesh.rank), item.config)
-        unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
-        if not unwound:
-            outcomes[mesh.rank] = outcome
-        if failed and (unwound or outcome.kind not in ("skipped", "exited")):
-            # The simulator lets the others go on as far as they can, and then says who waits for this one.
-            raise failed[0]
+        bodies.run(mesh)
 
     verdict: MeshcommError | None = None
     with redirect_stdout(out), redirect_stderr(err), _Watch(request.timeout_s, full) as watch:
@@ -82,8 +55,8 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
             simulate(body, request.config, world_size=request.world_size)
         except RankFailed as error:
             for rank, cause in error.by_rank.items():
-                if rank not in outcomes and not isinstance(cause, TimeUp):
-                    outcomes[rank] = outcome_of(_raising(cause), request.layout.label(rank), item.config)
+                if rank not in bodies.outcomes and not isinstance(cause, TimeUp):
+                    bodies.outcomes[rank] = outcome_of(_raising(cause), full)
         except ConfigError:
             raise
         except MeshcommError as error:
@@ -92,18 +65,59 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
             pass
         late = watch.done
     waits = f"did not return within {request.timeout_s:g} s" if late else "waits for others"
+    outcomes = bodies.outcomes
     ranks = [
         Ended(
             "returned" if rank in outcomes else "late",
             outcomes.get(rank),
             text="" if rank in outcomes else waits,
-            stack=watch.stacks.get(rank, stacks.get(rank, "")),
+            stack=watch.stacks.get(rank, bodies.stacks.get(rank, "")),
             out="".join(out.kept.get(rank, ())),
             err="".join(err.kept.get(rank, ())),
         )
         for rank in range(request.world_size)
     ]
     return Ends(ranks, verdict)
+
+
+@final
+class _Bodies:
+    """A test's body, run by each rank; by rank the outcomes, and the stacks of those that were told to end."""
+
+    def __init__(self, item: pytest.Function) -> None:
+        self.full: bool = item.config.getoption("fulltrace")
+        self.outcomes: dict[int, Outcome] = {}
+        self.stacks: dict[int, str] = {}
+        self._item = item
+        self._values = given(item)
+
+    def run(self, mesh: Mesh) -> None:
+        """The body on one rank. Raises what ends the rank."""
+        failed: list[BaseException] = []
+        outcome = outcome_of(partial(self._call, mesh, failed), self.full)
+        unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
+        if not unwound:
+            self.outcomes[mesh.rank] = outcome
+        if failed and (unwound or outcome.kind not in ("skipped", "exited")):
+            # The simulator lets the others go on as far as they can, and then says who waits for this one.
+            raise failed[0]
+
+    def _call(self, mesh: Mesh, failed: list[BaseException]) -> None:
+        function: Callable[..., object] = self._item.obj
+        if self._item.cls is not None:
+            instance = self._item.cls()
+            instance.__dict__.update(_copy(self._values.of_self))
+            function = getattr(instance, self._item.originalname)
+        try:
+            function(**{**_copy(self._values.arguments), "mesh": mesh})
+        except Unwound as end:
+            self.stacks[mesh.rank] = stack_text(traceback.extract_tb(end.__traceback__), self.full)
+            failed.append(end)
+        except TimeUp as end:
+            failed.append(end.with_traceback(None))
+        except BaseException as error:
+            failed.append(error)
+            raise
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,10 +135,6 @@ def _raising(error: BaseException) -> Callable[[], None]:
         raise error
 
     return body
-
-
-def _stack(frames: Iterable[traceback.FrameSummary], full: bool) -> str:
-    return stack_text([(frame.filename, str(frame.lineno), frame.name) for frame in frames], full)
 
 
 @final
@@ -165,7 +175,7 @@ class _Watch:
             stack = traceback.extract_stack(frame)
             # A rank that waits for its first turn has nothing to tell.
             begun = any(each.filename == __file__ for each in stack)
-            self.stacks[rank] = _stack(stack, self._full) if begun else ""
+            self.stacks[rank] = stack_text(stack, self._full) if begun else ""
         self.done = True
         deadline = time.monotonic() + _GRACE_S
         while not self._over.wait(0.1):

@@ -17,8 +17,8 @@ from meshcomm.config.write import key_path, whole_toml
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank, ranks_of, together
-from meshcomm.parallel.compose import Sections, sections
+from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
+from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # What may differ between hosts.
@@ -47,7 +47,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
                TrainingError naming it on the others; TrainingError naming the settings that
                differ, with the values of both. Paths may differ: hosts have different folders.
     """
-    known = together(mesh, "start the training", lambda: sections(mesh, config))
+    known = on_all_ranks(mesh, "start the training", lambda: sections(mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
     hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
     own = hosts[ranks_of(mesh).index(mesh.rank)]
@@ -71,8 +71,8 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:
     pretrained = None if known.model is None else known.model.pretrained
     if known.data is not None and known.data.tokenizer_of(pretrained) is not None:
         # What the lowest rank of each host has tokenised, the others find in its folder.
-        together(mesh, "tokenise the data", lambda: read() if facts.lowest else None)
-    corpus = together(mesh, "start the training", read)
+        on_all_ranks(mesh, "tokenise the data", lambda: read() if facts.lowest else None)
+    corpus = on_all_ranks(mesh, "start the training", read)
     digests = {"sha256": corpus.digest.hex()}
     if corpus.validation is not None:
         digests["validation_sha256"] = corpus.validation.digest.hex()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, final
 
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.mesh.stats import Stats
-from meshcomm.mesh.together import of_every_rank
 from meshcomm.train.cost import Memory, Rates
 
 

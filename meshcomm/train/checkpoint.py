@@ -15,7 +15,7 @@ from torch import Tensor
 from meshcomm.config import TrainConfig
 from meshcomm.errors import CommunicationError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import is_first, of_every_rank, together
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
 from meshcomm.train.callbacks import Resumed
@@ -73,7 +73,7 @@ def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
     Each rank reads what its own parts need; nothing is communicated but the outcome.
     Raises: TrainingError on every rank where one could not read, or a name, shape or dtype differs.
     """
-    together(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
+    on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
 
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
@@ -102,12 +102,12 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
             losses[:] = more[LOSSES].tolist()
         return lock
 
-    return together(mesh, f"resume from {folder}", put_back)
+    return on_all_ranks(mesh, f"resume from {folder}", put_back)
 
 
 def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> dict[str, Tensor]:
     """Everything that `resume` needs. Raises TrainingError on every rank where one has what cannot be saved."""
-    state = together(mesh, "save the state", engine.state)
+    state = on_all_ranks(mesh, "save the state", engine.state)
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
@@ -159,7 +159,7 @@ class Checkpoints:
         def decide() -> tuple[bool, str, int] | None:
             return self._decide(attempt.job, restarts) if is_first(mesh) else None
 
-        said = of_every_rank(mesh, together(mesh, f"use {self.folder}", decide))
+        said = of_every_rank(mesh, on_all_ranks(mesh, f"use {self.folder}", decide))
         continues, name, counted = next(each for each in said if each)
         path = self.folder / name
         if not name:
@@ -169,7 +169,7 @@ class Checkpoints:
             saved = Lock.read(path)
             return Resumed(saved.step, path, compare(saved, now, path), counted), saved
 
-        return together(mesh, f"resume from {path}", look)
+        return on_all_ranks(mesh, f"resume from {path}", look)
 
     def save(self, lock: Lock, state: Mapping[str, Tensor]) -> Path:
         """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import TrainingError
 from meshcomm.train.checkpoint_folder import METADATA, instead_of
-from meshcomm.transport.torch_private import storage_info
+from meshcomm.train.torch_private import storage_info
 
 SAFETENSORS_NAMES: Final = {
     torch.bool: "BOOL",

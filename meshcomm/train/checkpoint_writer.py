@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import is_first, ranks_of, together
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.parallel.state import EXTRA
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
-from meshcomm.transport.torch_private import storage_info
+from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Shares:
             that a rank has: it grows with the ranks of a dim, not with those of the mesh.
         Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
         """
-        mine = together(self._mesh, "divide a checkpoint", lambda: self._parts(state))
+        mine = on_all_ranks(self._mesh, "divide a checkpoint", lambda: self._parts(state))
         names = {key: item.index.fqn for key, (item, _) in mine.items()}
         contents = {key: content for key, (_, content) in mine.items()}
         different: list[str] = []
@@ -90,7 +90,7 @@ class Shares:
             if different:
                 raise _differs(different)
 
-        together(self._mesh, "divide a checkpoint", compared)
+        on_all_ranks(self._mesh, "divide a checkpoint", compared)
         return [item for item, _ in mine.values()]
 
     def _parts(self, state: Mapping[str, Tensor]) -> dict[bytes, tuple[WriteItem, bytes]]:
@@ -329,7 +329,7 @@ class Save:
                 raise self._disk_error(error) from error
 
         try:
-            return together(self._mesh, self._what, on_disk)
+            return on_all_ranks(self._mesh, self._what, on_disk)
         except TrainingError:
             # Give the disk its space back: what was written is of no use.
             if is_first(self._mesh):

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import of_every_rank, ranks_of
-from meshcomm.transport.torch_private import DispatchMode, flops_of, recomputes
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
+from meshcomm.train.torch_private import flops_of, recomputes
+from meshcomm.transport.torch_private import DispatchMode
 
 
 class Memory(NamedTuple):

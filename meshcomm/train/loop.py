@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.together import is_first, together
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.agree import Facts
 from meshcomm.train.callbacks import Callback, Summary
@@ -39,7 +39,7 @@ def run(
             check_sinks(train)
             check_folder(Path(train.out))
 
-    together(mesh, "start the training", writable)
+    on_all_ranks(mesh, "start the training", writable)
     corpus = data if isinstance(data, Corpus) else None
     with _threads_and_precision(mesh, facts):
         checkpoints = Checkpoints(mesh, train)

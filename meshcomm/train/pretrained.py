@@ -16,11 +16,11 @@ from torch import Tensor
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.errors import ConfigError, TrainingError
-from meshcomm.mesh.together import is_first, of_every_rank, ranks_of, together
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks_of
 from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.meta import on_meta
+from meshcomm.parallel.model import on_meta
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts
@@ -86,7 +86,7 @@ def save_pretrained(
             out.begin()
         return out, _shards(model, kinds, fused, dtype, shard_bytes)
 
-    out, shards = together(mesh, what, plan)
+    out, shards = on_all_ranks(mesh, what, plan)
     pipeline = engine.sections.parallel.pipeline
     writes = all(coord == 0 for dim, coord in mesh.coords.items() if dim != pipeline)
     counts = of_every_rank(mesh, len(shards) if writes else 0)
@@ -101,11 +101,11 @@ def save_pretrained(
             raise failure
 
     try:
-        together(mesh, what, end)
+        on_all_ranks(mesh, what, end)
         table = of_every_rank(mesh, [_places(names, shards), _bytes(shards)] if writes else [{}, 0])
         files = {name: file for places, _ in table for name, file in places.items()}
         size = sum(size for _, size in table)
-        together(mesh, what, lambda: out.finish(files, size) if is_first(mesh) else None)
+        on_all_ranks(mesh, what, lambda: out.finish(files, size) if is_first(mesh) else None)
     except BaseException:
         if is_first(mesh):
             shutil.rmtree(out.draft, ignore_errors=True)

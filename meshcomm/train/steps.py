@@ -14,7 +14,7 @@ import torch
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
-from meshcomm.mesh.together import is_first
+from meshcomm.mesh.all_ranks import is_first
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary

@@ -90,7 +90,7 @@ class Transport(ABC):
         """The device types of tensors that messages carry."""
         return self.kinds
 
-    def compares(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
         """Told of this rank's next call on the dim `name`; whether the transport compares calls itself."""
         return False
 

@@ -12,23 +12,13 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.collectives import Call, Collective
+from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import give_back, options_type, source_rank, timeout_of
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
 MARGIN_S: Final = 60.0
-
-_OPS: Final[dict[str, Any]] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 
 
 @final
@@ -156,7 +146,7 @@ def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch
     options = options_type(kind)()
     options.asyncOp = not blocking
     if op is not None:
-        options.reduceOp = _OPS[op]
+        options.reduceOp = getattr(dist.ReduceOp, WIRE_OPS[op].reduce_op)
     if root >= 0:
         options.rootRank = root
     if device is not None:

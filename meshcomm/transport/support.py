@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import torch
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.names import nearest_name
-
-ReduceOp: TypeAlias = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"]
-
-REDUCE_OPS: Final[tuple[str, ...]] = (
-    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum",
-)  # fmt: skip
-BITWISE: Final = frozenset(("band", "bor", "bxor"))
+from meshcomm.reductions import REDUCTIONS, Kind
 
 _WHOLE: Final = frozenset((torch.int8, torch.uint8, torch.int32, torch.int64))
 _FLOATS: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -49,8 +43,6 @@ REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
     "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
 }
-# Operations that a backend lacks for every dtype.
-LACKS: Final[dict[str, frozenset[str]]] = {"nccl": BITWISE}
 
 # Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
 # has it (torch.distributed, "Backends"), where "?" is what depends on how MPI was built; of ucc, which that table leaves
@@ -84,12 +76,12 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
     Called on every rank with the same arguments, so that it fails on all of them or on none.
     `where()` opens the message, as in `all_reduce along "dp"`.
     """
-    if op not in REDUCE_OPS:
+    if not isinstance(op, str) or op not in REDUCTIONS:
         raise UnsupportedOp(
             f"{where()}: no reduce op {op!r}",
             given=f"op={op!r}",
-            expected="one of " + ", ".join(REDUCE_OPS),
-            hint=f'op="{"avg" if op == "mean" else nearest_name(str(op), REDUCE_OPS) or "sum"}"',
+            expected="one of " + ", ".join(REDUCTIONS),
+            hint=f'op="{"avg" if op == "mean" else nearest_name(str(op), REDUCTIONS) or "sum"}"',
         )
     reason = reduce_refusal(backend, op, dtype)
     if reason is not None:
@@ -103,24 +95,22 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Why `backend` cannot reduce `dtype` with `op`, and what to do instead; None where it can."""
+    row = REDUCTIONS[op]
     broken = dtype.is_floating_point or dtype.is_complex
     backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend
-    if op in LACKS.get(backend, ()):
+    if backend in row.wire.lacking:
         return f"an operation that {backend} has", 'a Gloo dim for it: options.DIM.backend = "gloo"'
     if backend in REDUCED and dtype not in REDUCED[backend]:
         return "a dtype that the backend can add", "x.to(torch.bfloat16)" if broken else "x.to(torch.int64)"
-    # A group of one reduces nothing, but multiplies; float8 has no arithmetic.
-    if op in ("avg", "premul_sum") and (not broken or dtype.itemsize == 1):
-        return "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
-    if op in BITWISE and broken:
-        return "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
-    if op in ("min", "max") and dtype.is_complex:
-        return "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
-    if op == "product" and dtype.is_complex:
-        return "sum or avg for complex numbers", "multiply after all_gather"
-    if dtype == torch.bool and op in ("sum", "product", "avg"):
-        return "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
-    return None
+    return row.refuses.get(_kind_of(dtype))
+
+
+def _kind_of(dtype: torch.dtype) -> Kind:
+    if dtype == torch.bool:
+        return "bool"
+    if dtype.is_floating_point:
+        return "float8" if dtype.itemsize == 1 else "float"
+    return "complex" if dtype.is_complex else "whole"
 
 
 def support_table() -> list[dict[str, str]]:
@@ -130,7 +120,7 @@ def support_table() -> list[dict[str, str]]:
         {
             "backend": backend,
             "dtype": name_of(dtype),
-            "ops": " ".join(op for op in REDUCE_OPS if reduce_refusal(backend, op, dtype) is None),
+            "ops": " ".join(op for op in REDUCTIONS if reduce_refusal(backend, op, dtype) is None),
         }
         for backend in REDUCED
         for dtype in dtypes

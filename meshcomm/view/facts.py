@@ -9,10 +9,10 @@ from meshcomm.config import Config, TopologyConfig
 from meshcomm.config.model import FACTS
 from meshcomm.config.section import Table
 from meshcomm.layout import Layout
+from meshcomm.predict.estimate import Flow, expected
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine, machine
 from meshcomm.predict.times import bus_factor, fastest
-from meshcomm.predict.traffic import Expected, expected
 from meshcomm.show.plan import plan_facts
 
 Facts = dict[str, Any]
@@ -67,7 +67,7 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 
 
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
-    """The calls of one step on the rank with most layers, by the dims that they go along.
+    """The calls of one step on the rank with most layers, as `place` estimates them, by the dims that they go along.
 
     settings: with every size filled in. Returns None where they say nothing about training, or no sizes of the model, else
     links: the text of each level, or None where nobody says which ranks share a node; and rows, each
@@ -98,12 +98,12 @@ def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig
     }
 
 
-def _row(each: Expected, layout: Layout, where: Machine | None) -> Facts:
-    name = each.dims[0] if len(each.dims) == 1 else each.dims
+def _row(each: Flow, layout: Layout, where: Machine | None) -> Facts:
+    name = each.along[0] if len(each.along) == 1 else each.along
     size = layout.size(name)
-    moved = each.step_bytes * float(bus_factor(each.operation, size))
+    moved = each.calls * each.size_bytes * float(bus_factor(each.operation, size))
     row: Facts = {
-        "along": list(each.dims),
+        "along": list(each.along),
         "digits": [list(digit) for digit in layout.digits(name)],
         "size": size,
         "operation": each.operation,

@@ -57,17 +57,6 @@ def _embedded(data: dict[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def check_page(path: Path) -> None:
-    """Raises ViewError where `path` does not end as a page of HTML does; before any work is done for it."""
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ViewError(
-            f"{path}: not a kind of file that a page is written to",
-            given=f"the ending {path.suffix}" if path.suffix else "no ending",
-            expected=".html; meshcomm plan --export writes .svg, .md and .json",
-            hint=f"--export {path.with_suffix('.html') if path.name else 'mesh.html'}",
-        )
-
-
 def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
     """Write the page into `path`, with the facts, and with all that the run in `folder` has written so far.
 

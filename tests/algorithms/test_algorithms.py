@@ -249,7 +249,7 @@ def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
         inner = mesh.size("dp") if name == "two_level" else 1
         before = dict(comm.recorder.messages.begun)
         x = torch.full((length,), float(mesh.rank))
-        scheduled.all_reduce(comm, x, "sum", None, name, inner, chunks)  # type: ignore[arg-type]
+        scheduled.all_reduce(comm, x, "sum", scheduled.Algorithm(name, inner, chunks))  # type: ignore[arg-type]
         assert x.tolist() == [sum(mesh.layout.group_of(mesh.rank, dims).tolist())] * length
         begun = comm.recorder.messages.begun
         sent = sum(begun[key] - before.get(key, 0) for key in begun if key[0] == "send")
@@ -346,7 +346,8 @@ def test_the_simulator_counts_what_the_formulas_say(n: int) -> None:
         def body() -> list[float]:
             with meshcomm.init(dims={"dp": n}, device="cpu", validate_calls=0) as mesh:
                 x = torch.arange(length, dtype=torch.float64) + mesh.rank
-                return scheduled.all_reduce(mesh._at["dp"], x, "sum", None, name, inner, chunks).tolist()  # type: ignore[arg-type]
+                algorithm = scheduled.Algorithm(name, inner, chunks)  # type: ignore[arg-type]
+                return scheduled.all_reduce(mesh._at["dp"], x, "sum", algorithm).tolist()
 
         results, (group,) = run_ranks(body, n, 0, 30.0)
         wanted = [n * i + n * (n - 1) / 2 for i in range(length)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from meshcomm.predict.fit import ASSUMED, MARK, Time, assumed, fit, fit_links, m
 from meshcomm.predict.links import Hop, Route, span
 from meshcomm.predict.machine import known_machine
 from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, counted_bytes, lines
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.show.bench import bench_view, fit_facts, row_facts
 from meshcomm.testing import Pool
 from tests.benchmarks.table import compare, rows_table
@@ -340,7 +342,6 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone: bool) -> dict[str, Any]:
     """The facts, and for each item under "made" how many calls of either side this rank has made."""
     from meshcomm.bench.calls import Call, Pair, pair
-    from meshcomm.transport import support
 
     made: list[list[int]] = []
 
@@ -357,8 +358,11 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone:
         return Pair(*(counting(which, call) for which, call in enumerate(pair(*given))))
 
     mesh_of = {"dims": {"dp": 2, "tp": 2}, "merge": {"all": ("dp", "tp")}}
+    lacks = [(op, REDUCTIONS[op]) for op in lacking]
     with (
-        patch.dict(support.LACKS, gloo=frozenset(lacking)),
+        patch.dict(
+            REDUCTIONS, {op: replace(row, wire=replace(row.wire, lacking=("gloo",))) for op, row in lacks}
+        ),
         patch("meshcomm.bench.measure.pair", counted),
         meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
     ):

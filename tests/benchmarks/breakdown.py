@@ -17,9 +17,9 @@ from meshcomm.config import Config
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
+from meshcomm.predict.estimate import expected
 from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
-from meshcomm.predict.traffic import expected
 
 # Where a traced step goes beside dims.
 COMPUTE: Final = "forward and backward"
@@ -60,14 +60,14 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
 
     hooks = [engine.optimizer.register_step_pre_hook(before), engine.optimizer.register_step_post_hook(after)]
     mesh.barrier()
-    mesh.trace_into(spans)
+    mesh.metrics.trace_into(spans)
     began = time.perf_counter()
     try:
         for _ in range(steps):
             step()
     finally:
         whole = time.perf_counter() - began
-        mesh.trace_into(None)
+        mesh.metrics.trace_into(None)
         for hook in hooks:
             hook.remove()
     passes = [
@@ -118,7 +118,7 @@ def _late(mesh: Mesh, lane: str, spans: Sequence[Span], gaps: Sequence[tuple[flo
 
 
 def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, float]:
-    """Seconds of a step for which calls along each dim are predicted to be waited for: as many as `traffic.expected` has,
+    """Seconds of a step for which calls along each dim are predicted to be waited for: as many as `estimate.expected` has,
     each as long as one of its size takes by itself, the median of `rounds`, slowest rank.
 
     Of gradients that are summed in several buckets the last one's, as the others travel during backward passes. Left out
@@ -131,9 +131,9 @@ def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, 
         return {}
     seconds: dict[str, float] = defaultdict(float)
     for call in calls:
-        name = call.dims[0]
-        if len(call.dims) > 1:
-            merged = [name for name, parts in mesh.layout.merge.items() if parts == call.dims]
+        name = call.along[0]
+        if len(call.along) > 1:
+            merged = [name for name, parts in mesh.layout.merge.items() if parts == call.along]
             if not merged:
                 continue
             name = merged[0]

@@ -1,15 +1,19 @@
-"""Which frames of a traceback are the user's."""
+"""Which frames of a traceback are the user's, and where threads are."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.callsite import is_ours, thread_stacks
+from meshcomm.testing import Pool
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 
@@ -28,3 +32,37 @@ TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 )
 def test_a_package_whose_name_begins_alike_is_the_users(file: str | Path, ours: bool) -> None:
     assert is_ours(str(file)) is ours
+
+
+def test_stacks_of_all_threads_without_a_frame_of_them() -> None:
+    here, done = threading.get_ident(), threading.Event()
+
+    def größe() -> None:
+        done.wait()
+
+    thread = threading.Thread(target=größe)
+    thread.start()
+    time.sleep(0.1)
+    found = thread_stacks()
+    done.set()
+    thread.join()
+    line = größe.__code__.co_firstlineno + 1
+    assert (__file__, line, "größe") in found[thread.ident or 0]
+    assert found[here][0][::2] == (__file__, "test_stacks_of_all_threads_without_a_frame_of_them")
+
+
+def watched_for_frames() -> int:
+    seen: list[int] = []
+    frames, sys._current_frames = sys._current_frames, lambda: seen.append(1) or frames()  # type: ignore[func-returns-value]
+    try:
+        with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=0.5) as mesh:
+            mesh.all_reduce("dp", torch.ones(1))
+            time.sleep(1.5)
+    finally:
+        sys._current_frames = frames
+    return len(seen)
+
+
+def test_an_open_mesh_makes_no_frames_of_running_threads(pool: Pool) -> None:
+    # Python 3.11 has died by SIGSEGV where another thread walked them.
+    assert pool.run(watched_for_frames, ranks=2) == [0, 0]

@@ -18,9 +18,10 @@ from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.errors import CallMismatchError, ShapeError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
-from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
+from meshcomm.transport.support import reduce_refusal
 from meshcomm.transport.torch_private import DispatchMode, leaves_of
 
 # All combinations of three dims are simulated; on processes one order of four ranks has a group whose ranks are
@@ -139,7 +140,7 @@ def everywhere(pool: Pool, check: Callable[[Mesh], None], **more: Any) -> None:
 
 def reductions(mesh: Mesh) -> None:
     first, *others = names(mesh)
-    every = list(product(REDUCE_OPS, DTYPES))
+    every = list(product(REDUCTIONS, DTYPES))
     # All on two ranks; on more some of each.
     cases = [(first, *each) for each in every[:: 1 if mesh.world_size == 2 else 7]]
     cases += [(dims, *each) for dims in others for each in every[::19]]

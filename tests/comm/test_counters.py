@@ -1,4 +1,4 @@
-"""What went along each dim: counted by the ledger, compared with plain lists and with the model of place."""
+"""What went along each dim: counted by the ledger, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.collectives import Call
 from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
-from meshcomm.config import Config, load
+from meshcomm.config import load
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.stats import Row, Stats, StatsOfAll, of_all
-from meshcomm.predict.traffic import expected
+from meshcomm.mesh.compare_ranks import StatsOfAll, records_of_all, stats_of_all
+from meshcomm.mesh.stats import CallStats, Stats
+from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
-from meshcomm.testing import Pool
-from meshcomm.train import Trainer
-from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of
-from tests.group_hooks import HAS_HOOKS, needs_group_hooks
+from tests.group_hooks import HAS_HOOKS
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
 
@@ -264,242 +261,14 @@ TRAIN: dict[str, Any] = {
     "data": {"sequence": 32, "max_bytes": 50_000},
     "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
 }
-RING = 'parallel.context="cp"'
-ULYSSES = 'parallel.attention="ulysses"'
-AGAIN = "train.recompute=true"
-SECOND = "train.recompute=2"
-OVERLAP = ("parallel.sequence_parallel=true", "parallel.overlap=true")
-SELECTIVE = 'train.recompute="selective"'
-BF16 = 'train.compute_dtype="bfloat16"'
-EXPERTS = (
-    "mesh.dims={ dp = 4, tp = 1 }",
-    "mesh.views.expert={ edp = 2, ep = 2, tp = 1 }",
-    'parallel.expert="ep"',
-    "model.experts=4",
-    "model.experts_per_token=2",
-)
-
-
-def small(settings: Config, world: int) -> dict[tuple[str, str], int]:
-    """What the model leaves out, in bytes of all ranks and a step: exact, so that nothing else hides in it."""
-    sections = settings.resolved(world)
-    parallel, model, data, train = sections.parallel, sections.model, sections.data, sections.train
-    assert parallel is not None and model is not None and data is not None and train is not None
-    sizes = sections.mesh.dims
-    found: dict[tuple[str, str], int] = {}
-
-    def add(dim: str, call: str, nbytes: int) -> None:
-        found[dim, call] = found.get((dim, call), 0) + nbytes * world
-
-    for dim in parallel.data_dims:
-        add(dim, "all_reduce", 8)  # how many tokens count, float64
-    for dim in parallel.gradient_dims:
-        add(dim, "all_reduce", 8)  # the loss, and whether the norm is finite
-    number = train.global_batch // (parallel.copies(sizes) * train.microbatch)
-    if parallel.tensor is not None:
-        tokens = train.microbatch * data.sequence // sizes.get("cp", 1)
-        # The loss: the highest logit of each token, then two sums of each; a norm, and whether it is finite.
-        add("tp", "all_reduce", number * tokens * 4 * 3 + 16)
-        if parallel.sequence_parallel:
-            # Gradients of what is not split: two norms a layer and the last one.
-            add("tp", "all_reduce", (2 * model.layers + 1) * model.width * 4)
-    if parallel.expert is not None:
-        add("ep", "all_reduce", 16)  # a norm, and whether it is finite
-        # How many rows go to each expert, int64, before they do; once more where it is done again.
-        again = {True: 2, False: 1, "selective": 1}[train.recompute]
-        add("ep", "all_to_all", again * number * model.layers * model.experts * 8)
-    return {key: nbytes for key, nbytes in found.items() if sizes.get(key[0], 2) > 1}
-
-
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        (4, ["mesh.dims={ dp = 4, tp = 1 }"]),
-        (2, ["mesh.dims={ dp = 2, tp = 1 }", "parallel.bucket_mb=0.01"]),
-        (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", AGAIN]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", AGAIN]),
-        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING]),
-        (2, ["mesh.dims={ dp = 1, cp = 2, tp = 1 }", RING, AGAIN, 'train.compute_dtype="bfloat16"']),
-        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
-        (4, [*EXPERTS, AGAIN]),
-        (4, ["mesh.dims={ dp = 2, tp = 2 }", BF16]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", AGAIN, BF16]),
-        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, BF16]),
-        (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, "parallel.sequence_parallel=true", BF16]),
-        (4, [*EXPERTS, AGAIN, BF16]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", SECOND]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", SELECTIVE]),
-        *((2, ["mesh.dims={ dp = 1, tp = 2 }", *OVERLAP, again]) for again in (AGAIN, SELECTIVE)),
-        (4, ["mesh.dims={ dp = 1, cp = 2, tp = 2 }", RING, SELECTIVE, BF16]),
-        (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES, SELECTIVE]),
-        (4, [*EXPERTS, SELECTIVE]),
-    ],
-    ids=[
-        *("dp", "buckets", "dp tp", "tp again", "tp sp again", "ring", "ring again", "ulysses", "ep again"),
-        *("dp tp bf16", "tp sp again bf16", "ulysses bf16", "ring tp sp bf16", "ep again bf16"),
-        *(
-            "tp every second again",
-            "tp sp selective",
-            "overlap again",
-            "overlap selective",
-            "ring tp selective bf16",
-        ),
-        *("ulysses selective", "ep selective"),
-    ],
-)
-def test_training_sends_what_place_predicts(world: int, overrides: list[str]) -> None:
-    settings = load(TRAIN, overrides)
-    calls: dict[tuple[str, str], int] = {}
-    assert sent(settings, world, calls) == predicted(settings, world)
-    for each in expected(settings, world):
-        # Buckets are whole parameters, so their number is not quite bytes over size.
-        if each.what not in ("gradients", "experts' gradients") and each.operation == "sendrecv":
-            same = [e.calls for e in expected(settings, world) if (e.dims, e.operation) == each[:2]]
-            assert calls["_".join(each.dims), "sendrecv"] == sum(same) * world
-
-
-def sent(
-    settings: Config, world: int, calls: dict[tuple[str, str], int] | None = None
-) -> dict[tuple[str, str], int]:
-    """Bytes of all ranks in a second step, by dim and operation; calls are put into `calls`."""
-
-    def body(mesh: Mesh) -> Stats:
-        trainer = Trainer(mesh, settings).engine
-        batches = batches_of(trainer, text(trainer.sections.data))
-        trainer.step(*batches(1), 1e-3, 1)
-        before = mesh.stats()
-        trainer.step(*batches(2), 1e-3, 2)
-        return mesh.stats().since(before)
-
-    everyone = meshcomm.simulate(body, settings, world_size=world)
-    found: dict[tuple[str, str], int] = {}
-    calls = {} if calls is None else calls
-    for stats in everyone:
-        for row in stats.rows:
-            key = (row.dim, "sendrecv" if row.call == "exchange" else row.call)
-            found[key] = found.get(key, 0) + row.nbytes
-            calls[key] = calls.get(key, 0) + row.calls
-    return found
-
-
-def predicted(settings: Config, world: int) -> dict[tuple[str, str], int]:
-    """The same as `place` predicts it, with what it leaves out because it is small."""
-    found = small(settings, world)
-    for each in expected(settings, world):
-        key = ("_".join(each.dims), each.operation)
-        found[key] = found.get(key, 0) + round(each.step_bytes) * world
-    return found
-
-
-SHARDED = ("parallel.data=", 'parallel.shard="fs"', "parallel.tensor=")
-HYBRID = ('parallel.data="dp"', 'parallel.shard="fs"', "parallel.tensor=")
-SPREAD = ('parallel.expert="ep"', "model.experts=4")
-SEVERAL = ("parallel.stages_per_rank=2", "model.layers=4")
-PIPELINED = ('parallel.pipeline="pp"', "parallel.tensor=")
-PIPED_SHARDS = (
-    "mesh.dims={ pp = 2, fs = 2 }",
-    *SHARDED,
-    'parallel.pipeline="pp"',
-    "train.microbatch=1",
-    "model.layers=4",
-)
-
-
-def counted_by_torch(settings: Config) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes of a second step that FSDP2 and pipelining made past the mesh, by dim and operation."""
-    torch.set_num_threads(1)
-    with meshcomm.init(settings) as mesh:
-        trainer = Trainer(mesh, settings).engine
-        batches = batches_of(trainer, text(trainer.sections.data))
-        trainer.step(*batches(1), 1e-3, 1)
-        before = mesh.stats()
-        trainer.step(*batches(2), 1e-3, 2)
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for row in mesh.stats().since(before).rows:
-            call, past, _ = row.call.partition(" (torch)")
-            if past:
-                key = row.dim, "sendrecv" if call in ("send", "recv") else call
-                calls, nbytes = found.get(key, (0, 0))
-                found[key] = calls + row.calls, nbytes + row.nbytes
-    for parameter in trainer.modules.parameters():
-        assert parameter.dtype == torch.float32
-        assert parameter.grad is None or parameter.grad.dtype == torch.float32
-    for state in trainer.optimizer.state.values():
-        assert {value.dtype for value in state.values()} == {torch.float32}
-    return found
-
-
-@needs_group_hooks
-@pytest.mark.parametrize(
-    "narrow",
-    [pytest.param((), marks=pytest.mark.parity, id="float32"), pytest.param((BF16,), id="bf16")],
-)
-@pytest.mark.parametrize(
-    "overrides",
-    # Of the deep set: those whose parts another row has together with more.
-    [
-        ("mesh.dims={ fs = 4 }", *SHARDED),
-        ("mesh.dims={ fs = 4 }", *SHARDED, 'parallel.reduce_dtype="bfloat16"'),
-        ("mesh.dims={ fs = 4 }", *SHARDED, "model.experts=4", AGAIN),
-        pytest.param(("mesh.dims={ dp = 2, fs = 2 }", *HYBRID), marks=pytest.mark.parity),
-        ("mesh.dims={ dp = 2, fs = 2 }", *HYBRID, *SPREAD, "mesh.views.expert={ edp = 2, ep = 2 }"),
-        ("mesh.dims={ fs = 4 }", *SHARDED, *SPREAD, "mesh.views.expert={ a = 2, b = 2, ep = 1 }", AGAIN),
-        (*PIPED_SHARDS, *SPREAD, "mesh.views.expert={ pp = 2, ep = 1, edp = 2 }"),
-        pytest.param(("mesh.dims={ cp = 2, fs = 2 }", *SHARDED, RING, ULYSSES), marks=pytest.mark.parity),
-        (
-            "mesh.dims={ fs = 2, cp = 2 }",
-            *SHARDED,
-            RING,
-            ULYSSES,
-            *SPREAD,
-            "mesh.views.expert={ e = 2, ep = 2 }",
-        ),
-        ("mesh.dims={ fs = 4 }", *SHARDED, "parallel.reshard=false"),
-        pytest.param(("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED), marks=pytest.mark.parity),
-        ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="zero_bubble"'),
-        ("mesh.dims={ pp = 2, dp = 2 }", *PIPELINED, *SEVERAL, 'parallel.schedule="interleaved_1f1b"'),
-        ("mesh.dims={ pp = 4, dp = 1 }", *PIPELINED, "model.layers=4"),
-        PIPED_SHARDS,
-        (*PIPED_SHARDS, "parallel.reshard=true"),
-    ],
-    ids=[
-        *("fsdp", "reduced in bf16", "experts", "hybrid", "spread experts", "copies of experts"),
-        *("pipeline of experts", "context", "context and experts", "kept", "pipeline"),
-        *("zero bubble", "interleaved", "pipeline of four", "pipeline of shards", "let go"),
-    ],
-)
-def test_torch_s_own_calls_are_those_that_place_predicts(
-    pool: Pool, overrides: tuple[str, ...], narrow: tuple[str, ...]
-) -> None:
-    settings = load(TRAIN, [*overrides, *narrow])
-    everyone = pool.run(counted_by_torch, settings, ranks=4)
-    wanted: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in expected(settings, 4):
-        if each.operation == "all_to_all" or (
-            each.operation == "all_reduce" and "fs" not in settings.mesh.dims
-        ):
-            continue  # meshcomm's own
-        # torch's calls count under the first name of a group.
-        names = [settings.plan(4).family(dim).shares or dim for dim in each.dims]
-        key = "_".join(names), each.operation
-        calls, nbytes = wanted.get(key, (0, 0))
-        wanted[key] = calls + each.calls, nbytes + round(each.step_bytes)
-    if settings.mesh.dims.get("pp") == 4:
-        # Those with a stage on either side.
-        assert everyone[1:3] == [wanted] * 2
-        return
-    # The largest rank is predicted: of a pipeline the last, which has the last norm.
-    assert everyone[2:] == [wanted] * 2
-    assert everyone[:2] == [wanted] * 2 or {"pp", "fs"} <= set(settings.mesh.dims)
 
 
 # -- shown ----------------------------------------------------------------------------------------
 
 ROWS = (
-    Row("dp", "all_reduce", True, 4, 10, 40_000_000, 0.002, 0.5),
-    Row("tp", "all_gather", False, 2, 20, 2_000_000, 0.01, 0.01, 0.004),
-    Row("tp", "barrier", False, 2, 1, 0, 0.001, 0.001),
+    CallStats("dp", "all_reduce", True, 4, 10, 40_000_000, 0.002, 0.5),
+    CallStats("tp", "all_gather", False, 2, 20, 2_000_000, 0.01, 0.01, 0.004),
+    CallStats("tp", "barrier", False, 2, 1, 0, 0.001, 0.001),
 )
 
 
@@ -532,7 +301,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         since = untimed.since(timed)
         assert since.rows == ()
         mesh.device = torch.device("cpu" if mesh.rank else "meta")
-        return untimed, of_all(mesh.stats(), mesh.rank, ["dp"], mesh.objects.all_gather, ["dp"])
+        return untimed, mesh.stats_of_all_ranks()
 
     for own, everyone in meshcomm.simulate(body, dims={"dp": 2}):
         (row,) = own.rows
@@ -546,45 +315,39 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         assert str(everyone).splitlines()[3].split()[-3:] == ["-", "-", "-"]
 
 
-def test_since_subtracts_and_of_all_names_the_slowest() -> None:
-    earlier = Stats("rank 0", 1.0, (Row("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),))
+def test_since_subtracts() -> None:
+    earlier = Stats(
+        "rank 0", 1.0, (CallStats("tp", "all_gather", False, 2, 5, 500_000, 0.004, 0.004, 0.001),)
+    )
     (dp, tp, _) = Stats("rank 0", 2.0, ROWS).since(earlier).rows
     assert dp.calls == 10
     assert (tp.calls, tp.nbytes, tp.seconds) == (15, 1_500_000, pytest.approx(0.006))
     assert Stats("", 2.0, ROWS).since(Stats("", 1.0, ROWS)).rows == ()
 
-    def seconds(spent: float) -> Stats:
-        return Stats("", spent, (Row("tp", "shift", False, 4, 1, 8, spent, spent),))
 
-    # Two dims of two: rank r spent r + 1 seconds.
-    tables = {rank: seconds(rank + 1.0) for rank in range(4)}
+def test_the_sums_of_all_ranks_name_the_slowest() -> None:
+    # Rank r spent r + 1 seconds, and rank 2 made a call that the others did not.
+    records: list[Any] = [(rank, rank + 1.0, [("tp", "shift", False, 1, 8, rank + 1.0)]) for rank in range(4)]
+    records[2][2].append(("dp", "send", True, 3, 24, 0.5))
+    found = stats_of_all(reversed(records), ["dp", "tp"])
+    assert found.seconds == 4.0
+    assert [tuple(row) for row in found.rows] == [
+        ("dp", "send", True, 1, 3, 24, 0.5, 2, 0.5, 2, 0.5),
+        ("tp", "shift", False, 4, 4, 32, 2.5, 0, 1.0, 3, 4.0),
+    ]
+    # Of equally fast ranks the lowest; one whose seconds are unknown makes all times unknown.
+    equal = [(rank, 1.0, [("tp", "shift", False, 1, 8, 2.0)]) for rank in (3, 1)]
+    assert stats_of_all(equal, []).rows[0][6:] == (2.0, 1, 2.0, 1, 2.0)
+    unknown = [*equal, (0, 1.0, [("tp", "shift", False, 1, 8, None)])]
+    assert stats_of_all(unknown, []).rows[0][6:] == (None, 0, None, 0, None)
 
-    def merged(rank: int) -> Any:
-        def gather(dim: str, mine: Any) -> list[Any]:
-            peers = [rank // 2 * 2, rank // 2 * 2 + 1] if dim == "tp" else [rank % 2, rank % 2 + 2]
-            if dim == "tp":
-                return [alone(peer) for peer in peers]
-            return [of_pair(peer) for peer in peers]
 
-        return of_all(tables[rank], rank, ["tp", "dp"], gather, ["dp", "tp"])
+def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
+    def body(mesh: Mesh) -> list[int]:
+        return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mesh.rank)
 
-    def alone(rank: int) -> Any:
-        return (
-            rank + 1.0,
-            [("tp", "shift", False, 1, 1, 8, rank + 1.0, rank, rank + 1.0, rank, rank + 1.0)],
-        )
-
-    def of_pair(rank: int) -> Any:
-        low = rank // 2 * 2
-        return (
-            low + 2.0,
-            [("tp", "shift", False, 2, 2, 16, low + 1.5, low, low + 1.0, low + 1, low + 2.0)],
-        )
-
-    (row,) = merged(1).rows
-    assert (row.ranks, row.calls, row.nbytes, row.mean_s) == (4, 4, 32, 2.5)
-    assert (row.fastest, row.fastest_s, row.slowest, row.slowest_s) == (0, 1.0, 3, 4.0)
-    assert merged(2).seconds == 4.0
+    for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1, "tp": 3}):
+        assert found == list(range(6))
 
 
 def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:
@@ -597,4 +360,4 @@ def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:
     assert traffic is not None
     (gradients,) = [row for row in traffic.rows if row.async_op]
     (planned,) = expected(settings, 2)
-    assert (gradients.calls, gradients.nbytes) == (2 * planned.calls, 2 * planned.step_bytes)
+    assert (gradients.calls, gradients.nbytes) == (2 * planned.calls, 2 * planned.calls * planned.size_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,8 +14,11 @@ from torch import nn
 
 import meshcomm
 from meshcomm.collectives import ALL_REDUCE
+from meshcomm.comm import communicator
+from meshcomm.comm.check_call import check
 from meshcomm.comm.p2p import Messages
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
+from meshcomm.comm.request import Request
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -122,9 +126,12 @@ def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, 
                 found.append(plain(one_call(mesh, rng)))
             except MeshcommError as error:
                 found.append((type(error).__name__, str(error)))
+        status = recorder.status()
+        for noted_time in ("began", "over"):
+            assert status["last"].pop(noted_time) is not None
         noted = {
             "counts": [(row.dim, row.call, row.async_op, row.calls, row.nbytes) for row in mesh.stats().rows],
-            "status": recorder.status(),
+            "status": status,
             "ring": [
                 entry and (entry[0].name, entry[0].call, entry[1], entry[2].co_name, entry[3])
                 for entry in recorder.ring
@@ -309,3 +316,41 @@ def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pyte
 
     meshcomm.simulate(body, dims={"dp": 2})
     assert seen.count("exchange") == 4 + 8
+
+
+# -- an option that somebody adds ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class WithOption(Request):  # type: ignore[misc]
+    interleave: bool = False
+
+
+@pytest.mark.mesh(dp=2, validate_calls=0, via="gloo")
+def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) -> None:
+    seen = []
+
+    def checked(request: Any) -> None:
+        seen.append(request.interleave)
+        check(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "Request", WithOption)
+        patch.setattr(communicator, "check", checked)
+        calls = [
+            lambda **more: mesh.all_gather("dp", torch.ones(4), **more),
+            lambda **more: mesh.all_reduce("dp", torch.ones(4), **more),
+            lambda **more: mesh.all_to_all("dp", torch.ones(4), **more),
+        ]
+        for call in calls:
+            for _ in range(70):
+                call()
+            seen.clear()
+            call()
+            assert seen == []
+            call(interleave=True)
+            assert seen == [True]
+        with pytest.raises(UnsupportedOp, match="interleave has no effect"):
+            mesh.all_gather("dp", [torch.ones(4)], interleave=True)
+    with pytest.raises(TypeError, match="interleave"):
+        mesh.all_gather("dp", torch.ones(4), interleave=True)

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 # The number of a row of PAGE and what says it; below it files of tests/, each with its tests.
 _TABLE: Final = """
 1: PAGE#joining-backends-devices docs/reference/support.md#backends docs/guide/launching.md#is-this-host-fit
-    mesh/test_torch_facts.py test_a_registered_backend_and_one_named_by_device
+    mesh/test_meeting.py test_a_registered_backend_and_one_named_by_device
     comm/test_refused.py test_every_rank_refuses_cold_or_prepared_and_the_group_goes_on
     doctor/test_doctor.py test_a_device_or_backend_that_is_not_there
     documents/test_documents.py test_a_page_that_is_made_is_what_is_made_now
@@ -29,10 +29,10 @@ _TABLE: Final = """
 2: PAGE#joining-backends-devices docs/reference/config.md#network docs/guide/launching.md#several-hosts
     mesh/test_meeting.py test_network_settings_are_set_before_and_put_back_after
         test_an_interface_that_is_set_twice_is_refused
-    mesh/test_torch_facts.py test_interfaces_and_sockets_become_variables
+    mesh/test_meeting.py test_interfaces_and_sockets_become_variables
     doctor/test_doctor.py test_an_interface_set_twice_or_down_or_missing_in_the_environment
 3: PAGE#joining-backends-devices docs/reference/config.md#process
-    mesh/test_meeting.py test_each_way_to_meet
+    mesh/test_meeting.py test_each_way_to_meet test_torchs_spawn
     config/test_config.py test_options_of_a_group
     config/test_config_errors.py test_the_report_on_a_bad_config
     gpu/test_nccl.py test_world_size_one_on_one_gpu
@@ -61,7 +61,7 @@ _TABLE: Final = """
         test_after_an_exception_the_next_mesh_works
 9: PAGE#messages-objects-store docs/guide/communication.md#messages
     comm/test_collectives.py test_against_numpy test_empty_messages_from_whoever_comes_first
-    mesh/test_group_ranks.py test_dst_and_src_are_global_ranks_in_torch_and_coords_here
+    mesh/test_mesh.py test_dst_and_src_are_global_ranks_in_torch_and_coords_here
 10: PAGE#messages-objects-store docs/guide/communication.md#the-size-cap
     comm/test_objects.py test_every_call_along_every_dim_under_a_permuted_rank_order
         test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank
@@ -77,12 +77,12 @@ _TABLE: Final = """
     mesh/test_verdicts.py test_who_has_not_come_and_what_it_does_instead
 14: PAGE#collectives docs/guide/communication.md#collectives
     comm/test_collectives.py test_against_numpy
-    simulator/test_programs.py test_random_programs
+    simulator/test_simulator.py test_random_programs_under_every_schedule_are_those_of_gloo
 15: PAGE#messages-objects-store docs/guide/communication.md#objects
     comm/test_objects.py test_every_call_along_every_dim_under_a_permuted_rank_order
         test_what_cannot_be_sent_or_is_not_agreed_on_raises_on_every_rank
 16: PAGE#collectives docs/guide/hangs.md
-    mesh/test_barrier.py test_who_did_not_come
+    mesh/test_store.py test_who_did_not_come
 17: PAGE#collectives docs/reference/support.md#what-each-backend-reduces
     comm/test_collectives.py test_against_numpy
     documents/test_documents.py test_a_page_that_is_made_is_what_is_made_now
@@ -90,15 +90,14 @@ _TABLE: Final = """
     comm/test_collectives.py test_the_profiler_sees_op_dims_and_plan
     mesh/test_trace.py test_the_file_is_what_chrome_reads test_the_events_are_the_calls_that_were_made
 19: PAGE#joining-backends-devices docs/guide/launching.md docs/guide/launching.md#several-hosts
-    mesh/test_torch_facts.py test_torchs_spawn
     jobs/test_jobs.py test_run_gives_a_script_its_mesh_and_its_arguments
     launch/test_orphans.py test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once
     mesh/test_launcher.py test_each_launcher
-    mesh/test_meeting.py test_each_way_to_meet
+    mesh/test_meeting.py test_each_way_to_meet test_torchs_spawn
     two_hosts/test_two_hosts.py test_the_same_line_on_both_hosts
 20: PAGE#debugging-errors-gradients docs/guide/hangs.md docs/guide/stats.md#log-lines-by-rank
     mesh/test_breakpoint.py test_one_rank_stops_and_the_others_wait
-    mesh/test_torch_facts.py test_torchs_own_checks_may_be_on
+    mesh/test_meeting.py test_torchs_own_checks_may_be_on
     comm/test_mismatch.py test_a_difference_is_named_on_every_rank_of_the_group
     mesh/test_verdicts.py test_who_has_not_come_and_what_it_does_instead
     mesh/test_logs.py test_only_the_enabled_ranks_write test_every_line_has_the_prefix
@@ -106,13 +105,13 @@ _TABLE: Final = """
     parallel/test_parallel.py test_what_goes_wrong_within_a_step_is_named
         test_gradients_are_the_sum_over_the_whole_batch
 22: PAGE#debugging-errors-gradients docs/reference/faults.md
-    mesh/test_torch_facts.py test_what_torch_raised_is_the_cause
+    mesh/test_meeting.py test_what_torch_raised_is_the_cause
     mesh/test_verdicts.py test_who_has_not_come_and_what_it_does_instead
 23: PAGE#debugging-errors-gradients
     documents/test_examples.py test_it_prints_what_it_says test_what_scatter_allocates
 24: PAGE#groups-and-devicemesh PAGE#two-errors-of-the-literature
     documents/test_examples.py test_it_prints_what_it_says
-    mesh/test_group_ranks.py test_dst_and_src_are_global_ranks_in_torch_and_coords_here
+    mesh/test_mesh.py test_dst_and_src_are_global_ranks_in_torch_and_coords_here
     mesh/test_mesh.py test_meshes_on_parts_of_the_world_side_by_side
 25: PAGE#collectives docs/guide/costs.md#24576-gpus-180-ms-against-1-ms
     algorithms/test_algorithms.py test_algorithms_on_gloo test_the_simulator_counts_what_the_formulas_say

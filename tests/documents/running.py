@@ -12,7 +12,8 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool
 from meshcomm.testing.dryrun import read as read_marker
+from meshcomm.testing.pool import Ended, Limits
 from tests.documents import ranks
 from tests.documents.blocks import ROOT, Block
 from tests.documents.commands import NOT_RUN, Command, command_lines, read
@@ -176,21 +178,21 @@ class Page:
             path = self.folder / "block.py"
             path.write_text(source, encoding="utf-8")
             return self._script([str(path)], size, None, [], 2 if "raises" in block.notes else 0)
-        arguments = (str(self.folder), source, self.page, dims, PRELUDES.get(self.page, ""))
-        ended = self.pool.call(ranks.block, arguments, ranks=size, timeout_s=60, capture=True)
+        prelude = PRELUDES.get(self.page, "")
+        ended = self._called(partial(ranks.block, str(self.folder), source, self.page, dims, prelude), size)
+        return "".join(one.out for one in ended)
+
+    def _called(self, body: Callable[[], Any], size: int) -> list[Ended]:
+        ended = self.pool.call(body, ranks=size, limits=Limits(60), capture=True)
         wrong = [one.text for one in ended if one.state != "returned"]
         if wrong:
             raise Wrong(wrong[0])
-        return "".join(one.out for one in ended)
+        return ended
 
     def _script(
         self, arguments: list[str], size: int, config: str | None, overrides: list[str], code: int
     ) -> str:
-        call = (str(self.folder), arguments, config, overrides)
-        ended = self.pool.call(ranks.script, call, ranks=size, timeout_s=60, capture=True)
-        wrong = [one.text for one in ended if one.state != "returned"]
-        if wrong:
-            raise Wrong(wrong[0])
+        ended = self._called(partial(ranks.script, str(self.folder), arguments, config, overrides), size)
         codes = {one.value[0] for one in ended}
         text = "".join(one.out + one.value[1] + "\n" * bool(one.value[1]) for one in ended)
         if max(codes) != code:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from meshcomm.testing import Pool
+from meshcomm.testing.pool import Limits
 from tests.documents.blocks import blocks
 from tests.documents.commands import command_lines, read
 from tests.documents.ranks import script
@@ -49,8 +51,8 @@ def steps() -> list[tuple[str, ...]]:
 
 
 def losses(pool: Pool, folder: Path, config: str | None, overrides: list[str], name: str) -> list[float]:
-    call = (str(folder), [name], config, overrides)
-    ended = pool.call(script, call, ranks=4, timeout_s=100, capture=True)
+    call = partial(script, str(folder), [name], config, overrides)
+    ended = pool.call(call, ranks=4, limits=Limits(100), capture=True)
     assert [(one.state, one.value) for one in ended] == [("returned", (0, ""))] * 4, ended[0].text
     lines = [line for one in ended for line in one.out.splitlines() if line.startswith("step ")]
     return [float(line.rpartition(" ")[2]) for line in lines]

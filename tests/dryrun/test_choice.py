@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshcomm.dryrun.choice import WHOLE, chosen
+from meshcomm.dryrun.world import WHOLE, chosen
 from meshcomm.layout import Layout
 
 

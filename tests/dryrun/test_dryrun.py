@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from meshcomm.config import load
+from meshcomm.dryrun.script import Script
 from meshcomm.errors import MeshcommError
-from meshcomm.jobs.dryrun import dryrun, exactly
+from meshcomm.jobs.dryrun import Sample, dryrun, exactly
 from meshcomm.predict.placed import place_config
 from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
@@ -76,9 +77,8 @@ PLANTED = {
 }
 
 
-def told(script: Path, **more: Any) -> dict[str, Any]:
-    settings = {"ranks": (), "sample": 2, "seed": 0, "steps": 2, "trace": None, **more}
-    return dryrun(None, script, (), (), 16384, **settings)
+def told(script: Path, ranks: tuple[int, ...] = ()) -> dict[str, Any]:
+    return dryrun(None, (), 16384, Script(script), Sample(ranks, 2))
 
 
 def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ peak_flops = 989e12
 def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(CONFIG)
     trace = tmp_path / "step.json"
-    facts = dryrun(tmp_path / "train.toml", None, (), (), 32, (), 1, 0, 2, trace)
+    facts = dryrun(tmp_path / "train.toml", (), 32, None, Sample((), 1), trace)
     assert facts["findings"] == [] and facts["memory"]["fits"] is False
     stages = facts["memory"]["stages"]
     assert [each["stage"] for each in stages] == [0, 1, 2, 3]
@@ -204,7 +204,6 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
     done = run("--world", "8", "fails.py", folder=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"rank 5 \(dp=5\) failed: ZeroDivisionError: .*\n.*fails.py:3", done.stderr), done.stderr
-    settings: dict[str, Any] = {"sample": 0, "seed": 0, "steps": 2, "trace": None}
     for name, world, ranks, said in (
         ("nothing.py", 8, (), "nothing.py makes no mesh"),
         ("exits.py", 8, (), "ended with exit code 3"),
@@ -212,7 +211,7 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
         ("fails.py", 64, (64,), "rank 64 is not in the mesh"),
     ):
         with pytest.raises(MeshcommError, match=said) as caught:
-            dryrun(None, tmp_path / name, (), (), world, ranks, **settings)
+            dryrun(None, (), world, Script(tmp_path / name), Sample(ranks, 0))
         assert "given:" in str(caught.value)
 
 
@@ -314,7 +313,7 @@ def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pyt
     config, script = tmp_path / "mine.toml", tmp_path / "mine.py"
     config.write_text(f'[mesh]\ndims = {{ dp = -1, tp = 2 }}\ndevice = "cuda"\n{parts}')
     script.write_text(TRAINER)
-    facts = dryrun(config, script, (), (), 128, (), 1, 0, 2, None)
+    facts = dryrun(config, (), 128, Script(script, config=config), Sample((), 1))
     assert facts["findings"] == [] and facts["unlike"] == []
     moved = {each["dim"]: {call["call"]: call["calls"] for call in each["calls"]} for each in facts["calls"]}
     assert moved["tp"]["all_reduce"] >= 2 and moved["dp"]["all_reduce"] >= 1

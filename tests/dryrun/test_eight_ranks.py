@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | str]] = {
     "data": ("dp=8", {}, {}, {}),
     "sharded": ("fsdp=8", {}, {"compute_dtype": "bfloat16"}, {}),
+    "sharded, kept gathered": ("fsdp=8", {"reshard": False}, {}, {}),
     "sharded, copies": ("dp=2 fsdp=4", {}, {}, {}),
     "sharded, tensor, sequence": ("dp=2 fsdp=2 tp=2", {"sequence_parallel": True}, {}, {}),
     "pipeline, data, tensor": ("pp=2 dp=2 tp=2", {}, {}, {}),
@@ -29,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | str
         {},
     ),
     "zero bubble, tensor": ("pp=4 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}, {}, {}),
+    "ring, data, again": ("dp=4 cp=2", {}, {"recompute": True}, {}),
     "ring, tensor": ("cp=4 tp=2", {"sequence_parallel": True}, {}, {}),
     "heads, sharded": ("fsdp=2 cp=4", {"attention": "ulysses"}, {"recompute": "selective"}, {}),
     "experts": (

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshcomm.comm.torch_private import below_autograd
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger
-from meshcomm.transport.torch_private import below_autograd, has_memory
+from meshcomm.parallel.torch_private import has_memory
 
 
 class NoCalls:

@@ -25,34 +25,6 @@ from tests.models.families import folder_of
 
 WORLD = 4
 BUILT_IN: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ff": 256}
-EXPERTS = {"views": {"expert": {"edp": 2, "ep": 2}}}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # name: dims, [parallel], [train], more of [model]
-    "dp": ("dp=4", {"data": "dp"}, {}, {}),
-    "fsdp": ("fsdp=4", {"shard": "fsdp"}, {}, {}),
-    "fsdp, kept gathered": ("fsdp=4", {"shard": "fsdp", "reshard": False}, {}, {}),
-    "tp": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {}, {}),
-    "tp, sequence": ("dp=2 tp=2", {"data": "dp", "tensor": "tp", "sequence_parallel": True}, {}, {}),
-    "fsdp, tp, bf16": ("fsdp=2 tp=2", {"shard": "fsdp", "tensor": "tp"}, {"compute_dtype": "bfloat16"}, {}),
-    "pp 1f1b": ("pp=2 dp=2", {"pipeline": "pp", "data": "dp"}, {}, {}),
-    "pp interleaved": (
-        "pp=2 dp=2",
-        {"pipeline": "pp", "data": "dp", "schedule": "interleaved_1f1b", "stages_per_rank": 2},
-        {},
-        {},
-    ),
-    "pp, fsdp": ("pp=2 fsdp=2", {"pipeline": "pp", "shard": "fsdp"}, {}, {}),
-    "cp ring": ("dp=2 cp=2", {"data": "dp", "context": "cp"}, {}, {}),
-    "cp ulysses": ("dp=2 cp=2", {"data": "dp", "context": "cp", "attention": "ulysses"}, {}, {}),
-    "experts": (
-        "dp=2 cp=2",
-        {"data": "dp", "context": "cp", "expert": "ep"},
-        {},
-        {"experts": 4, "capacity_factor": 1.0},
-    ),
-    "recompute": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {"recompute": True}, {}),
-    "recompute selective": ("dp=2 tp=2", {"data": "dp", "tensor": "tp"}, {"recompute": "selective"}, {}),
-}
 
 
 def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> Config:
@@ -61,7 +33,7 @@ def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model:
     mesh: dict[str, Any] = {"dims": sizes, "device": "cpu", "timeout_s": 120.0, "validate_calls": 0}
     return load(
         {
-            "mesh": mesh | (EXPERTS if "expert" in parallel else {}),
+            "mesh": mesh,
             "parallel": parallel,
             "model": model,
             "data": {"sequence": 64, **({"tokenizer": "bytes"} if "pretrained" in model else {})},
@@ -96,17 +68,10 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
     return found
 
 
-# The others belong to the deeper set.
-OFTEN = {"fsdp"}
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.parity) for case in CASES]
-)
-def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str], None], case: str) -> None:
-    dims, parallel, train, more = CASES[case]
-    ratios = compared(pool, config_of(dims, parallel, train, {**BUILT_IN, **more}))
-    figures(f"dry run, {case}: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
+def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str], None]) -> None:
+    """Other kinds of parallelism: tests/dryrun/test_eight_ranks.py."""
+    ratios = compared(pool, config_of("fsdp=4", {"shard": "fsdp"}, {}, BUILT_IN))
+    figures(f"dry run, fsdp: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
 
 
 def test_of_a_folder_of_transformers(pool: Pool, figures: Callable[[str], None], tmp_path: Path) -> None:

@@ -145,20 +145,3 @@ def test_a_circle_is_proved_and_said(layout: Layout, program: Any, said: str) ->
     (finding,) = met.stuck
     assert said in finding.what and len(finding.lines) == len(finding.ranks) == layout.world_size
     assert met.ends == {}
-
-
-def test_nccl_may_hang_where_groups_are_started_in_another_order() -> None:
-    layout = Layout({"dp": 2, "tp": 2})
-
-    def program(rank: Rank) -> None:
-        dims = ("dp", "tp") if rank.rank in (0, 3) else ("tp", "dp")
-        for number in [rank.collective("all_reduce", dim, line=3, wait=False) for dim in dims]:
-            rank.wait(number)
-
-    made = steps(layout, program)
-    assert replay(made, where(layout)).stuck == []
-    (finding,) = replay(made, where(layout), queued=True).stuck
-    assert "in different orders" in finding.what and len(finding.ranks) == 4
-    assert "rank 0 (dp=0 tp=0) starts all_reduce (4) float32 along dp at train.py:3" in "\n".join(
-        finding.lines
-    )

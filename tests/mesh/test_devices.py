@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 import meshcomm
 from meshcomm.collectives import BARRIER
@@ -27,7 +24,6 @@ from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
-from meshcomm.mesh.status_query import StatusQuery
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport, SoloTransport
@@ -144,27 +140,6 @@ def test_blocking_wait_is_refused(pool: Pool) -> None:
         assert "LaunchError: TORCH_NCCL_BLOCKING_WAIT" in text and "unset TORCH_NCCL_BLOCKING_WAIT" in text
 
 
-def lent() -> tuple[list[bool], list[int], list[int]]:
-    """Of a DeviceMesh [[0, 1], [3, 2]]: for dp and tp, whether its groups are used, and what they gather."""
-    dist.init_process_group("gloo")
-    try:
-        given = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
-        with meshcomm.init(given) as mesh:
-            own = [mesh.group(dim) is not given.get_group(dim) for dim in ("dp", "tp")]
-            rank = torch.tensor([mesh.rank])
-            return own, mesh.all_gather("dp", rank).tolist(), mesh.all_gather("tp", rank).tolist()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_groups_of_a_device_mesh_are_lent_for_a_whole_dim_or_not_at_all(pool: Pool) -> None:
-    rows = {0: [0, 1], 1: [0, 1], 2: [3, 2], 3: [3, 2]}
-    columns = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}
-    for rank, found in enumerate(pool.run(lent, ranks=4)):
-        # Along tp one of the two groups has its ranks in descending order: both are made anew.
-        assert found == ([False, True], columns[rank], rows[rank])
-
-
 @pytest.mark.parametrize("world", [8, 1_024, 16_384, 131_072])
 def test_what_the_store_of_a_job_hears_does_not_grow_with_the_world(world: int) -> None:
     looks = world / look_interval_s(world)
@@ -243,7 +218,7 @@ def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.Monke
     for store in stores:
         store.inner.add("created", world)  # nobody waits for the others' groups
     watchers = [
-        watchdog.Watchdog(store, rank, {"dp": rank}, world, "", 0, lambda _: 60.0, lambda _: None)
+        watchdog.Watchdog(store, rank, {"dp": rank}, world, watchdog.WatchOptions(60.0, [].append))
         for rank, store in enumerate(stores)
     ]
     time.sleep(1.0)
@@ -251,25 +226,6 @@ def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.Monke
         each.close()
     looks = [sum(name == "check" for name, _ in store.told) for store in stores]
     assert all(1 <= each <= 6 for each in looks), looks
-
-
-def test_one_rank_of_a_hang_asks_all_the_others() -> None:
-    store, asked = dist.HashStore(), Counter[int]()
-    ranks = 64
-
-    def diagnosis(rank: int) -> dict[str, Any]:
-        query = StatusQuery(store, rank, 0.01)
-
-        def make() -> dict[str, Any]:
-            asked[rank] += 1
-            return {"found by": rank}
-
-        return query.shared("dp/7", make)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        found = list(pool.map(diagnosis, range(ranks)))
-    assert len(asked) == 1 and sum(asked.values()) == 1
-    assert found == [{"found by": next(iter(asked))}] * ranks
 
 
 @pytest.mark.parametrize(

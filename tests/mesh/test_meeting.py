@@ -18,17 +18,24 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.config import Config, MeshConfig, ProcessConfig
-from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
-from meshcomm.mesh import agree
+from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig
+from meshcomm.errors import (
+    CollectiveTimeout,
+    CommunicationError,
+    LaunchError,
+    MeshcommError,
+    MeshMismatchError,
+)
+from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
-from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.job_store import find_tcp_store, is_running, process_name, what_is_at
 from meshcomm.mesh.rank_failure import _speaks_first
 from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
+from tests.ranks import on_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -167,48 +174,32 @@ def test_a_single_process(pool: Pool) -> None:
     assert pool.run(by_oneself, ranks=1) == [[[0], [0]]]
 
 
-def told_nothing() -> str:
-    alone({"RANK": "RANK", "WORLD_SIZE": "2"})
-    with pytest.raises(LaunchError) as caught:
-        meshcomm.init(dims={"dp": 2}, device="cpu")
-    return str(caught.value)
-
-
-def test_nobody_to_meet(pool: Pool) -> None:
-    (text,) = pool.run(told_nothing, ranks=1)
-    assert text.startswith("rank 0 of 2 has no address at which to meet the others\n")
-    assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
-
-
-def started_by_nobody() -> str:
+def refused(dims: dict[str, int], variables: dict[str, str]) -> str:
     if "RANK" in os.environ:
-        alone()
-    with pytest.raises(LaunchError) as caught:
-        meshcomm.init(dims={"dp": -1, "tp": 4}, device="cpu")
-    return str(caught.value)
-
-
-def one_of_several(dims: dict[str, int]) -> str:
-    alone()
+        alone(variables)
     with pytest.raises(LaunchError) as caught:
         meshcomm.init(dims=dims, device="cpu")
     return str(caught.value)
 
 
-def test_processes_of_multiprocessing_do_not_each_take_a_world_for_themselves(pool: Pool) -> None:
-    texts = pool.run(one_of_several, {"dp": -1}, ranks=2)
-    for text in texts:
+IN_EACH = "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init"
+
+
+def test_nobody_to_meet(pool: Pool) -> None:
+    (text,) = pool.run(refused, {"dp": 2}, {"RANK": "RANK", "WORLD_SIZE": "2"}, ranks=1)
+    assert text.startswith("rank 0 of 2 has no address at which to meet the others\n")
+    assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
+    # Processes of multiprocessing do not each take a world for themselves.
+    for text in pool.run(refused, {"dp": -1}, {}, ranks=2):
         assert text.startswith("how many processes? dims = { dp = -1 } takes all there are\n")
-        assert (
-            "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init" in text
-        )
+        assert IN_EACH in text
 
 
 def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    (text,) = pool.run(started_by_nobody, ranks=1)
+    dims = {"dp": -1, "tp": 4}
+    (text,) = pool.run(refused, dims, {}, ranks=1)
     assert text.startswith("the mesh needs 4 processes, and no launcher has started this one\n")
-    assert "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init" in text
-    assert "or init(rank=..., world_size=4, ...)" in text
+    assert IN_EACH in text and "or init(rank=..., world_size=4, ...)" in text
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     for arguments, command in {
         ("hello.py", "--fast", "a b"): "torchrun --nproc-per-node 4 hello.py --fast 'a b'",
@@ -219,12 +210,10 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
         ("-OO", "-X", "dev", "-Werror", "-m", "hello", "-O"): "torchrun --nproc-per-node 4 -m hello -O",
     }.items():
         monkeypatch.setattr("sys.orig_argv", ["/bin/python", *arguments])
-        assert f"try:      {command}; srun and mpirun do as well" in started_by_nobody()
+        assert f"try:      {command}; srun and mpirun do as well" in refused(dims, {})
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert (
-        "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
-        in started_by_nobody()
-    )
+    simulated = "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
+    assert simulated in refused(dims, {})
 
 
 def scattered(hosts: str) -> tuple[int | None, bool]:
@@ -509,3 +498,103 @@ def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.Mo
     with pytest.raises(CommunicationError, match=r"(?s)could not start torch's default group.*reset by peer"):
         meshcomm.init(dims={"dp": 1}, device="cpu")
     assert not dist.is_initialized()
+
+
+# -- torch's backends, levels of debugging, errors and launcher -------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_registered_backend_and_one_named_by_device() -> None:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("mine", make, devices=["cpu"])
+    dims = {"dp": 2}
+    with meshcomm.init(dims=dims, device="cpu", backend="mine", timeout_s=30) as mesh:
+        assert mesh.all_reduce("dp", torch.ones(2)).tolist() == [2.0, 2.0]
+        assert mesh.plan.defaults.backend == "mine"
+    of_device = {"dp": {"backend": "cpu:gloo"}}
+    with meshcomm.init(dims=dims, device="cpu", options=of_device, timeout_s=30) as mesh:
+        assert mesh.all_reduce("dp", torch.ones(2)).tolist() == [2.0, 2.0]
+        assert mesh.plan.family("dp").options.backend == "cpu:gloo"
+
+
+def in_detail() -> list[float]:
+    with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        x = mesh.all_reduce("dp", torch.ones(1))
+        y = mesh.shift("tp", x)
+        assert y is not None
+        return [x.item(), y.item()]
+
+
+@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
+def test_torchs_own_checks_may_be_on(pool: Pool, level: str) -> None:
+    environment = {"TORCH_DISTRIBUTED_DEBUG": level, "TORCH_SHOW_CPP_STACKTRACES": "1"}
+    assert pool.run(in_detail, ranks=4, env=environment) == [[2.0, 2.0]] * 4
+
+
+@pytest.mark.mesh(
+    dp=2, via="gloo", timeout_s=12, not_via={"emulated_nccl": "a receive that gives up stays queued"}
+)
+def test_what_torch_raised_is_the_cause(mesh: Mesh) -> None:
+    """DistError and its kinds are RuntimeErrors; ours say where and which rank, and keep torch's behind them."""
+    for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
+        assert issubclass(kind, RuntimeError) and issubclass(kind, dist.DistError)
+    rank, nowhere = mesh.rank, ProcessConfig(init="tcp", address="127.0.0.1:1", rank=1, world_size=2)
+    with pytest.raises(CollectiveTimeout) as caught:
+        mesh.irecv("dp", torch.zeros(1), src=1 - rank).wait(timeout_s=0.2)
+    assert caught.value.what.startswith(f'recv from {1 - rank} along "dp" on rank {rank} (dp={rank})')
+    assert isinstance(caught.value.__cause__, (RuntimeError, OSError))
+    with pytest.raises(LaunchError, match="rank 1 of 2 could not meet the others at ") as unmet:
+        meet(nowhere, Launch("single", 1, 2, 1, 2), 0.2)
+    assert isinstance(unmet.value.__cause__, (RuntimeError, OSError))
+
+
+def test_interfaces_and_sockets_become_variables() -> None:
+    network = NetworkConfig(
+        interfaces=("eth0", "eth1"),
+        nccl_debug="INFO",
+        nccl_debug_subsys=("INIT", "NET"),
+        nccl_socket_nthreads=4,
+        nccl_nsocks_perthread=2,
+    )
+    assert network_variables(network) == {
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
+        "NCCL_SOCKET_IFNAME": "=eth0,eth1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "2",
+    }
+
+
+JOB = """\
+import socket
+import sys
+import torch
+import meshcomm
+
+
+def work(index, config):
+    with meshcomm.init(config | {"process": config["process"] | {"rank": index}}) as mesh:
+        x = mesh.all_gather("dp", torch.tensor([mesh.rank]))
+        # One write: both ranks have one pipe, and print may write its newline apart.
+        sys.stdout.write(f"{mesh.label}: {x.tolist()}\\n")
+        sys.stdout.flush()
+
+
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+process = {"init": "tcp", "address": f"127.0.0.1:{port}", "world_size": 2}
+config = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 60.0}, "process": process}
+torch.multiprocessing.start_processes(work, (config,), nprocs=2, start_method="fork")
+"""
+
+
+def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
+    """By its general form, as forked children need no second import. torchrun: tests/launch/test_orphans.py."""
+    code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]

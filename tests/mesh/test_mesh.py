@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import meshcomm
 from meshcomm.errors import ConfigError, MeshClosed, MeshMismatchError, UnsupportedOp
@@ -108,12 +109,14 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
         assert mesh.group("tp") is theirs.get_group("tp") and live_groups() == before
         first = mesh.rank // 2 * 2
         assert mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist() == [first, first + 1]
-    # Torch sorts the ranks of a group, so that coords in another order need groups of their own.
-    theirs = DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]), mesh_dim_names=("dp", "tp"))
+    # Torch sorts the ranks of a group. Along tp one of the two groups has them in descending order: both are created.
+    theirs = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp", "tp"))
     with meshcomm.init(theirs) as mesh:
-        found = mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist()
-        assert found == mesh.ranks("tp") == [first + 1, first]
-        assert dist.get_rank(mesh.group("tp")) == mesh.coord("tp")
+        for dim, lent in (("dp", True), ("tp", False)):
+            assert (mesh.group(dim) is theirs.get_group(dim)) is lent
+            found = mesh.all_gather(dim, torch.tensor([mesh.rank])).tolist()
+            assert found == mesh.ranks(dim) and dist.get_rank(mesh.group(dim)) == mesh.coord(dim)
+        assert mesh.ranks("tp") == ([0, 1] if mesh.rank < 2 else [3, 2])
     assert dist.is_initialized()
     dist.destroy_process_group()
 
@@ -340,3 +343,69 @@ def test_a_mesh_is_shared_by_copies_and_refuses_to_be_pickled(mesh: Mesh) -> Non
         mine = f"a mesh cannot be pickled, on {mesh.label}"
         assert caught.value.what == ("the handle of a call cannot be pickled" if each is handle else mine)
     handle.wait()
+
+
+# -- global ranks, group ranks and coords: dst and src in torch.distributed and here ---------------------------
+
+# Ranks 1, 2, 4 of five: coords 0, 1, 2. The number 1 is rank 1 and coord 1, and these are not the same.
+MEMBERS = [1, 2, 4]
+
+
+def own(mesh: Mesh) -> Tensor:
+    return torch.tensor([float(mesh.rank)])
+
+
+def of_torch(mesh: Mesh) -> None:
+    """In torch.distributed src, dst and peer are global ranks, also with a group."""
+    group, rank = mesh.group("line"), mesh.rank
+    assert dist.get_process_group_ranks(group) == MEMBERS == mesh.ranks("line")
+    assert dist.get_group_rank(group, rank) == dist.get_rank(group) == mesh.coord("line")
+    assert dist.get_global_rank(group, 1) == 2
+
+    # broadcast: src=1 is rank 1, which is coord 0. As a group rank it would be rank 2.
+    x = own(mesh)
+    dist.broadcast(x, src=1, group=group)
+    assert x.item() == 1
+    x = own(mesh)
+    dist.broadcast(x, group=group, group_src=1)
+    assert x.item() == 2
+    assert mesh.broadcast("line", own(mesh), src=1).item() == 2
+    # Coord 0 exists, rank 0 is not in the group.
+    with pytest.raises(ValueError, match="Global rank 0 is not part of group"):
+        dist.broadcast(own(mesh), src=0, group=group)
+    assert mesh.broadcast("line", own(mesh), src=0).item() == 1
+
+    # send and recv: rank 1 sends to dst=2. As a group rank that would be rank 4, which receives nothing.
+    if rank == 1:
+        dist.send(own(mesh), dst=2, group=group)
+        dist.send(own(mesh), group=group, group_dst=2)
+        mesh.send("line", own(mesh), dst=2)
+    elif rank == 2:
+        x = own(mesh)
+        dist.recv(x, src=1, group=group)
+        assert x.item() == 1
+    else:
+        for _ in range(2):
+            x = own(mesh)
+            dist.recv(x, group=group, group_src=0)
+            assert x.item() == 1
+
+
+def of_ours(mesh: Mesh) -> None:
+    """Here they are coords, and a number that is none is refused before anything is sent."""
+    coord = mesh.coord("line")
+    assert MEMBERS[coord] == mesh.rank == mesh.rank_at(line=coord)
+    assert mesh.coords_of(4) == {"line": 2}
+    total = mesh.reduce("line", own(mesh), dst=2)
+    assert (total is None) == (mesh.rank != 4) and (total is None or total.item() == 7)
+    with pytest.raises(meshcomm.MeshcommError, match="dst=4 is not a coord"):
+        mesh.send("line", own(mesh), dst=4)
+    with pytest.raises(meshcomm.MeshcommError, match="src=4 is not a coord"):
+        mesh.broadcast("line", own(mesh), src=4)
+
+
+@pytest.mark.mesh(line=3, ranks=MEMBERS, world_size=5, via="gloo")
+def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(mesh: Mesh) -> None:
+    if mesh.is_member:
+        of_torch(mesh)
+        of_ours(mesh)

@@ -256,7 +256,7 @@ def agreement(world: int, monkeypatch: pytest.MonkeyPatch, odd: int = -1) -> tup
     for rank in range(world):
         store.calls = 0
         with contextlib.suppress(_Waits, MeshMismatchError):
-            agree.agree(store, rank, world + (rank == odd), {"dims": {"dp": world}}, 60.0)
+            agree.agree(store, rank, range(world + (rank == odd)), {"dims": {"dp": world}}, 60.0)
         calls.append(store.calls)
     return store, calls
 

@@ -31,6 +31,7 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
+from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.testing import Pool
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
@@ -74,7 +75,7 @@ def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRec
 
 def found_in(recorders: dict[int, FlightRecorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
     """What other ranks conclude, to whom it comes through JSON."""
-    histories = {rank: json.loads(json.dumps(each.steps.told())) for rank, each in recorders.items()}
+    histories = {rank: json.loads(json.dumps(each.steps.data())) for rank, each in recorders.items()}
     return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
 
 
@@ -223,9 +224,9 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
     assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
     # What is remembered is bounded, and steps that are all alike take no more room.
     alike = noted([ADD] * 3000, [0, 1])
-    told = alike.steps.told()
-    assert told is not None
-    assert (len(told["runs"]), len(alike.steps.sums)) == (1, 22)
+    data = alike.steps.data()
+    assert data is not None
+    assert (len(data["runs"]), len(alike.steps.sums)) == (1, 22)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 7, 100, 12345])
@@ -311,7 +312,7 @@ class Rank:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.recorder = recorder_of(list(range(size)))
-        self.monitor = DesyncMonitor(store, rank, {"dp": rank}, [(self.recorder, 9.0)], size)
+        self.monitor = DesyncMonitor(store, RankRecord(rank, {"dp": rank}, [self.recorder]), size)
 
     def step(self, calls: Calls) -> None:
         make(self.recorder, calls)
@@ -372,7 +373,7 @@ def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
 def test_a_difference_is_published_to_all_ranks() -> None:
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3) for rank in range(3)]
-    outside = DesyncMonitor(store, 3, {"dp": 0}, [], 4)  # of no group with them
+    outside = DesyncMonitor(store, RankRecord(3, {"dp": 0}, []), 4)  # of no group with them
     outside.noted(1)
     for number, rank in enumerate(ranks):
         rank.step(ADD * (2 if number == 1 else 1))
@@ -458,7 +459,7 @@ def test_correct_programs_are_never_blamed() -> None:
         for each in range(4):
             random_programs.run(mesh, seed * 10 + each, steps=chance.randint(0, 4))
             mesh.step()
-        return mesh._steps
+        return mesh.metrics.steps
 
     for seed in range(6):
         found = meshcomm.simulate(
@@ -587,7 +588,7 @@ def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None
                 watched(mesh, steps, skip)
             except CallMismatchError as error:
                 found = copied(error)
-            at = mesh._steps
+            at = mesh.metrics.steps
     except CallMismatchError as error:
         assert found is None
         found = copied(error)
@@ -612,7 +613,7 @@ def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> No
 def test_nothing_is_posted_before_the_first_step(mesh: Mesh) -> None:
     watch: Any = mesh._watch
     for steps in range(4):
-        assert (mesh._steps, watch._desync._step) == (steps, steps)
+        assert (mesh.metrics.steps, watch._desync._step) == (steps, steps)
         mesh.all_reduce("dp", torch.ones(4))
         mesh.all_reduce("tp", torch.ones(4))
         mesh.step()
@@ -663,7 +664,7 @@ def test_a_trace_shows_the_steps(mesh: Mesh, tmp_path: Path) -> None:
     with mesh.trace(path):
         for _ in range(2):
             mesh.all_reduce("dp", torch.ones(1))
-            mesh.step(number=mesh._numbered + 7)
+            mesh.step(number=mesh.metrics.number + 7)
     events = json.loads(path.read_text())["traceEvents"]
     found = [(each["pid"], each["name"]) for each in events if each["name"].startswith("step ")]
     assert sorted(found) == [(0, "step 14"), (0, "step 7"), (1, "step 14"), (1, "step 7")]

@@ -23,6 +23,7 @@ from meshcomm.errors import (
     BarrierTimeout,
     CommunicationError,
     MeshClosed,
+    MeshcommError,
     StoreError,
     StoreTimeout,
     UnsupportedOp,
@@ -53,7 +54,7 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
 @pytest.fixture
 def store(raw: dist.Store) -> MeshStore:
     raw.set("user key", "of somebody else")
-    return MeshStore(dist.PrefixStore("mesh", raw), lambda: "rank 3 (dp=1 tp=1)", 20)
+    return MeshStore(dist.PrefixStore("mesh", raw), "rank 3 (dp=1 tp=1)", 20)
 
 
 def test_one_key(store: MeshStore) -> None:
@@ -114,7 +115,7 @@ def test_why_add_looks_first() -> None:
         client.add("text", 1)
     with pytest.raises(RuntimeError):
         client.get("text")  # the connection is gone for good
-    told = MeshStore(client, lambda: "rank 0 (dp=0)", 5)
+    told = MeshStore(client, "rank 0 (dp=0)", 5)
     with pytest.raises(StoreError, match=r"store.get on rank 0 \(dp=0\): the job's TCPStore failed"):
         told.get("text")
 
@@ -173,9 +174,9 @@ def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: Me
 
 def test_the_timeout_is_this_store_s_alone(raw: dist.Store) -> None:
     usual = raw.timeout
-    mine = MeshStore(raw, lambda: "rank 0", 7)
+    mine = MeshStore(raw, "rank 0", 7)
     mine.set_timeout(0.25)
-    assert raw.timeout == usual and MeshStore(raw, lambda: "rank 0", 7).timeout == 7
+    assert raw.timeout == usual and MeshStore(raw, "rank 0", 7).timeout == 7
     for wrong in (0, -1, True, "5", float("nan"), float("inf")):
         with pytest.raises(StoreError, match="seconds, more than 0"):
             mine.set_timeout(wrong)
@@ -184,7 +185,7 @@ def test_the_timeout_is_this_store_s_alone(raw: dist.Store) -> None:
 def test_a_key_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
-        store = MeshStore(torch_store(kind, tmp_path / kind), lambda: "rank 0", 20)
+        store = MeshStore(torch_store(kind, tmp_path / kind), "rank 0", 20)
         other = store.torch_store.clone()
         threading.Timer(0.05, lambda other=other: other.set("late", "now")).start()
         assert store.get("late") == b"now"
@@ -358,6 +359,60 @@ def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
             mesh.barrier("dp", timeout_s=2.5)
 
 
+# -- barriers at the store name the ranks that did not come, on every rank that did ---------------------------
+
+
+# dp along tp=0 is 7 2 4 6, along tp=1 is 1 3 5 0.
+@pytest.mark.mesh(dp=4, tp=2, rank_order=[7, 1, 2, 3, 4, 5, 6, 0], via="gloo")
+def test_who_did_not_come(mesh: Mesh) -> None:
+    for dims in (None, "dp", ("tp", "dp"), "tp"):
+        mesh.barrier(dims, timeout_s=20)
+    mesh.barrier("dp", timeout_s=20)
+    assert list(mesh.warm_up()) == ["dp", "tp"]
+    if mesh.coord("tp") == 1:
+        mesh.barrier("dp", timeout_s=20)
+    elif mesh.rank != 4:
+        with pytest.raises(BarrierTimeout, match="1 of 4 ranks did not come within 2 s") as caught:
+            mesh.barrier("dp", timeout_s=2)
+        assert caught.value.missing == (4,)
+        assert "missing: rank 4; came: rank 7 2 6" in str(caught.value)
+    mesh.barrier(None)
+    if mesh.rank == 4:  # comes after the others gave up: it must not go on as if they had met
+        with pytest.raises(BarrierTimeout, match="all have come by now, but some gave up before"):
+            mesh.barrier("dp", timeout_s=1)
+
+
+@pytest.mark.mesh(
+    dp=3,
+    tp=1,
+    options={"dp": {"timeout_s": 12.0}},
+    via="gloo",
+    not_via={"emulated_nccl": "a call returns when it is queued"},
+)
+def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -> None:
+    for _ in range(5):
+        mesh.barrier("dp", timeout_s=20)
+        mesh.barrier(None, timeout_s=20)
+    mesh.all_gather("dp", torch.ones(1))  # all have left the last barrier
+    mesh.barrier("dp", timeout_s=20)
+    # Only the keys of the barrier that a rank may still be leaving.
+    assert len([key for key in mesh._store.list_keys() if "barrier/" in key]) <= 6
+    with pytest.raises(MeshcommError) as caught:
+        for number in range(80):
+            if mesh.rank != 1 or number != 70:
+                mesh.all_reduce("dp", torch.ones(1))
+        mesh.barrier("dp", timeout_s=2)
+    if mesh.rank == 1:
+        text = str(caught.value)
+        assert isinstance(caught.value, BarrierTimeout)
+        assert text.startswith("barrier along dp on rank 1 (dp=1 tp=0): 2 of 3 ranks did not come")
+        # 81 calls, of which rank 1 made 80: one all_gather before them.
+        for rank in (0, 2):
+            assert f"rank {rank} has made 81 calls on dp" in text
+        assert ", this rank 80; its last: all_reduce at " in text and "test_store.py:" in text
+        assert "mesh.step() after each step names the call" in text
+
+
 # -- a store whose server is stopped: torch's client would wait without end -----------------------------------
 
 
@@ -379,7 +434,7 @@ CALLS: dict[str, Callable[[dist.Store], object]] = {
 
 
 def mesh_store(client: dist.Store) -> MeshStore:
-    return MeshStore(dist.PrefixStore("mesh", client), lambda: "rank 3 (dp=1 tp=1)", 0.3)
+    return MeshStore(dist.PrefixStore("mesh", client), "rank 3 (dp=1 tp=1)", 0.3)
 
 
 def test_calls_on_a_store_that_was_stopped_end_and_name_it(pool: Pool) -> None:

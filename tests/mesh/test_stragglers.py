@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from meshcomm.comm.stragglers import arrivals
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.compare_ranks import arrivals
 
 
 def test_arrivals_by_hand() -> None:

@@ -23,7 +23,7 @@ from meshcomm.config import load
 from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
 from meshcomm.jobs.afterwards import timeline_of
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.tracing import _Clock, offsets, part_of, write
+from meshcomm.mesh.tracing import events_of, write
 from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.show.timeline import Bar, Row, timeline
 from meshcomm.testing import Pool
@@ -40,10 +40,9 @@ def check_format(text: str) -> list[Event]:
     events: list[Event] = json.loads(text)["traceEvents"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     processes = {e["pid"] for e in events if e["name"] == "process_name"}
-    flows: dict[int, list[str]] = {}
     open_spans: dict[tuple[int, int], int] = {}
     for event in events:
-        assert event["ph"] in "MXsfbe", event
+        assert event["ph"] in "MXbe", event
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         assert event["pid"] in processes
         if event["ph"] == "M":
@@ -53,12 +52,9 @@ def check_format(text: str) -> list[Event]:
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert event["cat"] in ("collective", "message", "program")
-        elif event["ph"] in "sf":
-            flows.setdefault(event["id"], []).append(event["ph"])
         else:
             key = (event["pid"], event["id"])
             open_spans[key] = open_spans.get(key, 0) + (1 if event["ph"] == "b" else -1)
-    assert all(sorted(ends) == ["f", "s"] for ends in flows.values())
     assert set(open_spans.values()) <= {0}
     # Slices of one lane lie inside each other or apart: viewers draw nothing else.
     for pid, tid in named:
@@ -116,7 +112,7 @@ def traced(folder: str) -> dict[str, Any]:
                 pass
         assert path.is_file(), "all ranks go on when the file is there"
         mesh.all_reduce("dp", x, op="max")  # behind: quick again
-        assert mesh.spans is None
+        assert mesh.metrics.spans is None
         with pytest.raises(ZeroDivisionError), mesh.trace(Path(folder) / "failed.json"):
             mesh.barrier("dp")
             raise ZeroDivisionError
@@ -127,7 +123,7 @@ def traced(folder: str) -> dict[str, Any]:
             mesh.all_reduce("all", x)
             mesh.all_reduce(("pp", "dp"), x)
         assert trace.dropped == 0
-        mesh._watch._write()  # type: ignore[union-attr,attr-defined]
+        mesh._watch.own.write()  # type: ignore[union-attr,attr-defined]
         mesh.barrier()
     return {"ranks": {rank: mesh.layout.coords(rank) for rank in range(4)}}
 
@@ -150,7 +146,7 @@ def test_the_file_is_what_chrome_reads(folder: Path) -> None:
         assert [lanes[rank, tid] for tid in range(3)] == ["program", "pp", "dp"]
     about = json.loads(path.read_text())["otherData"]
     assert about["meshcomm"] == {"pp": 2, "dp": 2}
-    assert (about["dropped"], about["unmatched_messages"], about["clock_error_s"]) == ({}, 0, {})
+    assert about["dropped"] == {}
     assert [each.name for each in path.parent.iterdir()] == ["trace.json"], "nothing half written is left"
 
 
@@ -180,39 +176,13 @@ def test_the_events_are_the_calls_that_were_made(folder: Path) -> None:
         assert (calls[0]["args"]["bytes"], calls[0]["args"]["dtype"]) == (400, "float32")
         assert calls[0]["args"]["group"] == f"dp[pp={rank // 2}]"
         assert Path(calls[0]["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
+        messages = [e["args"] for e in here if e["name"].rpartition(" ")[2] in ("send", "recv", "recv_any")]
+        ends = [text for args in messages for way in ("to", "from") for text in args.get(way, ())]
+        peer = (rank + 2) % 4
+        assert ends == [f"rank {peer}, message 1 with tag {tag}" for tag in (0, 1, 2, 0)]
         (load,) = [e for e in here if e["name"] == "load"]
         assert load["dur"] >= 9_000
         assert Path(load["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
-
-
-def test_arrows_go_from_each_send_to_its_receive(folder: Path) -> None:
-    events = check_format((folder / "new" / "trace.json").read_text())
-    ends: dict[int, dict[str, Event]] = {}
-    for event in events:
-        if event["ph"] in "sf":
-            ends.setdefault(event["id"], {})[event["ph"]] = event
-    lanes = lanes_of(events)
-    ways = Counter((lanes[e["s"]["pid"], e["s"]["tid"]], e["s"]["pid"], e["f"]["pid"]) for e in ends.values())
-    expected = {("pp", 0, 2): 3, ("pp", 1, 3): 3, ("pp", 2, 0): 1, ("pp", 3, 1): 1}
-    # The ring of two: each sends twice to the other.
-    expected |= {("dp", a, a ^ 1): 2 for a in range(4)}
-    assert ways == expected
-    for pair in ends.values():
-        # One host, one clock: nothing comes before it is sent.
-        assert pair["s"]["ts"] <= pair["f"]["ts"]
-        for end in pair.values():
-            inside = [
-                e
-                for e in events
-                if e["ph"] == "X"
-                and (e["pid"], e["tid"]) == (end["pid"], end["tid"])
-                and e["ts"] <= end["ts"] <= e["ts"] + e["dur"] + 1e-3
-            ]
-            assert inside, "an arrow ends in a slice"
-    # In the order of their tags: receive k of rank 2 ends at the k-th arrow from rank 0.
-    received = sorted(p["f"]["ts"] for p in ends.values() if (p["s"]["pid"], p["f"]["pid"]) == (0, 2))
-    slices = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "recv"]
-    assert received == pytest.approx([e["ts"] + e["dur"] for e in slices], abs=1.0)
 
 
 def test_a_collective_is_shared_in_time(folder: Path) -> None:
@@ -272,8 +242,8 @@ AHEAD_S = 100.0
 
 
 @pytest.mark.mesh(dp=2, via="gloo")
-def test_clocks_of_two_hosts_are_brought_together(mesh: Mesh, tmp_path: Path) -> None:
-    """Rank 1 believes to be on another host, whose monotonic clock is 100 s ahead."""
+def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
+    """Rank 1 takes itself for one of another host, whose monotonic clock is 100 s ahead."""
     path, tracing = tmp_path / "trace.json", import_module("meshcomm.mesh.tracing")
     ours = [m for name, m in sys.modules.items() if name.startswith("meshcomm.")]
     timed = [m for m in ours if getattr(m, "clock", None) is time.perf_counter]
@@ -287,31 +257,14 @@ def test_clocks_of_two_hosts_are_brought_together(mesh: Mesh, tmp_path: Path) ->
             for _ in range(3):
                 mesh.all_reduce("dp", torch.ones(1))
     events = check_format(path.read_text())
-    error_s = json.loads(path.read_text())["otherData"]["clock_error_s"]
-    assert list(error_s) == ["1"]
-    assert 0 < error_s["1"] < AHEAD_S / 4
     for number in (1, 2, 3):
         (a, b) = (
             (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
             for e in events
             if e["ph"] == "X" and e["args"]["number"] == number
         )
-        assert max(a[0], b[0]) <= min(a[1], b[1]) + error_s["1"]
-
-
-def test_offsets_are_bounded_by_an_exchange_of_all_ranks() -> None:
-    def clock(rank: int, host: int, entered: float, left: float) -> _Clock:
-        return _Clock(rank, host, entered, left, 0.0, 0)
-
-    # In true time: 0 and 1 (host 7) enter at 10 and 11 and leave at 13, 2 and 3 (host 8, 50 s behind) enter
-    # at 12.5 and 12 and leave at 13 and 14.
-    rows = [clock(0, 7, 10, 13), clock(1, 7, 11, 13), clock(2, 8, -37.5, -37), clock(3, 8, -38, -36)]
-    found = offsets(rows)
-    assert found[0] == found[1] == (0.0, 0.0)
-    assert found[2] == found[3]
-    offset, error_s = found[2]
-    assert (offset, error_s) == (pytest.approx(49.25), pytest.approx(1.25))
-    assert abs(offset - 50) <= error_s
+        # Between the two readings of its clocks a rank of a busy machine may lose its core.
+        assert max(a[0], b[0]) <= min(a[1], b[1]) + AHEAD_S / 4
 
 
 # -- a pipeline ---------------------------------------------------------------------------------------
@@ -421,21 +374,24 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     )
     late = Span("pp[]", "pp", "recv", "a.py:1", 1.0, left=1.25, parts=(("recv", 0, 0, 1),), **more)
     late.waits.append((1.5, 2.0))
-    parts = [part_of(4, "rank 4", ["pp"], [sends], groups), part_of(5, "rank 5", ["pp"], [late], groups)]
+    parts = [
+        zlib.compress(
+            ",".join(map(json.dumps, events_of(rank, f"rank {rank}", ["pp"], [span], groups, 1.0))).encode()
+        )
+        for rank, span in ((4, sends), (5, late))
+    ]
     write(path, parts, {"a": 1})
     events = check_format(path.read_text())
-    assert json.loads(path.read_text())["otherData"] == {"a": 1, "unmatched_messages": 1}
+    assert json.loads(path.read_text())["otherData"] == {"a": 1}
     shown = [(e["pid"], e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M"]
     assert shown == [
-        (4, "X", "send", 1.5e6, 0.5e6),
-        (5, "X", "start recv", 1.0e6, 0.25e6),
-        (5, "X", "wait for recv", 1.5e6, 0.5e6),
-        (5, "b", "recv pp", 1.0e6, None),
-        (5, "e", "recv pp", 2.0e6, None),
-        (4, "s", "message", 1.5e6, None),
-        (5, "f", "message", pytest.approx(2.0e6), None),
+        (4, "X", "send", 2.5e6, 0.5e6),
+        (5, "X", "start recv", 2.0e6, 0.25e6),
+        (5, "X", "wait for recv", 2.5e6, 0.5e6),
+        (5, "b", "recv pp", 2.0e6, None),
+        (5, "e", "recv pp", 3.0e6, None),
     ]
-    # What fails half way leaves no file at all.
+    # A failure half way leaves no file at all.
     with pytest.raises(zlib.error):
         write(tmp_path / "u.json", [parts[0], b"damaged"], {})
     assert [each.name for each in tmp_path.iterdir()] == ["t.json"]

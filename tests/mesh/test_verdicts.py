@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.comm.counters import counter_of
-from meshcomm.comm.diagnosis import absent, diagnose
+from meshcomm.comm.diagnosis import BlockedCall, absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
+from meshcomm.comm.p2p_log import Batch
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.jobs.afterwards import report
-from meshcomm.mesh.status_query import StatusQuery
-from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog
+from meshcomm.mesh.rank_record import RecordExchange
+from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
@@ -365,7 +366,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
 
     def said(tag: int) -> list[tuple[int, str | None]]:
         waiting = {"call": "recv_any", "parts": [("recv", None, tag, 0)]}
-        return absent("pp[0]", [0, 1, 2, 3], 0, statuses, waiting, 0)
+        return absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses)
 
     statuses = {
         0: status(0, ("recv", 1, 7, 2), ("recv", 2, 7, 1)),
@@ -386,7 +387,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     assert said(9) == [(3, None)]
     # Of several messages, those that lack one.
     waiting = {"call": "exchange", "parts": [("recv", 1, 7, 2), ("recv", 2, 9, 2)]}
-    assert absent("pp[0]", [0, 1, 2, 3], 0, statuses, waiting, 0) == [
+    assert absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
         (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
     ]
 
@@ -441,21 +442,21 @@ class _BusyStore:
 
 @pytest.mark.faults
 def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.3)
-    monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 40)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.3)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 40)
     # Its eighth look is after 0.8 s at least, and would be after less than 0.3 s on an idle machine.
-    busy = StatusQuery(_BusyStore(0.1, 8), 0, 0.01)
+    busy = RecordExchange(_BusyStore(0.1, 8), 0, 0.01)
     assert busy.limited(lambda: busy.ask([1])) == {1: {"rank": 1}}
     # Who never answers is given up all the same, and on an idle machine in time.
-    idle = StatusQuery(_BusyStore(0.0, 1), 0, 0.01)
+    idle = RecordExchange(_BusyStore(0.0, 1), 0, 0.01)
     began = time.monotonic()
     assert idle.ask([1, 2]) == {1: {"rank": 1}}
     assert time.monotonic() - began >= 0.3
     # As is a store that does not answer, or that stops half way.
-    silent = StatusQuery(_BusyStore(3.0, 1), 0, 0.01)
+    silent = RecordExchange(_BusyStore(3.0, 1), 0, 0.01)
     with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
         silent.limited(lambda: silent.ask([1]))
-    monkeypatch.setattr("meshcomm.mesh.status_query._LONGER", 1)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 1)
     with pytest.raises(TimeoutError):
         idle.limited(lambda: time.sleep(20))
 
@@ -515,6 +516,7 @@ def test_a_folder_without_reports(tmp_path: Path) -> None:
 
 def test_a_call_is_overdue_by_the_clock_alone() -> None:
     recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    recorder.timeout_s = lambda: 3.0
     timer = CallTimer()
     counter = counter_of(recorder.counters, "tp", "all_reduce")
 
@@ -522,7 +524,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
         return recorder.call(recorder, counter, 8, torch.ones(2))  # type: ignore[arg-type]
 
     def late(now: float) -> bool:
-        return bool(timer.overdue([(recorder, 3.0)], now))
+        return bool(timer.overdue([recorder], now))
 
     assert not late(0.0)
     with call():
@@ -533,7 +535,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
         assert not late(70.0)
         assert not late(73.0 + GRACE_S)
         assert late(73.1 + GRACE_S)
-    message = recorder.messages.begin("tp", "recv", [P2P("recv", torch.ones(2), 1, 0)])
+    message = recorder.messages.begin("tp", Batch("recv", [P2P("recv", torch.ones(2), 1, 0)]), True)
     assert not late(80.0)
     assert late(83.1 + GRACE_S)
     message.ended()
@@ -635,7 +637,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
     assert lines[3].startswith(f"  ranks 0 1 2 made all_reduce, at {__file__}:")
 
 
-def told(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
+def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp, whose last collectives were `recent`."""
     calls = [(number, call, f"train.py:{number}{rank}", None) for number, call in recent]
     last = {"number": started, "dim": "dp", "call": calls[-1][1], "callsite": calls[-1][2], "inside": inside}
@@ -643,17 +645,20 @@ def told(rank: int, started: int, *recent: tuple[int, str], inside: bool = True)
     return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}
 
 
+CALL_9 = BlockedCall(0, "dp", [0, 1, 2, 3], 9)
+
+
 def test_equal_operations_with_other_counts_say_who_is_behind_and_who_is_ahead() -> None:
     call = "all_reduce"
-    statuses = {rank: told(rank, 9, (8, call), (9, call)) for rank in range(3)}
-    statuses[3] = told(3, 8, (7, call), (8, call))
-    found = diagnose("dp", [0, 1, 2, 3], 9, statuses)
+    statuses = {rank: status_of(rank, 9, (8, call), (9, call)) for rank in range(3)}
+    statuses[3] = status_of(3, 8, (7, call), (8, call))
+    found = diagnose(CALL_9, statuses)
     assert (found.missing, found.mismatched, found.silent) == ([3], (), False)
     assert found.lines == [
         'rank 3 (dp=3) has not come: it is in all_reduce along "dp", call 8, at train.py:83'
     ]
-    statuses[3] = told(3, 10, (9, call), (10, call))
-    found = diagnose("dp", [0, 1, 2, 3], 9, statuses)
+    statuses[3] = status_of(3, 10, (9, call), (10, call))
+    found = diagnose(CALL_9, statuses)
     assert (found.missing, found.mismatched) == ([], ())
     assert found.lines == [
         'rank 3 (dp=3) has gone on: it is in all_reduce along "dp", call 10, at train.py:103'
@@ -662,24 +667,24 @@ def test_equal_operations_with_other_counts_say_who_is_behind_and_who_is_ahead()
 
 def test_the_first_number_with_different_operations_counts() -> None:
     a, b = "all_reduce", "all_gather"
-    statuses = {rank: told(rank, 9, (7, a), (8, a), (9, b)) for rank in (0, 2)}
-    statuses[1] = told(1, 9, (7, a), (8, b), (9, a))
-    found = diagnose("dp", [0, 1, 2, 3], 9, statuses)  # rank 3 does not answer
+    statuses = {rank: status_of(rank, 9, (7, a), (8, a), (9, b)) for rank in (0, 2)}
+    statuses[1] = status_of(1, 9, (7, a), (8, b), (9, a))
+    found = diagnose(CALL_9, statuses)  # rank 3 does not answer
     assert found.mismatched == [1]
     assert found.lines == [
         "rank 1 (dp=1) made all_gather, at train.py:81, as call 8",
         "ranks 0 2 made all_reduce, at train.py:80, as call 8",
     ]
     # Of equally many, those without the lowest rank.
-    found = diagnose("dp", [0, 1, 2, 3], 9, {rank: statuses[rank] for rank in (0, 1)})
+    found = diagnose(CALL_9, {rank: statuses[rank] for rank in (0, 1)})
     assert found.mismatched == [1]
     # Calls that are not remembered by both are not compared.
-    statuses[1] = told(1, 6, (5, b), (6, b))
-    assert diagnose("dp", [0, 1, 2, 3], 9, statuses).mismatched == ()
+    statuses[1] = status_of(1, 6, (5, b), (6, b))
+    assert diagnose(CALL_9, statuses).mismatched == ()
 
 
 class _CountingStore:
-    """A store that counts its operations, whose ranks answer with `told`; those in `silent` never do."""
+    """A store that counts its operations, whose ranks answer with `status_of`; those in `silent` never do."""
 
     def __init__(self, store: Any, silent: tuple[int, ...]) -> None:
         self._store = store
@@ -695,7 +700,7 @@ class _CountingStore:
             if name == "set" and arguments[0].startswith("ask/"):
                 _, rank, number = arguments[0].split("/")
                 if int(rank) not in self._silent:
-                    status = told(int(rank), 9 if int(rank) else 8, (8, "all_reduce"))
+                    status = status_of(int(rank), 9 if int(rank) else 8, (8, "all_reduce"))
                     self.operations += 2  # as a watchdog that has found a question
                     self._store.set(f"answer/{rank}/{number}", json.dumps(status))
             return result
@@ -708,21 +713,20 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
     ranks: int, silent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operations of a hang's inquiry grow with the number of ranks, not with its square."""
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.5)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.5)
     store = _CountingStore(dist.HashStore(), silent)
     waiting = [rank for rank in range(1, ranks) if rank not in silent]
     asked: list[int] = []
     found: dict[int, Any] = {}
 
     def wait(rank: int) -> None:
-        query = StatusQuery(store, rank, 0.01)
+        query = RecordExchange(store, rank, 0.01)
 
         def make() -> dict[str, Any]:
             asked.append(rank)
             statuses = query.ask([other for other in range(ranks) if other != rank])
-            return diagnose(
-                "dp", range(ranks), 9, {**statuses, rank: told(rank, 9, (8, "all_reduce"))}
-            )._asdict()
+            statuses[rank] = status_of(rank, 9, (8, "all_reduce"))
+            return diagnose(BlockedCall(rank, "dp", range(ranks), 9), statuses)._asdict()
 
         found[rank] = query.shared("dp/9", make)
 
@@ -738,21 +742,21 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
 
 
 def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.1)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.1)
     store = dist.HashStore()
     store.set("first/dp/9", "7")  # rank 7 was first, and has ended
-    assert StatusQuery(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
+    assert RecordExchange(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
 
 
-def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1, folder: str = "") -> Watchdog:
+def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1) -> Watchdog:
     """One in this process, of a rank of two whose other one is nowhere."""
-    return Watchdog(store, 0, {"dp": 0}, 2, folder, 0, lambda _: timeout_s, ended.append)
+    return Watchdog(store, 0, {"dp": 0}, 2, WatchOptions(timeout_s, ended.append))
 
 
 def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a call that a signal's handler left by an exception, should its record not be cleared."""
     monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
@@ -779,7 +783,8 @@ def test_a_call_that_an_interrupt_leaves_is_over() -> None:
         raise KeyboardInterrupt
     assert not recorder.inside
     timer = CallTimer()
-    assert [timer.overdue([(recorder, 3.0)], now) for now in (0.0, 100.0)] == [[], []]
+    recorder.timeout_s = lambda: 3.0
+    assert [timer.overdue([recorder], now) for now in (0.0, 100.0)] == [[], []]
 
 
 def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
@@ -787,7 +792,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
 ) -> None:
     """The program is elsewhere, and goes on."""
     monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.status_query._ANSWER_S", 0.2)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
@@ -900,7 +905,8 @@ class Captured:
 def test_a_queued_call_is_watched_again_after_a_capture() -> None:
     recorder = FlightRecorder("dp", [0, 1], lambda _, where, error: failure(where, error))
     recorder.ordered, recorder.work = True, (work := Captured())
-    timer, watched = CallTimer(), [(recorder, 8.0)]
+    recorder.timeout_s = lambda: 8.0
+    timer, watched = CallTimer(), [recorder]
     assert timer.stuck(watched, 0.0) == []
     work.captured = False
     assert timer.stuck(watched, 10.0) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +29,14 @@ from meshcomm.parallel.context import (
 )
 from meshcomm.parallel.context.block import (
     Band,
+    Queries,
     attend_block,
     block_gradients,
     plain_attention,
     plain_gradients,
     wide,
 )
-from meshcomm.parallel.context.ring import blocks_at
-from meshcomm.predict.traffic import ring_turns
+from meshcomm.parallel.context.ring import ring_turns
 from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]
@@ -200,12 +201,13 @@ def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys:
     out, lse = plain_attention(q, k, v, causal, 0.3)
     assert out.dtype == lse.dtype == wide(dtype)
     # More keys elsewhere: a larger denominator than this block's.
-    more = (0.7 * out).to(dtype), lse + 0.4
+    queries = Queries(q, (0.7 * out).to(dtype), lse + 0.4, dout)
+    double = Queries(*(x.double() for x in queries))
     bound = 1e-12 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
     assert farthest(list(attend_block(q, k, v, causal, 0.3)), [out, lse]) < bound
-    exact = plain_gradients(*(x.double() for x in (dout, q, k, v, *more)), causal, 0.3)
+    exact = plain_gradients(double, k.double(), v.double(), causal, 0.3)
     for gradients in (block_gradients, plain_gradients):
-        assert farthest(list(gradients(dout, q, k, v, *more, causal, 0.3)), list(exact)) < bound
+        assert farthest(list(gradients(queries, k, v, causal, 0.3)), list(exact)) < bound
 
 
 def test_the_formula_carries_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,9 @@ def covered(
     counted = torch.zeros(n * length, n * length, dtype=torch.int64)
     area, turns = torch.zeros(n, n), set()
     for coord, turn in product(range(n), range(n)):
-        for place, block in enumerate(blocks_at(turn, n, coord, order, causal, length, length, window)):
+        here: Any = SimpleNamespace(size=lambda _: n, coord=lambda _, coord=coord: coord)
+        blocks = ring._Ring("", here, "cp", causal, order, window=window).blocks(turn, length, length)
+        for place, block in enumerate(blocks):
             queries, keys, seen = block
             mine = sequence_positions(n * length, n, coord, order)[queries]
             theirs = sequence_positions(n * length, n, (coord - turn) % n, order)[keys]
@@ -305,7 +309,7 @@ def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.M
         monkeypatch.setattr(owner, name, call)
 
     def pairs(*args: Any) -> float:
-        q, k = args[:2] if len(args) == 5 else args[1:3]
+        q, k = getattr(args[0], "q", args[0]), args[1]
         return float(q.shape[2] * k.shape[2] / (2 if args[-2] else 1))
 
     noted(ring, "attend_block", pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -13,9 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context import block, ring, ring_attention
-from meshcomm.parallel.context.block import attend_block, block_gradients, plain_attention, plain_gradients
-from meshcomm.transport import torch_private
+from meshcomm.parallel.context import block, ring, ring_attention, torch_private
+from meshcomm.parallel.context.block import (
+    Queries,
+    attend_block,
+    block_gradients,
+    plain_attention,
+    plain_gradients,
+)
 from meshcomm.transport.torch_private import DispatchMode
 from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, split_up
 
@@ -110,7 +116,8 @@ def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: 
         assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
         # The kernel is handed a pointer: rows of each head, one after the other.
         logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
-    found = plain_gradients(*wide(dout, query, key, value, out, logsumexp), rest["is_causal"], rest["scale"])
+    queries = Queries(*wide(query, out, logsumexp, dout))
+    found = plain_gradients(queries, *wide(key, value), rest["is_causal"], rest["scale"])
     found = tuple(tokens_first(x.to(query.dtype)) for x in found)
     return (*found, None) if efficient else found
 
@@ -177,9 +184,9 @@ def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: i
     for causal in (True, False) if s == t else (False,):
         with StandIns():
             found = [*attend_block(q, k, v, causal, 0.3)]
-            found += block_gradients(dout, q, k, v, out, lse, causal, 0.3)
+            found += block_gradients(Queries(q, out, lse, dout), k, v, causal, 0.3)
         exact = [*plain_attention(*wide(q, k, v), causal, 0.3)]
-        exact += plain_gradients(*wide(dout, q, k, v, out, lse), causal, 0.3)
+        exact += plain_gradients(Queries(*wide(q, out, lse, dout)), *wide(k, v), causal, 0.3)
         for mine, wanted in zip(found, exact, strict=True):
             # For rows of few keys the weights may be far above 1, as lse is drawn and not computed.
             room = 8 * torch.finfo(dtype).eps * max(1.0, wanted.abs().max().item())
@@ -251,11 +258,12 @@ def test_on_cuda_no_tensor_has_the_size_of_the_scores(
     with FakeTensorMode(), Recorded() as mode:
         q = torch.empty(batch, heads, s, head, dtype=dtype, device="cuda")
         k, v = (torch.empty(batch, kv, s, head, dtype=dtype, device="cuda") for _ in range(2))
-        whole = Alone(None, "cp", n, n - 1, True, order, 0.125)  # type: ignore[arg-type]
+        here: Any = SimpleNamespace(size=lambda _: n, coord=lambda _: n - 1)
+        whole = Alone("", here, "cp", True, order, 0.125)
         # As _RingAttention does: autograd's engine asks for a GPU.
         with torch.no_grad():
             out, lse = ring._forward(whole, q, k, v)
-            gradients = ring._backward(whole, torch.empty_like(out), q, k, v, out, lse)
+            gradients = ring._backward(whole, Queries(q, out, lse, torch.empty_like(out)), k, v)
         for made, given in zip((out, *gradients), (q, q, k, v), strict=True):
             assert (made.shape, made.dtype, made.device) == (given.shape, dtype, given.device)
         assert lse.shape == q.shape[:3] and lse.dtype == block.wide(dtype)
@@ -274,13 +282,13 @@ def test_the_formula_holds_few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch)
     for causal in (True, False):
         at_once = [
             *plain_attention(q, k, v, causal, 0.4),
-            *plain_gradients(dout, q, k, v, q, lse, causal, 0.4),
+            *plain_gradients(Queries(q, q, lse, dout), k, v, causal, 0.4),
         ]
         monkeypatch.setattr(block, "_SCORES", 5 * 2 * 12 * SEQUENCE)
         with Recorded() as mode:
             some = [
                 *plain_attention(q, k, v, causal, 0.4),
-                *plain_gradients(dout, q, k, v, q, lse, causal, 0.4),
+                *plain_gradients(Queries(q, q, lse, dout), k, v, causal, 0.4),
             ]
         monkeypatch.undo()
         assert farthest(some, at_once) < 1e-12

@@ -25,7 +25,7 @@ from meshcomm.parallel import (
     assign,
     whole,
 )
-from meshcomm.parallel.compose import sections
+from meshcomm.parallel.build import sections
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn

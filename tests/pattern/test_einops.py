@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from math import prod
 from typing import Any
 
 import einops
@@ -264,6 +265,12 @@ def drawn_case(draw: random.Random) -> Case | None:
         if "unclear whether to move" in str(error):
             return None
         raise
+    # At most what gathering everything would send, and the same steps without a shape.
+    whole = prod(DIMS.values()) * prod(shape)
+    assert recipe.sent is not None and recipe.sent <= whole * (len(recipe.steps) + 1)
+    symbolic = explain_pattern(" -> ".join(sides), DIMS, partial=partial, **axes)
+    assert [str(step) for step in symbolic.steps] == [str(step) for step in recipe.steps]
+    assert symbolic.sent is None and str(symbolic).count("\n") == str(recipe).count("\n") - 1
     roles = {name: ROLE[role] for name, role in recipe.roles}
     return Case(" -> ".join(sides), shape, roles, "", partial, axes)
 

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from meshcomm.errors import LayoutError, UnknownDim
-from meshcomm.show.grid import RankGrid, grid_facts
-from meshcomm.show.grid.cells import PALETTE
+from meshcomm.show.grid import PALETTE, RankGrid, grid_facts
 from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_facts
 from tests.show.shown import GPT, MESH, ROOT, SVG, WIDE, nodes, plan_at, plan_of, run
@@ -166,43 +165,47 @@ def test_a_console_of_ascii_gets_ascii() -> None:
 # -- SVG and Markdown -------------------------------------------------------------------------------
 
 
-def test_the_picture_names_every_rank_and_needs_nothing_else() -> None:
+def cells_of(picture: str) -> list[ElementTree.Element]:
+    return [each for each in ElementTree.fromstring(picture).iter(f"{SVG}g") if each.get("class") == "cell"]
+
+
+def test_the_picture_names_every_rank_and_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
     text = RankGrid(grid_facts(SMALL, "tp", nodes(4), 5)).svg()
-    cells = [each for each in ElementTree.fromstring(text).iter(f"{SVG}g") if each.get("class") == "cell"]
+    cells = cells_of(text)
     assert len(cells) == 8
     for cell in cells:
-        rank = int(cell.findtext(f"{SVG}text") or "")
+        rank = int((cell.findtext(f"{SVG}text") or "").strip("[]"))
         at = f"pp={rank // 4} dp={rank // 2 % 2}"
         told = f"rank {rank}: {at} tp={rank % 2}\ngroup tp[{at}]\nnode {rank // 4}"
         assert cell.findtext(f"{SVG}title") == told
         rect = cell.find(f"{SVG}rect")
         assert rect is not None and rect.get("fill") == PALETTE[rank // 2]
-        assert (cell.find(f"{SVG}rect[@class='mine']") is not None) == (rank == 5)
+        assert (cell.findtext(f"{SVG}text") == f"[{rank}]") == (rank == 5)
     assert "prefers-color-scheme: dark" in text
     assert re.findall(r"(?:href|src|url)\b|@import|https?://(?!www\.w3\.org/2000/svg\")", text) == []
 
 
-def test_the_picture_parts_nodes_where_they_end() -> None:
-    plan = plan_of(dims={"p": 2, "t": 4})
-    root = ElementTree.fromstring(RankGrid(grid_facts(plan, "t", nodes(2))).svg())
-    (path,) = (each for each in root.iter(f"{SVG}path") if each.get("class") == "node")
-    across = re.findall(r"M-?\d+ (-?\d+)H", path.get("d") or "")
-    down = re.findall(r"M(-?\d+) -?\d+V", path.get("d") or "")
-    # Above, between and below the rows; left, in the middle and right.
-    assert [across.count(at) for at in sorted(set(across))] == [4, 4, 4]
-    assert [down.count(at) for at in sorted(set(down))] == [2, 2, 2]
-    assert 'class="node"' not in RankGrid(grid_facts(plan, "t")).svg()
+def test_the_picture_has_the_lines_of_the_text_at_their_places() -> None:
+    facts = grid_facts(plan_of(dims={"p": 2, "t": 4}), "t", nodes(2))
+    rows: dict[int, dict[int, str]] = {}
+    for each in ElementTree.fromstring(RankGrid(facts).svg()).iter(f"{SVG}text"):
+        for at, character in enumerate(each.text or ""):
+            column = round((float(each.get("x") or 0) - 20) / 8.4) + at
+            rows.setdefault((int(each.get("y") or 0) - 33) // 17, {})[column] = character
+    drawn = ["".join(row.get(at, " ") for at in range(max(row) + 1)) for _, row in sorted(rows.items())]
+    printed = re.sub(r"\x1b\[[\d;]*m", "", coloured(facts)).splitlines()
+    assert drawn == [line.rstrip() for line in printed] and "┳" in drawn[3]
 
 
 def test_colours_that_repeat_are_lettered_and_a_large_picture_stays_one() -> None:
-    root = ElementTree.fromstring(RankGrid(grid_facts(plan_of(dims={"p": 20, "t": 2}), "t")).svg())
-    cell = next(c for c in root.iter(f"{SVG}g") if c.findtext(f"{SVG}text") == "18")
+    cells = cells_of(RankGrid(grid_facts(plan_of(dims={"p": 20, "t": 2}), "t")).svg())
+    (cell,) = (each for each in cells if each.findtext(f"{SVG}text") == "18j")
     assert [rect.get("fill") for rect in cell.iter(f"{SVG}rect")] == [PALETTE[9 % 8]]
-    assert [each.text for each in cell.iter(f"{SVG}text")] == ["18", "j"]
     text = RankGrid(grid_facts(BIG, "dp", nodes(8), 777)).svg()
     root = ElementTree.fromstring(text)
     assert float(root.get("width") or 0) < 1700 and float(root.get("height") or 0) < 1700
-    assert len(text) < 300_000 and "not drawn: pp=1 to pp=6" in text and "outlined: rank 777" in text
+    assert len(text) < 300_000 and "not drawn: pp=1 to pp=6" in text and "[ ] rank 777" in text
 
 
 def test_markdown_is_the_picture_of_text() -> None:

@@ -16,6 +16,7 @@ from meshcomm.mesh import Mesh
 
 DIMS = {"a": 3, "b": 2}
 MERGE = {"ab": ("a", "b")}
+ORDER = [4, 1, 5, 0, 3, 2]
 NAMES: tuple[Dims, ...] = ("a", "b", "ab")
 _SIDE = 6  # divisible by the size of every dim
 
@@ -34,7 +35,7 @@ def run(mesh: Mesh, seed: int, steps: int = 6) -> list[str]:
     generator = torch.Generator().manual_seed(seed * 1000 + mesh.rank)
     x = torch.randn(_SIDE, _SIDE, generator=generator).to(chance.choice(_DTYPES))
     found = []
-    for _ in range(steps):
+    for number in range(steps):
         step = chance.choice(_STEPS)
         # Drawn alike on all ranks; what a step needs more, it draws alike too.
         result = step(mesh, x, chance.choice(NAMES), chance)
@@ -42,6 +43,8 @@ def run(mesh: Mesh, seed: int, steps: int = 6) -> list[str]:
         if isinstance(result, Tensor) and result.shape == x.shape:
             # Kept small, so that no step overflows.
             x = (result.to(torch.float32) / (1 + result.abs().max().to(torch.float32))).to(x.dtype)
+            if number % 3 == 1:  # memory that is not in order
+                x = x.T.contiguous().T
     return found
 
 
@@ -52,7 +55,7 @@ def run_all(mesh: Mesh, seeds: Sequence[int]) -> list[list[str]]:
 
 def on_gloo(seeds: Sequence[int]) -> list[list[str]]:
     """The same on real processes."""
-    with meshcomm.init(dims=DIMS, merge=MERGE, device="cpu", timeout_s=60) as mesh:
+    with meshcomm.init(dims=DIMS, merge=MERGE, rank_order=ORDER, device="cpu", timeout_s=60) as mesh:
         return run_all(mesh, seeds)
 
 
@@ -104,6 +107,17 @@ def _shift(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
     return mesh.shift(dims, x, chance.randrange(-3, 4), wrap=chance.random() < 0.5)
 
 
+def _exchange(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
+    peers = [peer for peer in range(mesh.size(dims)) if peer != mesh.coord(dims)]
+    outs = [(torch.zeros_like(x, memory_format=torch.contiguous_format), peer) for peer in reversed(peers)]
+    return torch.stack(mesh.exchange(dims, [(x, peer) for peer in peers], outs)).sum(0)
+
+
+def _list(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
+    one, two = mesh.all_reduce(dims, [x.clone(), x.to(torch.float64)])
+    return one.double() + two
+
+
 def _in_turn(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
     coord, out, tag = mesh.coord(dims), torch.zeros_like(x), chance.randrange(3)
     if coord > 0:
@@ -122,7 +136,7 @@ def _begun_first(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> An
 
 
 def _objects(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
-    told = {"rank": mesh.rank, "first": x.view(-1)[0].item()}
+    told = {"rank": mesh.rank, "first": x.reshape(-1)[0].item()}
     if chance.random() < 0.5:
         return mesh.objects.all_gather(dims, told)
     return mesh.objects.broadcast(dims, told, src=chance.randrange(mesh.size(dims)))
@@ -151,5 +165,5 @@ def _meet(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STEPS: tuple[Callable[..., Any], ...] = (
     _all_reduce, _later, _broadcast, _reduce, _gather_and_scatter, _all_gather, _uneven, _reduce_scatter,
-    _all_to_all, _shift, _in_turn, _begun_first, _objects, _gradient, _pattern, _meet,
+    _all_to_all, _shift, _exchange, _list, _in_turn, _begun_first, _objects, _gradient, _pattern, _meet,
 )  # fmt: skip

@@ -24,10 +24,11 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.errors import BarrierTimeout, MeshcommError, RankFailed, StoreTimeout, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
-from meshcomm.transport.support import REDUCE_OPS, reduce_refusal
+from meshcomm.transport.support import reduce_refusal
 from tests.simulator import random_programs
 from tests.simulator.random_programs import digest
 
@@ -43,7 +44,7 @@ def every_sum(mesh: Mesh) -> dict[str, str]:
     """Every reduction of values whose sum depends on the order, by what was asked."""
     found = {}
     asked = [
-        ("dp", length, op) for length in (1, 40, 3000) for op in (REDUCE_OPS if length == 40 else ("sum",))
+        ("dp", length, op) for length in (1, 40, 3000) for op in (REDUCTIONS if length == 40 else ("sum",))
     ]
     for (dims, length, op), dtype in product([*asked, ("tp", 40, "avg"), ("all", 3000, "sum")], DTYPES):
         if reduce_refusal("gloo", op, dtype) is not None:
@@ -82,6 +83,7 @@ def test_random_programs_under_every_schedule_are_those_of_gloo(pool: Pool) -> N
             random_programs.run_all,
             dims=random_programs.DIMS,
             merge=random_programs.MERGE,
+            rank_order=random_programs.ORDER,
             args=(seeds,),
             schedule_seed=schedule,
         )

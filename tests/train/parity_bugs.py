@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from meshcomm.config import Config, ParallelConfig
-from meshcomm.parallel import compose, norm
+from meshcomm.parallel import build, compose, norm
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.dropout import Drops
 from meshcomm.parallel.norm import GradientNorm
-from meshcomm.parallel.pipeline import Accumulate
+from meshcomm.parallel.pipeline import Accumulate, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.tied import TiedWeight
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -71,7 +70,7 @@ def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
 
 @bug("pp2 dp2 tp2", "loss of step 1", "pp")
 def last_stage_begins_one_layer_late(config: Config) -> Patch:
-    right = compose.split_layers
+    right = build.split_layers
 
     def wrong(*args: Any, **costs: Any) -> list[range]:
         found = right(*args, **costs)
@@ -79,7 +78,7 @@ def last_stage_begins_one_layer_late(config: Config) -> Patch:
             found[-1] = range(found[-1].start + 1, found[-1].stop)
         return found
 
-    return patch.object(compose, "split_layers", wrong)
+    return patch.object(build, "split_layers", wrong)
 
 
 @bug("dp2 tp4", "loss of step 1", "dp")
@@ -100,14 +99,14 @@ def norm_weights_of_own_tokens_only(config: Config) -> Patch:
 
 @bug("ep4 edp2", "gradient norm of step 1", "ep")
 def router_summed_like_an_expert(config: Config) -> Patch:
-    right = compose.separate
+    right = build.separate
 
     def wrong(module: Any) -> Any:
         dense, experts = right(module)
         routers = {name: dense.pop(name) for name in list(dense) if "router" in name}
         return dense, {**experts, **routers}
 
-    return patch.object(compose, "separate", wrong)
+    return patch.object(build, "separate", wrong)
 
 
 @bug("ep4 edp2", "gradient norm of step 1", "ep")

@@ -14,7 +14,7 @@ import meshcomm
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.inputs import check_inputs
+from meshcomm.parallel.results import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.train.runs import config_on, losses_or_error, trained

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.testing import Pool
+from meshcomm.testing.pool import Limits
 from meshcomm.train import Callback, Summary, run, sinks
 from tests.train.runs import metrics, run_json
 from tests.train.test_evaluate import on
@@ -71,7 +73,7 @@ def test_tensorboard_has_the_numbers_of_metrics_also_of_a_run_that_goes_on(
 @needs_tensorboard
 def test_one_that_fails_is_said_once_and_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:
     config = on("dp=2", tmp_path, 'train.log_to=["tensorboard"]')
-    ends = pool.call(told, (config, True), ranks=2, timeout_s=60.0, capture=True)
+    ends = pool.call(partial(told, config, True), ranks=2, limits=Limits(60), capture=True)
     said = [
         end.err.count("meshcomm: metrics no longer go to tensorboard, and the run goes on: OSError")
         for end in ends

@@ -22,7 +22,7 @@ import pytest
 
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, TrainingError, ViewError
-from meshcomm.mesh.stats import Row, Stats
+from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.machine import machine
 from meshcomm.predict.place import rank_placements
 from meshcomm.predict.workload import workload
@@ -169,9 +169,9 @@ STATS = Stats(
     "rank 0",
     4.0,
     (
-        Row("dp", "barrier", False, 2, 2, 0, 0.001, 0.001),
-        Row("dp", "all_reduce", False, 2, 7, 2_000_000, 0.5, 0.5),
-        Row("made_later", "send", True, 2, 1, 4096, 0.0, 0.2),
+        CallStats("dp", "barrier", False, 2, 2, 0, 0.001, 0.001),
+        CallStats("dp", "all_reduce", False, 2, 7, 2_000_000, 0.5, 0.5),
+        CallStats("made_later", "send", True, 2, 1, 4096, 0.0, 0.2),
     ),
 )
 START = Start(steps=30, tokens_per_step=100, parameters=1234, text_bytes=5000, text_files=3, threads=1)

@@ -8,8 +8,7 @@ from meshcomm.parallel.context.order import (
     zigzag_positions,
 )
 from meshcomm.parallel.context.ring import ring_attention
-from meshcomm.parallel.context.split import ContextSplit
-from meshcomm.parallel.context.ulysses import ulysses_attention
+from meshcomm.parallel.context.split import ContextSplit, ulysses_attention
 
 __all__ = [
     "ContextSplit",

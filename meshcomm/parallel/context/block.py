@@ -1,8 +1,9 @@
-"""q, k and v of one rank: do they fit, and attention of a block of queries with one of keys, to be put together."""
+"""Attention of one rank: its settings, the checks of q, k and v, and a block of queries with a block of keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -12,14 +13,14 @@ from torch import Tensor
 from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.context.order import Order, check_order
-from meshcomm.transport.torch_private import (
+from meshcomm.parallel.context.torch_private import (
     attention_kernel,
     kernel_alignment,
     kernel_attention,
     kernel_attention_backward,
 )
+from meshcomm.parallel.tensor.split import as_autocast
 
 # Elements of the scores that the formula holds at once.
 _SCORES = 1 << 24
@@ -28,14 +29,86 @@ _ROWS = 128
 
 
 class Band(NamedTuple):
-    """A query at place i meets the keys at places i + offset - window + 1 to i + offset, of which there is one at least."""
+    """A query at place i meets the keys at places i + offset - window + 1 to i + offset, at least one of which exists."""
 
     offset: int
     window: int
 
 
-Seen: TypeAlias = bool | Band
-"""Which keys of a block a query meets: False all of them, True those at its own place and before."""
+Visible: TypeAlias = bool | Band
+"""The keys of a block that a query meets: False all of them, True those at its own place and before."""
+
+
+class Queries(NamedTuple):
+    """Some queries, and what backward knows of them: result and log-sum-exp over all keys, the result's gradient."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of attention over a sequence that is split along `dim`; see `ring_attention` for its settings."""
+
+    name: str
+    mesh: Mesh
+    dim: str
+    causal: bool
+    order: Order
+    scale: float | None = None
+    window: int | None = None
+
+    @property
+    def n(self) -> int:
+        """The number of ranks along the dim."""
+        return self.mesh.size(self.dim)
+
+    @property
+    def where(self) -> str:
+        """How errors name the call."""
+        return f'{self.name} along "{self.dim}" on {self.mesh.label}'
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention where all of the sequence is on this rank."""
+        return whole_attention(q, k, v, self.causal, self.scale, self.window)
+
+    def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, under autocast in its dtype. Raises ShapeError or UnsupportedOp for inputs that do not fit."""
+        check_order(self.order)
+        for x in (q, k, v):
+            check_tensor(x, (self.mesh.device.type,), lambda: self.where)
+        q, k, v = (as_autocast(x) for x in (q, k, v))
+        given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
+        wrong = ""
+        if not fit or q.shape[3] != k.shape[3]:
+            wrong = "q, k and v do not fit together"
+            expected = "q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)"
+            hint = "x.unflatten(-1, (heads, head)).transpose(1, 2)"
+        elif not (heads := k.shape[1]) or q.shape[1] % heads:
+            wrong = "the heads of q cannot be shared out to those of k and v"
+            expected = f"a multiple of {heads} heads in q, got {q.shape[1]}" if heads else "a head in k and v"
+            hint = "as many heads in each, or fewer in k and v that divide those of q"
+        elif not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+            wrong, given = (
+                "q, k and v need one floating-point dtype",
+                f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
+            )
+            expected, hint = "the same floating-point dtype for each", "k.to(q.dtype), v.to(q.dtype)"
+        elif same_length and q.shape[2] != k.shape[2]:
+            wrong = "q and k are of different length"
+            expected = "the same part of the sequence on a rank for q, k and v"
+            hint = "ring_attention(..., causal=False), which takes keys of another sequence"
+        elif self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
+            wrong = "an odd number of tokens cannot be two chunks of a zig-zag"
+            expected = "an even number of tokens on each rank"
+            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous"'
+        if wrong:
+            raise ShapeError(f"{self.where}: {wrong}", given=given, expected=expected, hint=hint)
+        check_window(self.where, self.causal, self.window)
+        return q, k, v
 
 
 def check_window(call: str, causal: bool, window: int | None) -> None:
@@ -77,66 +150,7 @@ def whole_attention(
     return torch.cat(outs, 2)
 
 
-def prepared(
-    mesh: Mesh, dim: str, call: str, q: Tensor, k: Tensor, v: Tensor, same_length: bool, order: Order
-) -> tuple[str, Tensor, Tensor, Tensor]:
-    """How errors name the call; q, k and v, under autocast in its dtype.
-
-    Raises: ShapeError or UnsupportedOp for what `call` cannot attend to.
-    """
-    check_order(order)
-    where = f'{call} along "{dim}" on {mesh.label}'
-    for x in (q, k, v):
-        check_tensor(x, (mesh.device.type,), lambda: where)
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if (
-        q.ndim != 4
-        or k.ndim != 4
-        or k.shape != v.shape
-        or q.shape[0] != k.shape[0]
-        or q.shape[3] != k.shape[3]
-    ):
-        raise ShapeError(
-            f"{where}: q, k and v do not fit together",
-            given=shapes,
-            expected="q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)",
-            hint="x.unflatten(-1, (heads, head)).transpose(1, 2)",
-        )
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ShapeError(
-            f"{where}: the heads of q cannot be shared out to those of k and v",
-            given=shapes,
-            expected=f"a multiple of {k.shape[1]} heads in q, got {q.shape[1]}"
-            if k.shape[1]
-            else "a head in k and v",
-            hint="as many heads in each, or fewer in k and v that divide those of q",
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(
-            f"{where}: q, k and v need one floating-point dtype",
-            given=f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
-            expected="the same floating-point dtype for each",
-            hint="k.to(q.dtype), v.to(q.dtype)",
-        )
-    if same_length and q.shape[2] != k.shape[2]:
-        raise ShapeError(
-            f"{where}: q and k are of different length",
-            given=shapes,
-            expected="the same part of the sequence on a rank for q, k and v",
-            hint="ring_attention(..., causal=False), which takes keys of another sequence",
-        )
-    if order == "zigzag" and mesh.size(dim) > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
-        raise ShapeError(
-            f"{where}: an odd number of tokens cannot be two chunks of a zig-zag",
-            given=shapes,
-            expected="an even number of tokens on each rank",
-            hint=f'a sequence of a multiple of {2 * mesh.size(dim)}, or order="contiguous"',
-        )
-    return where, q, k, v
-
-
-def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of this block alone, and the logarithm of its denominator.
 
     Shape:   q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where seen is True ->
@@ -155,20 +169,20 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> t
 
 
 def block_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, scale: float
+    queries: Queries, k: Tensor, v: Tensor, seen: Visible, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this block adds to the gradients of q, k, v.
+    """This block's terms of the gradients of q, k, v.
 
-    out and lse are those of the softmax over all keys, dout the gradient of that out: the weights
-    of this block within the whole are exp(scores - lse) (Dao et al. 2022).
+    The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
+    q = queries.q
     fq, fk, fv = (_fitted(x) for x in (q, k, v))
     kernel = None if isinstance(seen, Band) else attention_kernel(fq, fk, fv, seen)
     if kernel is None or isinstance(seen, Band):
-        return plain_gradients(dout, q, k, v, out, lse, seen, scale)
+        return plain_gradients(queries, k, v, seen, scale)
     if kernel == "efficient":
         fk, fv = (_repeated(x, q) for x in (fk, fv))
-    given = (_fitted(dout), fq, fk, fv, _fitted(out), lse)
+    given = (_fitted(queries.dout), fq, fk, fv, _fitted(queries.out), queries.lse)
     dq, dk, dv = kernel_attention_backward(kernel, *given, seen, scale)
     if kernel == "efficient":
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
@@ -209,7 +223,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> tuple[Tensor, Tensor]:
     """`attend_block` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
@@ -222,25 +236,25 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -
 
 
 def plain_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, scale: float
+    queries: Queries, k: Tensor, v: Tensor, seen: Visible, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dqueries = []
-    for rows, met in _runs(q, k, seen):
-        queries, dout_, out_ = (_grouped(x[:, :, rows], k) for x in (q, dout, out))
-        scores = _scores(queries, keys[..., met, :], rows, met, seen, scale)
-        weights = scores.sub_(lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
-        dvalues[..., met, :] += (weights.transpose(-1, -2) @ dout_).sum(2, keepdim=True)
-        dscores = dout_ @ values[..., met, :].transpose(-1, -2)
-        dscores = dscores.sub_((dout_ * out_).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
-        dkeys[..., met, :] += (dscores.transpose(-1, -2) @ queries).sum(2, keepdim=True)
+    for rows, met in _runs(queries.q, k, seen):
+        q, out, dout = (_grouped(x[:, :, rows], k) for x in (queries.q, queries.out, queries.dout))
+        scores = _scores(q, keys[..., met, :], rows, met, seen, scale)
+        weights = scores.sub_(queries.lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
+        dvalues[..., met, :] += (weights.transpose(-1, -2) @ dout).sum(2, keepdim=True)
+        dscores = dout @ values[..., met, :].transpose(-1, -2)
+        dscores = dscores.sub_((dout * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+        dkeys[..., met, :] += (dscores.transpose(-1, -2) @ q).sum(2, keepdim=True)
         dqueries.append((dscores @ keys[..., met, :]).flatten(1, 2))
     return torch.cat(dqueries, 2), dkeys.squeeze(2), dvalues.squeeze(2)
 
 
-def _runs(q: Tensor, k: Tensor, seen: Seen) -> Iterator[tuple[slice, slice]]:
+def _runs(q: Tensor, k: Tensor, seen: Visible) -> Iterator[tuple[slice, slice]]:
     """Queries whose scores fit into `_SCORES` elements, and the keys that some of them meet."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
@@ -253,7 +267,7 @@ def _runs(q: Tensor, k: Tensor, seen: Seen) -> Iterator[tuple[slice, slice]]:
             yield slice(first, end), slice(0, end if seen else k.shape[2])
 
 
-def _scores(queries: Tensor, keys: Tensor, rows: slice, met: slice, seen: Seen, scale: float) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, rows: slice, met: slice, seen: Visible, scale: float) -> Tensor:
     scores: Tensor = (queries @ keys.transpose(-1, -2)).mul_(scale)
     if seen:
         every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence lie on which rank?"""
+"""The order of a sequence's tokens on the ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
 def zigzag_positions(sequence: int, n: int, coord: int) -> Tensor:
-    """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
-
-    The sequence is cut into 2n chunks; coord c has chunk c and chunk 2n - 1 - c. So each rank has as
-    many pairs of a query and an earlier key as any other (the balance of Brandon et al. 2023, in
-    the layout used for Llama 3, Dubey et al. 2024).
+    """`sequence_positions` in zig-zag order.
 
     >>> zigzag_positions(12, 3, 1).tolist()
     [2, 3, 8, 9]
-
-    Returns: int64 (sequence / n,), ascending.
-    Raises:  ShapeError where 2n does not divide the sequence (n = 1 divides any); LayoutError for a
-             coord that n ranks do not have.
     """
     return sequence_positions(sequence, n, coord, "zigzag")
 
 
 def sequence_positions(sequence: int, n: int, coord: int, order: Order) -> Tensor:
-    """`zigzag_positions`, or for "contiguous" those of slice `coord` of n equal slices.
+    """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
+
+    "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
+    as many pairs of a query and an earlier key as any other (the balance of Brandon et al. 2023, in the layout used for
+    Llama 3, Dubey et al. 2024).
 
     >>> sequence_positions(12, 3, 1, "contiguous").tolist()
     [4, 5, 6, 7]
+
+    Returns: int64 (sequence / n,), ascending.
+    Raises:  ShapeError where n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
+             coord that n ranks do not have.
     """
     check_order(order)
     if not 0 <= coord < n:
@@ -68,7 +68,7 @@ def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> 
     Shape:    (.., sequence, ..) -> (.., sequence / n, ..), new memory; n = 1: x itself.
     Gradient: this rank's tokens only, zeros for the others'; right for a parameter whose gradients
               are summed along `dim` afterwards.
-    Raises:   as `zigzag_positions`; ShapeError for an axis that x does not have.
+    Raises:   as `sequence_positions`; ShapeError for an axis that x does not have.
     """
     axis = normal_axis(x, axis, lambda: f'split_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)

@@ -1,8 +1,9 @@
-"""Rows that travel to their experts and back, with exact gradients, and what is counted of them in backward."""
+"""Rows that travel to their experts and back, with exact gradients, and their load, counted in backward."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from meshcomm.parallel.recompute import once
 
 
 class Load(NamedTuple):
-    """What one rank's tokens did in one layer since the last `take`. Plain sums: adding the loads of
-    all ranks along the data's and the context's dims gives the load of the whole step.
+    """The load of one layer by one rank's tokens since the last `take_load`. Plain sums: adding the loads of
+    all ranks along the data's and the context's dims gives the load of the step.
 
     Fields:
         passes: backward passes; the same on every rank, so not to be added.
@@ -31,37 +32,13 @@ class Load(NamedTuple):
     dropped: Tensor
 
 
-@final
-class Tally:
-    """Adds up loads in backward: a forward that is run again to save memory must not count twice."""
+def attach(y: Tensor, loss: Tensor, weight: float, count: Callable[[], None]) -> Tensor:
+    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`, and calls `count`.
 
-    def __init__(self, experts: int, device: torch.device) -> None:
-        none = torch.zeros(experts, dtype=torch.int64, device=device)
-        self._zero = self._load = Load(0, torch.zeros((), dtype=torch.float64, device=device), none, none)
-
-    def take(self) -> Load:
-        """What was counted since the last `take`; counting starts again from zero."""
-        found, self._load = self._load, self._zero
-        return found
-
-    def add(self, load: Load) -> None:
-        """Add one pass. Sums are new tensors: what was taken stays what it is."""
-        mine = self._load
-        self._load = Load(
-            mine.passes + load.passes,
-            mine.balance + load.balance,
-            mine.chosen + load.chosen,
-            mine.dropped + load.dropped,
-        )
-
-
-def attach(y: Tensor, loss: Tensor, weight: float, tally: Tally, load: Load) -> Tensor:
-    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`, and counts `load`.
-
-    So `weight * loss` is part of what is differentiated without being handed to wherever the rest of
-    the loss is computed, which may be another stage of a pipeline.
+    So `weight * loss` is part of the loss, whose rest may be computed on another stage of a pipeline. Counted in
+    backward, a forward that is run again to save memory does not count twice.
     """
-    attached: Tensor = _Attach.apply(y, loss, weight, tally, load)
+    attached: Tensor = _Attach.apply(y, loss, weight, count)
     return attached
 
 
@@ -69,7 +46,7 @@ def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list
     """The first sent[0] rows go to coord 0, the next sent[1] to coord 1, ...; what arrives, in order.
 
     Shape:      (sum of sent, width) -> (sum of received, width).
-    Called by:  every rank along `dim`, with received[c] what coord c has in `sent` for this rank.
+    Called by:  every rank along `dim`, with received[c] the entry of coord c's `sent` for this rank.
     Gradient:   the same exchange back; every rank's backward takes part, and asks for no sizes.
     """
     arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
@@ -79,11 +56,11 @@ def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list
 def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
     """Row there[i] // slots of x at place i; zeros where that is the number of rows of x.
 
-    Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once
-              -> (m, width). back (n * slots) int64: where number j stands in `there`, m where it does not.
+    Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
+              back (n * slots) int64: the place of number j in `there`, m where it has none.
     blanks:   whether there is a number n * slots in `there`, or an m in `back`.
-    Gradient: exact, and the same bits in every run: a row's slots are added in order, where
-              indexing's own backward adds them in any order on a GPU.
+    Gradient: exact, and the same bits in every run: a row's slots are added in order, where indexing's own
+              backward adds them in any order on a GPU.
     """
     moved: Tensor = _Move.apply(x, there, back, slots, blanks)
     return moved
@@ -126,12 +103,12 @@ def _rows(x: Tensor, which: Tensor, blanks: bool) -> Tensor:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float, tally: Tally, load: Load) -> Tensor:
-        ctx.gradient, ctx.tally, ctx.load = (torch.full_like(loss, weight) if weight else None), tally, load
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float, count: Callable[[], None]) -> Tensor:
+        ctx.gradient, ctx.count = (torch.full_like(loss, weight) if weight else None), count
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        ctx.tally.add(ctx.load)
-        return dy, ctx.gradient, None, None, None
+        ctx.count()
+        return dy, ctx.gradient, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.exchange import Load, Tally, attach, exchange, move
-from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, kept, places
+from meshcomm.parallel.expert.exchange import Load, attach, exchange, move
+from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, places, within_capacity
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
-from meshcomm.transport.torch_private import has_memory, outside_graphs
+from meshcomm.parallel.torch_private import has_memory
+from meshcomm.transport.torch_private import outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 """The parameters of an `Experts`."""
@@ -36,22 +38,21 @@ class ExpertWeights(nn.Module):
     Parameters: w1, w3 (experts, ff, width), w2 (experts, width, ff), their memory not yet written.
     """
 
+    w1: nn.Parameter
+    w3: nn.Parameter
+    w2: nn.Parameter
+
     def __init__(self, tensor: TensorSplit, dim: str | None, width: int, ff: int, experts: int) -> None:
         super().__init__()
         mesh = tensor.mesh
-
-        def parameter(*shape: int, inner: int) -> nn.Parameter:
-            axes = {
-                name: axis for name, axis in ((dim, 0), (tensor.dim, inner)) if name and mesh.size(name) > 1
-            }
-            part = list(shape)
-            for name, axis in axes.items():
-                part[axis] //= mesh.size(name)
-            return parameter_of(mesh, torch.empty(part, dtype=tensor.dtype, device=mesh.device), axes)
-
-        self.w1 = parameter(experts, ff, width, inner=1)
-        self.w3 = parameter(experts, ff, width, inner=1)
-        self.w2 = parameter(experts, width, ff, inner=2)
+        for name, shape, inner in (("w1", (ff, width), 1), ("w3", (ff, width), 1), ("w2", (width, ff), 2)):
+            pairs = ((dim, 0), (tensor.dim, inner))
+            axes = {along: axis for along, axis in pairs if along and mesh.size(along) > 1}
+            part = [experts, *shape]
+            for along, axis in axes.items():
+                part[axis] //= mesh.size(along)
+            data = torch.empty(part, dtype=tensor.dtype, device=mesh.device)
+            self.register_parameter(name, parameter_of(mesh, data, axes))
 
     def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
         """Each row through its expert; along the tensor's dim a part of the sum.
@@ -71,7 +72,7 @@ class ExpertWeights(nn.Module):
             w1, w3, w2 = (w.to(rows.dtype).mT for w in (w1, w3, w2))
             inner = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
             return F.grouped_mm(inner, w2, offs=offsets)
-        parts = rows.split(_told(often, len(rows)) if known is None else known)
+        parts = rows.split(_sizes(often, len(rows)) if known is None else known)
         made = [
             F.linear(F.silu(F.linear(part, a)) * F.linear(part, b), c)
             for part, a, b, c in zip(parts, w1.unbind(), w3.unbind(), w2.unbind(), strict=True)
@@ -100,18 +101,18 @@ def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
 class Experts(nn.Module):
     """y = sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
-    Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it
-    brings tokens of its own: they travel to their experts by an all_to_all, and back. Along the
-    tensor's dim the ranks bring the same tokens, and each expert's inner axis is split. The result,
-    its gradients and what is dropped do not depend on the mesh.
+    Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it has tokens of its
+    own: they travel to their experts by an all_to_all, and back. Along the tensor's dim the ranks have the same
+    tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not depend on
+    the mesh.
 
     How often the host waits for the device in a call, after the first two: not at all with a capacity, whose slots
     travel filled or not; once without where experts are spread, for the sizes of the uneven all_to_all; without and
     not spread not at all where torch has a grouped product for the dtype and the device, else once.
 
     Args:
-        dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the
-            base. None, or a size of 1: every rank has all experts, and nothing is exchanged.
+        dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the base. None, or a
+            size of 1: every rank has all experts, and nothing is exchanged.
         tensor: along which each expert is split.
         width: elements of a token.
         ff: elements inside an expert.
@@ -119,18 +120,17 @@ class Experts(nn.Module):
         experts_per_token: how many of them each token chooses, at most `experts`.
         normalised: the weights of a token's experts are divided by their sum.
         capacity_factor: None: dropless. Else an expert takes at most
-            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample,
-            as `routing.kept` says; the others are dropped: they add nothing to y, and the weights of
-            a token's other experts stay as they are.
+            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample, see
+            `routing.within_capacity`; the others are dropped: they add nothing to y, and the weights of a token's
+            other experts stay as they are.
         context: the dim along which samples are split, if any.
-        balance_weight: what the balance loss of a microbatch (`routing.balance`) is multiplied by in
-            what is differentiated: a backward through y adds that gradient by itself. The loss that
-            it is part of must not be scaled afterwards. An attribute; may be set later.
+        balance_weight: the factor of a microbatch's balance loss (`routing.balance`): a backward through y adds its
+            gradient. The loss must not be scaled afterwards. An attribute; may be set later.
 
-    Parameters: `router.weight` (experts, width) is dense: equal on all ranks, its gradient summed
-        where those of other dense weights are, and complete on every rank along tensor. `w1`, `w3`
-        (experts, ff, width) and `w2` (experts, width, ff) are those of `ExpertWeights`; their
-        gradients are summed along `expert_gradient_dims` only. Their memory is not yet written.
+    Parameters: `router.weight` (experts, width) is dense: equal on all ranks, its gradient summed where those of other
+        dense weights are, and complete on every rank along tensor. `w1`, `w3` (experts, ff, width) and `w2` (experts,
+        width, ff) are those of `ExpertWeights`; their gradients are summed along `expert_gradient_dims` only. Their
+        memory is not yet written.
 
     Raises ShapeError where sizes do not fit; UnknownDim where dims belong to different views.
     """
@@ -153,40 +153,44 @@ class Experts(nn.Module):
         super().__init__()
         _check_sizes(mesh, dim, tensor, experts, experts_per_token, capacity_factor)
         tensor.share(ff, "the inner axis of the experts")
-        self.mesh = mesh
-        self.tensor = tensor
+        self.mesh, self.tensor = mesh, tensor
         self.dim = dim if dim is not None and mesh.size(dim) > 1 else None
         self.context = context if context is not None and mesh.size(context) > 1 else None
         self.ranks = mesh.size(self.dim) if self.dim else 1
         self.width, self.count, self.slots = width, experts, experts_per_token
-        self.capacity_factor = capacity_factor
-        self.balance_weight = balance_weight
+        self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
         self.router = Router(tensor, width, experts, experts_per_token, normalised)
         self.experts = ExpertWeights(tensor, self.dim, width, ff, experts)
-        self._tally = Tally(experts, mesh.device)
+        none = torch.zeros(experts, dtype=torch.int64, device=mesh.device)
+        self._zero = Load(0, torch.zeros((), dtype=torch.float64, device=mesh.device), none, none)
+        self._load = self._zero
         self._compared = 0
 
     def take_load(self) -> Load:
         """How this rank's tokens spread since the last call; counting starts again from zero."""
-        return self._tally.take()
+        found, self._load = self._load, self._zero
+        return found
+
+    def _count(self, load: Load) -> None:
+        """Add one pass. Sums are new tensors: a load that was taken stays the same."""
+        pairs: Any = zip(self._load, load, strict=True)
+        self._load = Load(*(mine + more for mine, more in pairs))
 
     @outside_graphs  # how many rows travel follows from the data, which a graph cannot
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Send every token through its experts.
 
-        Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks
-                    along `dim` may bring different numbers of samples; along `context` all bring
-                    equally many tokens of the same samples.
-        positions:  (tokens) int64: where this rank's tokens stand in their samples; None: in order.
-                    Only a capacity asks for it, and needs it where samples are split along `context`.
-                    With sequence_parallel those of all tokens along the tensor's dim.
-        Called by:  every rank along `dim`, the tensor's dim and `context`, in the same program order;
-                    along the tensor's dim with equal x, or with sequence_parallel this rank's slice
-                    of it. Not yet through `enter`: what the router does with x is the same on all
-                    of them.
+        Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks along `dim` may have
+                    different numbers of samples; along `context` all have equally many tokens of the same samples.
+        positions:  (tokens) int64: of this rank's tokens in their samples; None: in order. Only a capacity uses them,
+                    and needs them where samples are split along `context`. With sequence_parallel those of all tokens
+                    along the tensor's dim.
+        Called by:  every rank along `dim`, the tensor's dim and `context`, in the same program order; along the
+                    tensor's dim with equal x, or with sequence_parallel this rank's slice of it. Not yet through
+                    `enter`: the router's work on x is the same on all of them.
         Gradient:   exact for x and all parameters. Backward communicates.
-        Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently,
-                    compared in the first two calls.
+        Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently, compared in the
+                    first two calls.
         """
         if x.ndim not in (2, 3) or x.shape[-1] != self.width or not x.numel() or not x.is_floating_point():
             raise ShapeError(
@@ -201,37 +205,33 @@ class Experts(nn.Module):
         choice = self.router(samples)
         if self.tensor.size > 1 and self._compared < 2:
             self._compared += 1
-            _check_alike(mesh, self.tensor.dim, choice.chosen, self.count)
+            _check_routing(mesh, self.tensor.dim, choice.chosen, self.count)
         uneven = balance(mesh, context, choice)
         keep = None
         if self.capacity_factor is not None:
-            keep = kept(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
+            keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
         every = counts(choice.chosen, self.count).sum(0)
         y, often = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
         share = (uneven.detach() / (mesh.size(context) if context else 1)).double()
         load = Load(1, share, every, every - often)
-        return attach(y, uneven, self.balance_weight, self._tally, load).view(x.shape)
+        return attach(y, uneven, self.balance_weight, partial(self._count, load)).view(x.shape)
 
     def _through(
         self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(samples, tokens, width), (samples, tokens, slots) weights, choices, which to keep, None for all ->
         (samples * tokens, width), along the tensor's dim a part of the sum; choices of each expert that were kept."""
-        mesh, tensor = self.mesh, self.tensor
-        kind = x.device.type
+        tensor, kind, rows = self.tensor, x.device.type, x
         if tensor.size > 1:
-            # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not
-            # before, sends a row for each token instead of one for each choice; so each rank has a
-            # part of the weights' gradient as well.
-            x_split = mesh.functional.identity(tensor.dim, x)
-            weights = mesh.functional.identity(tensor.dim, weights)
-        else:
-            x_split = x
+            # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not before, sends a
+            # row for each token instead of one for each choice; so each rank has a part of the weights' gradient too.
+            rows = self.mesh.functional.identity(tensor.dim, rows)
+            weights = self.mesh.functional.identity(tensor.dim, weights)
         if torch.is_autocast_enabled(kind):
-            # Matrices are multiplied in this type anyway; so rows travel in it.
-            x_split = x_split.to(torch.get_autocast_dtype(kind))
-        rows = x_split.flatten(0, 1)
+            # Matrices are multiplied in this type; so rows travel in it.
+            rows = rows.to(torch.get_autocast_dtype(kind))
+        rows = rows.flatten(0, 1)
         if keep is None:
             often = counts(chosen.flatten().unsqueeze(0), self.count)[0]
             spread = self._dropless(rows, chosen.flatten(), often)
@@ -256,11 +256,11 @@ class Experts(nn.Module):
         else:
             mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
             (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
-            sides = _told(torch.stack([often, theirs]), len(rows))
+            sides = _sizes(torch.stack([often, theirs]), len(rows))
             sizes = [[side[at : at + own] for at in range(0, self.count, own)] for side in sides]
             sent, received = ([sum(each) for each in side] for side in sizes)
             arrived = exchange(mesh, dim, rows, sent, received)
-            # They came by sender and within it by expert; an expert's rows must lie together.
+            # They are ordered by sender, then by expert; an expert's rows must be contiguous.
             expert = torch.arange(own, device=x.device).repeat(self.ranks)
             sorts = expert.repeat_interleave(theirs, output_size=len(arrived)).argsort(stable=True)
             unsorts = _inverse(sorts)
@@ -311,9 +311,9 @@ def expert_gradient_dims(
 ) -> tuple[str, ...]:
     """Dims along which the gradients of experts split along `dim` are summed, such as ("edp",).
 
-    Those of the view that `dim` belongs to (or of the base) other than `dim`, where tokens of all its
-    ranks have reached the expert already, and those of tensor and pipeline, whose ranks hold the same
-    tokens. Raises UnknownDim where the dims do not belong to one view.
+    The dims of the view that `dim` belongs to (or of the base), without `dim`, from whose ranks the tokens have reached
+    the expert already, and without tensor and pipeline, whose ranks hold the same tokens. Raises UnknownDim where the
+    dims do not belong to one view.
     """
     own = [name for name in (dim, tensor, pipeline) if name is not None]
     for name in own:
@@ -329,17 +329,12 @@ def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.P
     Gradients of the first are summed along the data's and the context's dims, of the second along
     `expert_gradient_dims`. Routers are dense.
     """
-    held = {
-        id(parameter)
-        for part in module.modules()
-        if isinstance(part, ExpertWeights)
-        for parameter in part.parameters()
-    }
-    named = list(module.named_parameters())
-    return (
-        {name: parameter for name, parameter in named if id(parameter) not in held},
-        {name: parameter for name, parameter in named if id(parameter) in held},
-    )
+    parts = [part for part in module.modules() if isinstance(part, ExpertWeights)]
+    of_experts = {id(parameter) for part in parts for parameter in part.parameters()}
+    found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
+    for name, parameter in module.named_parameters():
+        found[id(parameter) in of_experts][name] = parameter
+    return found
 
 
 def _check_sizes(
@@ -357,23 +352,21 @@ def _check_sizes(
         mesh.layout.home((dim, tensor.dim) if tensor.dim else dim)
         TensorSplit(mesh, dim).share(experts, "the number of experts")
     if not 1 <= slots <= experts:
-        raise ShapeError(
+        what, given = (
             f"a token cannot choose {slots} of {experts} experts",
-            given=f"experts_per_token={slots}, experts={experts}",
-            expected=f"experts_per_token from 1 to {experts}",
-            hint=f"experts_per_token={min(2, experts)}",
+            f"{experts=}, experts_per_token={slots}",
         )
-    if factor is not None and not factor > 0:
-        raise ShapeError(
-            "experts without capacity would drop every token",
-            given=f"capacity_factor={factor}",
-            expected="a number above 0, or None for experts that drop nothing",
-            hint="capacity_factor=1.25",
-        )
+        expected, hint = f"experts_per_token from 1 to {experts}", f"experts_per_token={min(2, experts)}"
+    elif factor is not None and not factor > 0:
+        what, given = "experts without capacity would drop every token", f"capacity_factor={factor}"
+        expected, hint = "a number above 0, or None for experts that drop nothing", "capacity_factor=1.25"
+    else:
+        return
+    raise ShapeError(what, given=given, expected=expected, hint=hint)
 
 
-def _check_alike(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
-    """Raises TrainingError, on every rank along `dim`, where they do not route their tokens alike."""
+def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
+    """Raises TrainingError, on every rank along `dim`, where they route their tokens differently."""
     if mesh.pretended:
         # Nobody to compare with, and no choices.
         return
@@ -391,8 +384,8 @@ def _check_alike(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
         )
 
 
-def _told(often: Tensor, total: int) -> Any:
-    """As lists, where the host has to know. Tensors without values, as in a dry run, say: `total` evenly divided."""
+def _sizes(often: Tensor, total: int) -> Any:
+    """As lists, for the host. For tensors without values, as in a dry run: `total` evenly divided."""
     if has_memory(often):
         return often.tolist()
     each, more = divmod(total, often.shape[-1])

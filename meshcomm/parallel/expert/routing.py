@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, how unevenly a sample's tokens spread, and what a capacity drops."""
+"""Routing of tokens to experts: the router, the balance loss, and the choices that a capacity drops."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """A linear map to one score for each expert, softmax, and the `slots` most probable experts.
 
-    Replicated along the tensor's dim, where every rank routes the same tokens alike. It computes in
-    float32, or in the tokens' type where that is wider, autocast or not: in bfloat16 two experts
-    tie or swap places far too often.
+    Replicated along the tensor's dim. It computes in float32, or in the tokens' type where that is wider,
+    autocast or not: in bfloat16 two experts tie or swap places far too often.
     """
 
     def __init__(
@@ -49,10 +48,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> where each token goes.
 
-        Weights are the probabilities of the chosen experts, where `normalised` divided by their sum (Mixtral,
-        Jiang et al. 2024). With one slot they stay as they are (Switch Transformer, Fedus et al. 2021):
-        divided they would be the constant 1, and no gradient of the task would reach the router.
-        Of equal probabilities the lower expert number comes first.
+        Weights are the probabilities of the chosen experts, with `normalised` divided by their sum (Mixtral,
+        Jiang et al. 2024). With one slot they stay (Switch Transformer, Fedus et al. 2021): divided they would be
+        the constant 1, without a gradient for the router. Of equal probabilities the lower expert number is first.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -76,10 +74,9 @@ def counts(chosen: Tensor, experts: int) -> Tensor:
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     """How unevenly tokens spread over the experts: 1 where they spread evenly, `experts` at worst.
 
-    For each sample experts * sum over e of f_e * P_e, with f_e the fraction of the sample's choices
-    that are expert e, and P_e the mean probability of e over the sample's tokens; then the mean over
-    the samples. The formula is Switch Transformer's (Fedus et al. 2021), taken sample by sample as in
-    DeepSeek-V3 (2024). Choices count before capacity drops any.
+    The mean over samples of experts * sum over e of f_e * P_e, with f_e the fraction of the sample's choices that
+    are expert e, and P_e the mean probability of e over the sample's tokens: Switch Transformer's formula (Fedus et
+    al. 2021), by sample as in DeepSeek-V3 (2024). Choices that a capacity drops count.
 
     Called by:  every rank along `context`, the dim along which samples are split, if any.
     Returns:    a scalar, equal along `context`.
@@ -107,13 +104,13 @@ def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
     return math.ceil(Fraction(repr(factor)) * tokens * slots / experts)
 
 
-def kept(
+def within_capacity(
     mesh: Mesh, context: str | None, chosen: Tensor, positions: Tensor | None, experts: int, factor: float
 ) -> Tensor:
     """Which choices stay within their expert's capacity, sample by sample.
 
-    In each sample the first choices of all tokens come before the second ones (GShard, Lepikhin et
-    al. 2020), and within them tokens in order of position; an expert keeps the first `capacity`.
+    An expert keeps the first `capacity` of a sample: first choices before second ones (GShard, Lepikhin et
+    al. 2020), and among these in order of position.
 
     Shape:      chosen (samples, tokens, slots) int64; positions (tokens) int64, of this rank's tokens
                 in their samples; None: 0, 1, ... -> (samples, tokens, slots) bool.

@@ -8,8 +8,13 @@ sequence_parallel it is that of Korthikanti et al. 2022, where they are g and it
 """
 
 from meshcomm.parallel.tensor.apply import tensor_parallel
-from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, columns
-from meshcomm.parallel.tensor.loss import cross_entropy
+from meshcomm.parallel.tensor.layers import (
+    ColumnParallel,
+    RowParallel,
+    VocabParallelEmbedding,
+    columns,
+    cross_entropy,
+)
 from meshcomm.parallel.tensor.parameters import (
     assign,
     load_unsplit_state,

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ConfigError, MeshMismatchError
+from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.example import Seen, compare
-from meshcomm.parallel.tensor.layers import Column, Row, Vocab, entered
-from meshcomm.parallel.tensor.modules import Around, Attention, Entry
+from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, entered
+from meshcomm.parallel.tensor.modules import Around, Attention, SharedEntry
 from meshcomm.parallel.tensor.parameters import FUSED, kept
-from meshcomm.parallel.tensor.plan import Entry as PlanEntry
-from meshcomm.parallel.tensor.plan import Rule, rules_of
+from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
 
 # Elements of a tensor that are read at once for its digest.
@@ -28,7 +27,7 @@ def tensor_parallel(
     module: nn.Module,
     mesh: Mesh,
     dim: str,
-    plan: Mapping[str, PlanEntry],
+    plan: Mapping[str, Entry],
     *,
     sequence_parallel: bool = False,
     axis: int = 1,
@@ -38,50 +37,37 @@ def tensor_parallel(
 
     plan: patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
-        "column"     nn.Linear, outputs split. Columns of one parent that read the same tensor enter
-                     once: one all_reduce in backward for all of them. "column:3" or {"style":
-                     "column", "parts": 3} or "parts": [q, k, v] (sizes): the weight holds several,
-                     and each of them is split. "column:whole": the outputs are gathered.
+        "column"     nn.Linear, outputs split. Columns of one parent that read the same tensor enter once: one
+                     all_reduce in backward for all of them. "column:3", or {"style": "column", "parts": 3} or
+                     "parts": [q, k, v] (sizes): the weight holds several, and each of them is split.
+                     "column:whole": the outputs are gathered.
         "row"        nn.Linear, inputs split: behind columns. Its result is whole.
         "vocab"      nn.Embedding, rows split.
         "attention"  nn.MultiheadAttention, heads split.
-        "enter"      a module around columns: its first argument ("args": [0], or names) enters here
-                     and not at each column. For one that asks its input how long the sequence is,
-                     with sequence_parallel; everything in it must go through columns.
+        "enter"      a module around columns: its first argument ("args": [0], or names) enters here and not at each
+                     column. For one that asks its input how long the sequence is, with sequence_parallel;
+                     everything in it must go through columns.
         "sequence"   stays whole; works on each token by itself, as norms do.
         "heads"      stays whole; works behind columns, on this rank's heads one by one, as norms of queries do.
-        "replicate"  stays whole; needs all of the sequence, or does not take activations:
-                     {"style": "replicate", "input": "whole", "axis": 0} for an embedding of
-                     positions that gives (sequence, width).
-        {"set": {"heads": "split"}}  besides, or instead: the module's attribute `heads` is divided
-                     by the ranks; any other value is set as it is.
+        "replicate"  stays whole; needs all of the sequence, or does not take activations: {"style": "replicate",
+                     "input": "whole", "axis": 0} for an embedding of positions that gives (sequence, width).
+        {"set": {"heads": "split"}}  in addition, or alone: the module's attribute `heads` is divided by the ranks; any
+                     other value is set as it is.
 
     Called by:  every rank along `dim`, with equal weights (they are compared by digest).
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
-    Parameters: DTensors on `mesh[dim]` under their old names (those of RNNs, ParameterList and
-                ParameterDict stay plain). A module's own forward reads what this rank holds of
-                them. Weights with parts have one axis more; see `unsplit_state`. In the simulator
-                all are plain parts. Make optimisers, and call fully_shard, afterwards.
-    sequence_parallel, axis: as for TensorSplit. Every part with parameters then needs a style, and
-                `split.finish_gradients(module)` is called once a step.
-    example:    arguments of `module`, by place or by name, equal along dim: it is run on them forward and
-                backward, in eval mode, before and after, and outputs and all gradients are compared. It
-                finds what no look at the names can: a forgotten part of the plan, heads that were not divided.
-                Where the split module fails, the error names the part, its sizes before and now, and cures.
-    Raises:     ConfigError with everything that is wrong with the plan, before anything changes;
-                MeshMismatchError where ranks hold other weights; TrainingError where the example
-                fails behind the split, or comes out differently.
+    Parameters: DTensors on `mesh[dim]` under their old names (those of RNNs, ParameterList and ParameterDict stay
+                plain). A module's own forward reads this rank's part of them. Weights with parts have one axis more;
+                see `unsplit_state`. In the simulator all are plain parts. Make optimisers, and call fully_shard, later.
+    sequence_parallel, axis: as for TensorSplit. Every part with parameters needs a style; call `split.finish_gradients`.
+    example:    arguments of `module`, by place or by name, equal along dim. Outputs and all gradients on them, in eval
+                mode, are compared before and after. So mistakes that names do not show are found: a forgotten part of
+                the plan, heads that were not divided. An error names the part, its sizes before and now, and cures.
+    Raises:     ConfigError with everything that is wrong with the plan, before anything changes; MeshMismatchError
+                where ranks hold other weights; TrainingError where the example fails behind the split, or differs.
     """
     split = TensorSplit(mesh, dim, sequence_parallel=sequence_parallel, axis=axis)
-    rules, problems = rules_of(split, module, plan)
-    if problems:
-        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        raise ConfigError(
-            f'the plan to split a {type(module).__name__} along "{dim}" has {count}',
-            given="\n".join(problems),
-            expected=f"patterns that match its parts, sizes divisible by the {split.size} ranks along {dim}",
-            hint="print([name for name, _ in module.named_modules()])",
-        )
+    rules = checked_rules(split, module, plan)
     if split.size == 1:
         for name, rule in rules.items():
             for key, value in rule.set.items():
@@ -89,28 +75,23 @@ def tensor_parallel(
                     setattr(module.get_submodule(name), key, value)
         return split
     _check_same(mesh, dim, module, repr(sorted(rules.items())))
-    before = None if example is None else Seen(split, module, example)
-    _Splitting(split, module, rules).run()
-    if before is not None and example is not None:
-        compare(split, before, Seen(split, module, example, before, rules))
+    splitting = _Splitting(split, module, rules)
+    if example is None:
+        splitting.run()
+        return split
+    before = Seen(split, module, example)
+    splitting.run()
+    compare(split, before, Seen(split, module, example, before, rules))
     return split
 
 
-def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, PlanEntry]) -> None:
-    """Keep weights that hold several as `tensor_parallel` keeps them, where nothing is split, in place.
+def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, Entry]) -> None:
+    """Give weights with parts the shapes of `tensor_parallel`, where nothing is split, in place.
 
     So a checkpoint has the same shapes on every mesh. Raises ConfigError where the plan does not fit.
     """
     split = TensorSplit(mesh, None)
-    rules, problems = rules_of(split, module, plan)
-    if problems:
-        raise ConfigError(
-            f"the plan to split a {type(module).__name__} does not fit it",
-            given="\n".join(problems),
-            expected="patterns that match its parts",
-            hint="print([name for name, _ in module.named_modules()])",
-        )
-    _Splitting(split, module, rules).lay_out()
+    _Splitting(split, module, checked_rules(split, module, plan)).lay_out()
 
 
 class _Splitting:
@@ -118,10 +99,10 @@ class _Splitting:
 
     def __init__(self, split: TensorSplit, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         self.split, self.module, self.rules = split, module, rules
-        self.names = dict(module.named_modules(remove_duplicate=False))
+        self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
         self.classes: dict[tuple[type, type], type] = {}
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, SharedEntry] = {}
         self.done: set[int] = set()
 
     def run(self) -> None:
@@ -135,58 +116,54 @@ class _Splitting:
             self._keep(part)
 
     def lay_out(self) -> None:
-        """Only what a weight with parts looks like."""
+        """Only the shapes of weights with parts."""
         for name, rule in self.rules.items():
-            part: Any = self.names[name]
-            if rule.style == "column" and len(sizes := rule.sizes(part.out_features)) > 1:
-                part.meshcomm_entry, part.meshcomm_output = entered, rule.output
-                for key in ("weight", "bias"):
-                    self._place(part, key, 0, sizes)
-                self._become(part, Column)
+            if rule.style == "column" and len(rule.sizes(self.names[name].out_features)) > 1:
+                self._column(self.names[name], rule, entered)
 
     def _apply(self, name: str, part: Any, rule: Rule) -> None:
         split = self.split
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
         if rule.style == "column":
-            sizes = rule.sizes(part.out_features)
-            part.meshcomm_entry, part.meshcomm_output = self._entry(name), rule.output
-            for key in ("weight", "bias"):
-                self._place(part, key, 0, sizes if len(sizes) > 1 else None)
-            self._become(part, Column)
+            self._column(part, rule, self._entry(name))
         elif rule.style == "row":
             self._row(part)
         elif rule.style == "vocab":
             self._place(part, "weight", 0, None)
-            self._become(part, Vocab)
+            self._become(part, VocabParallelEmbedding)
         elif rule.style == "attention":
             for key in ("in_proj_weight", "in_proj_bias"):
                 self._place(part, key, 0, (part.embed_dim,) * 3)
-            # Tells nn.TransformerEncoderLayer not to compute past this forward.
+            # Without it nn.TransformerEncoderLayer would bypass this forward.
             part._qkv_same_embed_dim = False
             self._row(part.out_proj)
             self._become(part, Attention)
             part.meshcomm_entry = self._entry(name + ".in_proj")
         elif rule.style == "enter":
             self._become(part, Around).meshcomm_enter = rule.args
-        elif rule.style == "sequence":
-            for each in part.modules():
-                split.partial(each, *each._parameters)
-        elif rule.style == "heads":
-            for each in part.modules():
-                split.partial(each, *each._parameters, always=True)
+        elif rule.style in ("sequence", "heads"):
+            for inner in part.modules():
+                split.partial(inner, *inner._parameters, always=rule.style == "heads")
         elif rule.style == "replicate":
             around = self._become(part, Around)
             around.meshcomm_gather = rule.args if rule.input == "split" else ()
             around.meshcomm_scatter, around.meshcomm_axis = rule.output == "split", rule.axis
 
+    def _column(self, part: Any, rule: Rule, entry: Callable[[Tensor], Tensor]) -> None:
+        sizes = rule.sizes(part.out_features)
+        part.meshcomm_entry, part.meshcomm_output = entry, rule.output
+        for key in ("weight", "bias"):
+            self._place(part, key, 0, sizes if len(sizes) > 1 else None)
+        self._become(part, ColumnParallel)
+
     def _row(self, part: nn.Module) -> None:
         self._place(part, "weight", 1, None)
         self.split.partial(part, "bias")
-        self._become(part, Row)
+        self._become(part, RowParallel)
 
     def _entry(self, name: str) -> Callable[[Tensor], Tensor]:
-        """That of the nearest module around `name` which has a forward of its own; none in an "enter"."""
+        """The entry of the nearest module around `name` that is no list or dict; none in an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
                 return entered
@@ -198,7 +175,7 @@ class _Splitting:
         else:
             around = self.module
         if id(around) not in self.entries:
-            self.entries[id(around)] = Entry(self.split)
+            self.entries[id(around)] = SharedEntry(self.split)
             self._become(around, Around).meshcomm_shared = self.entries[id(around)]
         return self.entries[id(around)]
 
@@ -230,12 +207,12 @@ class _Splitting:
     def _keep(self, part: nn.Module) -> None:
         placed = {id(new) for _, new in self.replaced.values()}
         own = [key for key, p in part._parameters.items() if p is not None and id(p) not in placed]
-        # An RNN hands its weights to the kernel from a list of its own; lists have no forward.
+        # An RNN keeps a list of its weights for the kernel; lists have no forward.
         if not own or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
             return
         for key in own:
             self._place(part, key, None, None)
-        if not isinstance(part, (Column, Row, Vocab, Attention)):
+        if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding, Attention)):
             self._become(part, Around)
 
 
@@ -243,7 +220,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
     """Raises MeshMismatchError on every rank along `dim` where plan, names, weights or buffers differ."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
-    # What was said comes first: the rest can only be compared where it is about the same tensors.
+    # The plan is first: weights can only be compared where names and shapes are equal.
     mine = {"the plan, or the names and shapes of the parameters,": repr((plan, shapes))}
     mine |= {name: _digest(x) for name, x in tensors.items() if not x.is_meta}
     table = mesh.objects.all_gather(dim, mine)
@@ -254,15 +231,14 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
             continue
         odd = tuple(rank for rank, value in zip(mesh.ranks(dim), values, strict=True) if value != common)
         ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
-        error = MeshMismatchError(
+        raise MeshMismatchError(
             f'{name} differs along "{dim}" before it is split',
             given=f"{ranks} of {mesh.ranks(dim)}, as {mesh.label} sees it: another value than most have",
             expected=f"the same module, weights and plan on every rank along {dim}",
             hint=f"torch.manual_seed(seed) alike along {dim} before the module is made, the same file for "
             f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
+            mismatched_ranks=odd,
         )
-        error.mismatched_ranks = odd
-        raise error
 
 
 @torch.no_grad()

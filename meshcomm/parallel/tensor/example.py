@@ -1,10 +1,11 @@
-"""Does a split module still compute the same? Seen on an example before and after; where it fails: which part, what cure."""
+"""A split module is compared with itself before, on an example; an error names the part that fails, and cures."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from traceback import extract_tb
 from typing import Any, TypeAlias, final
@@ -22,54 +23,53 @@ Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """By argument of a forward, by place or name: the shape of its tensor."""
 
-# Of the largest value of a tensor: what another order of additions makes of it, and some room.
+# The error that another order of additions makes, and some room, as a share of the largest value of a tensor.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @final
 class Calls:
-    """What the parts of a module are called with.
+    """The calls of a module's parts.
 
-    given: of every part, call by call. open: the parts that have not returned.
+    given: of every part, call by call, the shapes. open: the parts that have not returned. values: the module's own.
     """
 
     def __init__(self) -> None:
         self.given: dict[str, list[Shapes]] = {}
         self.open: list[str] = []
+        self.module: nn.Module = nn.Identity()
+        self.values: Sequence[Any] = ()
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """While it is entered, calls are noted."""
+    def watching(self, module: nn.Module, *values: Any) -> Iterator[None]:
+        """While it is entered, calls are noted. values: the arguments of `module`."""
+        self.module, self.values = module, values
         hooks: list[Any] = []
-
-        def called(name: str) -> Any:
-            def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-                self.open.append(name)
-                every: dict[str, Any] = {**{str(place): value for place, value in enumerate(args)}, **named}
-                shapes = {key: tuple(x.shape) for key, x in every.items() if isinstance(x, Tensor)}
-                self.given.setdefault(name, []).append(shapes)
-
-            return before
-
-        def returned(*_: Any) -> None:
-            self.open.pop()
-
         for name, part in module.named_modules():
-            hooks.append(part.register_forward_pre_hook(called(name), with_kwargs=True))
-            hooks.append(part.register_forward_hook(returned))
+            hooks.append(part.register_forward_pre_hook(partial(self._called, name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(self._returned))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    def _returned(self, *_: Any) -> None:
+        self.open.pop()
+
+    def _called(self, name: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.open.append(name)
+        every: dict[str, Any] = {**{str(place): value for place, value in enumerate(args)}, **named}
+        shapes = {key: tuple(x.shape) for key, x in every.items() if isinstance(x, Tensor)}
+        self.given.setdefault(name, []).append(shapes)
+
 
 @final
 class Seen:
     """Outputs of a module on an example, and every gradient of a fixed random sum over them; whole.
 
-    like: what was seen before the module was split. Outputs that are slices of those are taken as
-        such, and gathered. rules: what it was split by. Raises TrainingError where the module fails now.
+    like: the same of the module before it was split. Outputs that are slices of those are
+        gathered. rules: those that it was split by. Raises TrainingError where the module fails now.
     """
 
     def __init__(
@@ -89,10 +89,7 @@ class Seen:
         except Exception as error:
             if like is None:
                 raise
-            values = list(example.values() if isinstance(example, Mapping) else example)
-            raise explained(
-                error, split, module, rules or {}, values, like.calls, self.calls, " on its example"
-            ) from error
+            raise explained(error, split, rules or {}, like.calls, self.calls, " on its example") from error
         total = torch.zeros((), device=split.device)
         for number, y in enumerate(each for each in outputs if each.is_floating_point()):
             name = f"output {number}"
@@ -113,8 +110,8 @@ class Seen:
             grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
         found = dict(zip(named, grads, strict=True))
         if like is not None:
-            partial = [found.get(name) for name in split.partial_parameters(module)]
-            parts = [local(grad) for grad in partial if grad is not None]
+            marked = [found.get(name) for name in split.partial_parameters(module)]
+            parts = [local(grad) for grad in marked if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
         sizes = fused_sizes(module)
@@ -124,19 +121,21 @@ class Seen:
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
     def _run(self, module: nn.Module, example: Example) -> Any:
-        """Forward in eval mode, while every part says what it is called with."""
+        """Forward in eval mode; the calls of every part are noted."""
         training = {part: part.training for part in module.modules()}
         module.eval()
         try:
-            with torch.enable_grad(), self.calls.watching(module):
-                return module(**example) if isinstance(example, Mapping) else module(*example)
+            named = example if isinstance(example, Mapping) else {}
+            args = () if isinstance(example, Mapping) else example
+            with torch.enable_grad(), self.calls.watching(module, *args, *named.values()):
+                return module(*args, **named)
         finally:
             for part, mode in training.items():
                 part.training = mode
 
 
 def compare(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raises TrainingError, on every rank alike, where the two differ by more than rounding."""
+    """Raises TrainingError, on every rank, where the two differ by more than rounding."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)
@@ -182,54 +181,37 @@ def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
     return None
 
 
-# -- where the split module fails on what it computed before ----------------------------------------
+# -- where the split module fails, and did not before -----------------------------------------------
 
 
 def explained(
     error: Exception,
     split: TensorSplit,
-    module: nn.Module,
     rules: Mapping[str, Rule],
-    values: Sequence[Any],
     before: Calls,
     after: Calls,
     where: str = "",
 ) -> TrainingError:
-    """The error for what `error` was in torch's words: the part and line that raised it, its sizes before and now, cures.
+    """An error in place of torch's `error`: the part and line that raised it, its sizes before and now, cures.
 
-    values: what the module was called with. where: follows "fails".
+    where: follows "fails".
     """
-    name = after.open[-1] if after.open else ""
+    module, name = after.module, after.open[-1] if after.open else ""
     part = module.get_submodule(name)
     calls, past = after.given.get(name, []), before.given.get(name, [])
     now = calls[-1] if calls else {}
     was = past[len(calls) - 1] if 0 < len(calls) <= len(past) else {}
-    label = f'"{name}"' if name else "the module itself"
     sizes = [
         f"its argument {key} has shape {now[key]}, before the split {was[key]}"
         for key in now
         if key in was and now[key] != was[key]
     ]
-    # The split columns of this part, or of the part that a Linear is in: what it gets from them is a slice.
-    around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
-    columns = [
-        other
-        for other, rule in rules.items()
-        if rule.style == "column" and rule.output == "split" and other.rpartition(".")[0] == around
-    ]
-    heads = _of_heads(split, around, module.get_submodule(around), rules.get(around, Rule()))
     cures = [
         *_of_linear(split, name, part, rules.get(name, Rule()), now, was),
         *_of_sequence(split, name, now, was),
-        *(heads if columns else ()),
+        *_of_columns(split, name, part, rules, after),
         *_of_shape(split, str(error)),
     ]
-    ids = [x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64]
-    if len(ids) > 1 and columns:
-        cures.append(
-            f'with labels the module takes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
-            "or no labels, and cross_entropy(split, logits, labels)"
-        )
     if not cures and split.sequence_parallel:
         cures.append(
             '{"style": "replicate", "input": "whole", "axis": 0} for a part, such as a table of positions, that '
@@ -237,6 +219,7 @@ def explained(
         )
     (said, *_) = str(error).strip().splitlines() or [type(error).__name__]
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
+    label = f'"{name}"' if name else "the module itself"
     lines = [each for each in extract_tb(error.__traceback__) if not is_ours(each.filename)]
     line = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
     return TrainingError(
@@ -246,6 +229,26 @@ def explained(
         hint="\n".join(dict.fromkeys(cures))
         or 'a style for each part that gets or makes a slice, and "set" for its numbers of heads',
     )
+
+
+def _of_columns(
+    split: TensorSplit, name: str, part: nn.Module, rules: Mapping[str, Rule], calls: Calls
+) -> Iterator[str]:
+    """Numbers of heads, or a loss, of a part with split columns: of a Linear, the part around it."""
+    around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
+    columns = [
+        other
+        for other, rule in rules.items()
+        if rule.style == "column" and rule.output == "split" and other.rpartition(".")[0] == around
+    ]
+    if not columns:
+        return
+    yield from _of_heads(split, around, calls.module.get_submodule(around), rules.get(around, Rule()))
+    if sum(isinstance(x, Tensor) and x.dtype == torch.int64 for x in calls.values) > 1:
+        yield (
+            f'with labels the module takes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
+            "or no labels, and cross_entropy(split, logits, labels)"
+        )
 
 
 def _of_linear(

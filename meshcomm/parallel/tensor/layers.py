@@ -1,29 +1,31 @@
-"""Linear layers and embeddings whose weights are split, for models of one's own and for those that a plan splits."""
+"""Linear layers, embeddings and the loss over split weights, for models written with them and for those that a plan splits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshcomm.errors import ShapeError
-from meshcomm.parallel.autocast import as_autocast
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up, once
 from meshcomm.parallel.tensor.parameters import FUSED, joined, local
-from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.parallel.tensor.split import TensorSplit, as_autocast
+
+Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def entered(x: Tensor) -> Tensor:
-    """`x`, which has come through `enter` before."""
+    """`x`, which has been through `enter` before."""
     return x
 
 
 def held(module: Any, name: str) -> Any:
-    """What this rank holds of a parameter of `module`; None where it has none. Parts of one in their order."""
+    """This rank's part of a parameter of `module`; None where it has none. Parts of one in their order."""
     parameter = getattr(module, name)
     if parameter is None:
         return None
@@ -31,12 +33,24 @@ def held(module: Any, name: str) -> Any:
     return joined(local(parameter), sizes) if sizes else local(parameter)
 
 
-class Column:
-    """y = x W^T + b with outputs split: x (..., n_in), whole or split along the sequence -> (..., n_out / ranks)."""
+# The attributes that begin with meshcomm_ are also given to a user's module that becomes one of these: see `apply`.
+
+
+class ColumnParallel(nn.Module):
+    """y = x W^T + b, W (n_out, n_in) and b split over n_out: x (..., n_in), whole -> (..., n_out / ranks).
+
+    `x` must have been through `split.enter`, once for all column-parallel layers that read it.
+    """
 
     meshcomm_split: TensorSplit
     meshcomm_entry: Callable[[Tensor], Tensor]
     meshcomm_output = "split"
+
+    def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.meshcomm_split, self.meshcomm_entry = split, entered
+        self.weight = split.parameter(n_out, n_in, axis=0)
+        self.bias = split.parameter(n_out, axis=0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
@@ -47,33 +61,53 @@ class Column:
         return y
 
 
-class Row:
-    """y = x W^T + b with inputs split: x (..., n_in / ranks) -> (..., n_out), whole or split along the sequence."""
+class RowParallel(nn.Module):
+    """y = x W^T + b, W (n_out, n_in) split over n_in: x (..., n_in / ranks) -> (..., n_out), whole.
+
+    With sequence_parallel y is this rank's slice of the sequence, and the gradient of b partial.
+    """
 
     meshcomm_split: TensorSplit
+
+    def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.meshcomm_split = split
+        self.weight = split.parameter(n_out, n_in, axis=1)
+        self.bias = split.parameter(n_out, axis=None) if bias else None
+        split.partial(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """One all_reduce (reduce_scatter) in forward, none (all_gather) in backward; the bias is added once."""
         split = self.meshcomm_split
-        if split.size > 1 and not torch.compiler.is_compiling():
-            with added_up():
-                y = F.linear(x, held(self, "weight"))
-        else:
+        summed = split.size > 1 and not torch.compiler.is_compiling()
+        with added_up() if summed else nullcontext():
             y = F.linear(x, held(self, "weight"))
         y = split.leave(y)
         bias = held(self, "bias")
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class Vocab:
-    """An embedding with rows split: ids (...) int64 -> (..., width), whole or split along the sequence."""
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), whole.
+
+    With sequence_parallel: ids (batch, sequence), whole -> this rank's slice of the sequence.
+    dtype: of the rows that are sent and returned; None: the weight's. Rows are not rounded by being summed.
+    Raises ShapeError for ids outside of 0 .. vocab - 1; their rows are nan where a look would wait for the device.
+    """
 
     meshcomm_split: TensorSplit
     meshcomm_dtype: torch.dtype | None = None
     padding_idx: int | None = None
 
+    def __init__(
+        self, split: TensorSplit, vocab: int, width: int, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.meshcomm_split, self.meshcomm_dtype = split, dtype
+        self.weight = split.parameter(vocab, width, axis=0)
+
     def forward(self, ids: Tensor) -> Tensor:
-        """0 <= ids < vocab, or ShapeError; where a look would wait for the device, such rows are nan."""
+        """See the class."""
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
         dtype = self.meshcomm_dtype or table.dtype
         if split.size == 1 and not split.mesh.asynchronous:
@@ -89,49 +123,6 @@ class Vocab:
         if outside is not None:
             found = found.masked_fill(outside.unsqueeze(-1), torch.nan)
         return split.leave(found)
-
-
-class ColumnParallel(Column, nn.Module):
-    """y = x W^T + b, W (n_out, n_in) and b split over n_out: x (..., n_in), whole -> (..., n_out / ranks).
-
-    `x` must have come through `split.enter`, once for all column-parallel layers that read it.
-    """
-
-    def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.meshcomm_split, self.meshcomm_entry = split, entered
-        self.weight = split.parameter(n_out, n_in, axis=0)
-        self.bias = split.parameter(n_out, axis=0) if bias else None
-
-
-class RowParallel(Row, nn.Module):
-    """y = x W^T + b, W (n_out, n_in) split over n_in: x (..., n_in / ranks) -> (..., n_out), whole.
-
-    With sequence_parallel y is this rank's slice of the sequence, and the gradient of b partial.
-    """
-
-    def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.meshcomm_split = split
-        self.weight = split.parameter(n_out, n_in, axis=1)
-        self.bias = split.parameter(n_out, axis=None) if bias else None
-        split.partial(self, "bias")
-
-
-class VocabParallelEmbedding(Vocab, nn.Module):
-    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), whole.
-
-    With sequence_parallel: ids (batch, sequence), whole -> this rank's slice of the sequence.
-    dtype: of what travels and is returned; None: the weight's. Rows are not rounded by being summed.
-    Raises ShapeError for ids outside of 0 .. vocab - 1; their rows are nan where a look would wait for the device.
-    """
-
-    def __init__(
-        self, split: TensorSplit, vocab: int, width: int, *, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.meshcomm_split, self.meshcomm_dtype = split, dtype
-        self.weight = split.parameter(vocab, width, axis=0)
 
 
 def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
@@ -162,12 +153,11 @@ def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor
 
 
 def columns(split: TensorSplit, x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of `x`, which has not come through `enter`: one entry for all of them.
+    """The results of `layers` for one `x`, which has not been through `enter`: one entry for all of them.
 
-    With `split.overlap` the slices of the sequence go around a ring: while one is multiplied with
-    every layer's weight, the next travels; in backward the sum of the input's gradients travels
-    while those of the weights are computed. Equal to the plain way up to rounding. Inside
-    torch.compile it is the plain way.
+    With `split.overlap` the slices of the sequence go around a ring: while one is multiplied with every layer's
+    weight, the next travels; in backward the sum of the input's gradients travels while those of the weights are
+    computed. Equal to the plain way up to rounding. Inside torch.compile it is the plain way.
     """
     if not (split.sequence_parallel and split.overlap) or torch.compiler.is_compiling():
         x = split.enter(x)
@@ -226,3 +216,72 @@ def _around_a_ring(split: TensorSplit, held: Tensor, weights: Sequence[Tensor]) 
         if coming is not None:
             (held,) = coming.wait()
     return [torch.cat(slices, split.axis), *(torch.cat(blocks, split.axis) for blocks in made)]
+
+
+def cross_entropy(
+    split: TensorSplit,
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """-log softmax(logits)[target] with logits split over the vocabulary, mean or sum over targets.
+
+    Shape:      logits (..., vocab / ranks) of the whole sequence, what `enter` and a ColumnParallel
+                give; targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
+    ignore_index: targets that do not count: they add nothing to the sum, to the number that the
+                mean divides by, or to any gradient. As in torch, a mean over none is nan.
+    reduction:  "sum" for callers that divide by a number of tokens of their own, such as that of
+                all ranks and microbatches.
+    Called by:  every rank along the dim, with equal targets; each gets the same value.
+    Gradient:   exact, for this rank's logits. Two small all_reduces in forward (the maximum; the
+                sum and the target's logit together), none in backward; logits are never gathered.
+                Half-precision logits are computed with in float32.
+    Raises:     ShapeError for other targets; where a look would wait for the device, their loss is nan.
+    """
+    if reduction not in ("mean", "sum"):
+        raise UnsupportedOp(
+            f"cross_entropy has no reduction {reduction!r}",
+            given=f"reduction={reduction!r}",
+            expected='reduction="mean" or reduction="sum"',
+            hint='reduction="sum", and divide by what you count',
+        )
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    counted = targets != ignore_index
+    outside = None
+    if split.size > 1 or split.mesh.asynchronous:
+        outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
+    if split.size == 1:
+        held = targets if outside is None else targets.where(~outside, ignore_index)
+        found = F.cross_entropy(
+            logits.flatten(0, -2), held.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return found if outside is None else torch.where(outside.any(), torch.nan, found)
+    total: Tensor = _CrossEntropy.apply(logits, targets, counted, split)
+    return total / counted.sum() if reduction == "mean" else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:
+        highest = split.mesh.all_reduce(split.dim, logits.detach().amax(-1), op="max")
+        shifted = logits - highest.unsqueeze(-1)
+        row, mine = owned(targets, logits.shape[-1], split.coord)
+        mine = mine & counted
+        target = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1).where(mine, 0)
+        exp = shifted.exp_()
+        both = split.mesh.all_reduce(split.dim, torch.stack([exp.sum(-1), target]), op="sum")
+        total, target = both.unbind()
+        vocab = logits.shape[-1] * split.size
+        loss = total.log() - target.where((targets >= 0) & (targets < vocab), torch.nan)
+        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), row, mine, counted)
+        return loss.where(counted, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, row, mine, counted = ctx.saved_tensors
+        # The saved softmax is not written to: backward may run twice over a retained graph.
+        part = softmax.scatter_add(-1, row.unsqueeze(-1), -mine.unsqueeze(-1).to(softmax.dtype))
+        return part.mul_((grad * counted).unsqueeze(-1)), None, None, None

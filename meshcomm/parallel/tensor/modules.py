@@ -1,6 +1,6 @@
-"""What becomes of a module of the user's: its own object, of a class that computes on this rank's part.
+"""Classes that the modules of a user get when they are split, to compute on this rank's part.
 
-Objects stay, so names, hooks, shared modules and attributes stay. Only the class is another one, made
+Objects stay, so names, hooks, shared modules and attributes stay. Only the class changes, to one made
 from the module's own (as fully_shard does it).
 """
 
@@ -20,11 +20,11 @@ from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.split import TensorSplit
 
 
-class Entry:
+class SharedEntry:
     """`split.enter`, once for all column-parallel layers that read the same tensor.
 
-    Siblings share one. It holds what it was last given until the module around them returns, so
-    the same object is the same input; a tensor that was written to in between is another.
+    Siblings share one. It keeps its last input until the module around them returns, so the same object
+    is the same input, unless it was written to in between.
     """
 
     def __init__(self, split: TensorSplit) -> None:
@@ -52,7 +52,7 @@ class Around:
     """A module whose own forward reads this rank's part of each parameter, which all others read as DTensor; and
     whose arguments or result change where it begins and ends, by `split.enter` and the like.
 
-    Not by hooks: torch.compile would compile each layer anew, as every hook has a number of its own.
+    Not by hooks: torch.compile would compile each layer anew, as every hook has another number.
     """
 
     meshcomm_split: TensorSplit
@@ -61,10 +61,10 @@ class Around:
     meshcomm_gather: tuple[int | str, ...] = ()
     meshcomm_scatter = False
     meshcomm_axis: int | None = None
-    meshcomm_shared: Entry | None = None
+    meshcomm_shared: SharedEntry | None = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """That of the module's own class, and what is around it."""
+        """The forward of the module's own class, between the changes of its arguments and result."""
         split, outer = self.meshcomm_split, self.meshcomm_computes
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
@@ -105,8 +105,8 @@ class Attention:
     """nn.MultiheadAttention of which each rank computes num_heads / ranks heads.
 
     query, key, value and the result are whole, or split along the sequence, as around any column and
-    row. Of the weights only their mean over all heads is known, and computing it costs what it costs
-    there: pass need_weights=False. With sequence_parallel no gradient flows through them.
+    row. Of the weights only their mean over all heads is known; without need_weights=False they are
+    computed, as in torch. With sequence_parallel no gradient flows through them.
     """
 
     meshcomm_split: TensorSplit
@@ -130,29 +130,8 @@ class Attention:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As nn.MultiheadAttention, for (batch, sequence, width) or batch_first=False's order."""
+        self._check(query, attn_mask is None and is_causal, need_weights and not average_attn_weights)
         split = self.meshcomm_split
-        heads = self.num_heads // split.size
-        if query.ndim != 3:
-            raise ShapeError(
-                f"attention with split heads cannot take this query on {split.mesh.label}",
-                given=f"a query of shape {tuple(query.shape)}",
-                expected="3 axes: batch, sequence and width",
-                hint="query.unsqueeze(0) and batch_first=True",
-            )
-        if is_causal and attn_mask is None:
-            raise ShapeError(
-                f"attention was told is_causal without the mask on {split.mesh.label}",
-                given="is_causal=True, attn_mask=None",
-                expected="the mask as well: in torch is_causal only says what the mask is",
-                hint="attn_mask=nn.Transformer.generate_square_subsequent_mask(length)",
-            )
-        if need_weights and not average_attn_weights:
-            raise UnsupportedOp(
-                "attention with split heads does not give the weights of each head",
-                given="need_weights=True, average_attn_weights=False",
-                expected="average_attn_weights=True, or no weights",
-                hint="need_weights=False",
-            )
         weight, bias = held(self, "in_proj_weight").chunk(3), held(self, "in_proj_bias")
         biases = [None] * 3 if bias is None else bias.chunk(3)
         q, k, v = (
@@ -161,27 +140,46 @@ class Attention:
         )
         if not self.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        q, k, v = (x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        heads = self.num_heads // split.size, self.head_dim
+        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q, k, v))
         mask = self._mask(q, attn_mask, key_padding_mask)
         dropout = self.dropout if self.training else 0.0
-        # torch's is_causal is a hint about the mask, and needs the mask to be given.
-        causal = is_causal and key_padding_mask is None and not need_weights
-        if causal:
-            mask = None
         averaged = None
         if need_weights:
             scores = q @ k.mT / self.head_dim**0.5
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
             averaged, y = weights.sum(1) / self.num_heads, weights @ v
             if split.sequence_parallel:
-                # What lies around works on slices: which of its gradients would be summed is unknown.
+                # The modules around work on slices: which of its gradients would be summed is unknown.
                 averaged = averaged.detach()
             averaged = split.mesh.functional.all_reduce(split.dim, averaged, grad="identity")
         else:
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            # torch's is_causal is a hint about the mask, and needs the mask to be given.
+            causal = is_causal and key_padding_mask is None
+            y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, causal)
         y = y.transpose(1, 2).flatten(2)
         out: Tensor = self.out_proj(y if self.batch_first else y.transpose(0, 1))
         return out, averaged
+
+    def _check(self, query: Tensor, causal_alone: bool, weights_of_heads: bool) -> None:
+        where = self.meshcomm_split.mesh.label
+        if weights_of_heads:
+            raise UnsupportedOp(
+                "attention with split heads does not give the weights of each head",
+                given="need_weights=True, average_attn_weights=False",
+                expected="average_attn_weights=True, or no weights",
+                hint="need_weights=False",
+            )
+        if query.ndim != 3:
+            what, given = "with split heads cannot take this query", f"a query of shape {tuple(query.shape)}"
+            expected, hint = "3 axes: batch, sequence and width", "query.unsqueeze(0) and batch_first=True"
+        elif causal_alone:
+            what, given = "was told is_causal without the mask", "is_causal=True, attn_mask=None"
+            expected = "the mask as well: in torch is_causal only says what the mask is"
+            hint = "attn_mask=nn.Transformer.generate_square_subsequent_mask(length)"
+        else:
+            return
+        raise ShapeError(f"attention {what} on {where}", given=given, expected=expected, hint=hint)
 
     def _mask(self, q: Tensor, attn: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Both masks as one that is added to the scores of this rank's heads."""

@@ -1,11 +1,11 @@
-"""What is a parameter that is split: a DTensor that layers compute on locally, and how it becomes whole again.
+"""Split parameters: DTensors that layers compute on locally, and how they become whole again.
 
-In the simulator, which has no torch process groups, it is a plain tensor that notes which part it is.
+In the simulator, which has no torch process groups, they are plain tensors that note which slice they are.
 
-A weight that holds several, such as q, k and v, is kept as (units, rows of all parts in a unit, ...): each rank
-needs its share of every part, which is no contiguous slice of the rows as they stand. A unit has equally many rows
-of each part's share; a rank has a contiguous run of units. `units` follows from the parts alone, so what a
-checkpoint holds does not depend on the mesh, and the extra axis says aloud that it is another order.
+A weight that holds several, such as q, k and v, has the shape (units, rows of all parts in a unit, ...): each rank
+needs its share of every part, which is no contiguous slice of the rows. A unit has an equal share of each part; a rank
+has a contiguous run of units. `units` follows from the parts alone, so checkpoints do not depend on the mesh, and the
+extra axis shows that the order is another one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
-from meshcomm.transport.torch_private import dtensor_of, offsets, parts_of_dtensor
+from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
 # On a module: the sizes of the parts of each of its weights that has some.
 FUSED = "meshcomm_fused"
 
 
-class Part(NamedTuple):
-    """Where a plain tensor lies in the whole one: slice `coord` of `axis` along `dim`."""
+class Slice(NamedTuple):
+    """The place of a plain tensor in the whole one: slice `coord` of `axis` along `dim`."""
 
     mesh: Mesh
     dim: str
     axis: int
 
 
-def parts_of(parameter: Tensor) -> tuple[Part, ...]:
-    """What a plain parameter notes, where no DTensor can say it."""
-    found: tuple[Part, ...] = getattr(parameter, "meshcomm_parts", ())
+def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
+    """The slices that are noted on a plain parameter, in place of a DTensor."""
+    found: tuple[Slice, ...] = getattr(parameter, "meshcomm_parts", ())
     return found
 
 
@@ -48,7 +48,7 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
             device_mesh = mesh[tuple(axes)]
         except UnsupportedOp:
             made = nn.Parameter(data)
-            parts = tuple(Part(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
+            parts = tuple(Slice(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
             made.meshcomm_parts = parts  # type: ignore[attr-defined]
             return made
         placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
@@ -57,11 +57,10 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
-    """The dims that a parameter is split along, as it says itself: what GradientNorm asks for.
+    """The dims that a parameter is split along, which GradientNorm asks for.
 
-    Those a DTensor is sharded along; in the simulator, where parameters are plain, those that whoever
-    split it has noted; () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without
-    names, which is none of a mesh's own.
+    The dims that shard a DTensor; in the simulator, where parameters are plain, those noted on it; () for other plain
+    tensors. Raises LayoutError for a DTensor on a DeviceMesh without names, as no mesh of meshcomm is.
     """
     if not isinstance(parameter, DTensor):
         return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
@@ -91,7 +90,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`to_local` for a parameter, whose gradient is laid out as it is: what torch asks of each costs ten times as much."""
+    """`to_local` for a parameter whose gradient has its layout; torch's general one costs ten times as much."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -103,15 +102,15 @@ class _Local(torch.autograd.Function):
         if torch.is_grad_enabled():
             # A gradient that is itself differentiated.
             return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
-        # As a parameter lies: a fused optimiser reads the memory of both alike.
+        # With the strides of the parameter: a fused optimiser reads both in memory order.
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
 def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
     """The whole tensor, gathered where it is split; every rank that holds a part calls this.
 
-    of: the parameter that `tensor` is the gradient or the optimiser's state of. Needed only in the
-        simulator, where parameters are plain tensors and only they know that they are parts.
+    of: the parameter whose gradient or optimiser's state `tensor` is. Needed only in the simulator, where parameters
+        are plain tensors and only they know that they are parts.
     """
     values = tensor.detach()
     if isinstance(values, DTensor):
@@ -133,7 +132,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 def assign(parameter: Tensor, value: Any) -> None:
     """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated.
 
-    value: a tensor, or what gives one for slices, as safetensors' get_slice: then only the part is read.
+    value: a tensor, or an object that gives one for slices, as safetensors' get_slice: then only the part is read.
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
@@ -149,7 +148,7 @@ def units(sizes: Sequence[int]) -> int:
 
 
 def kept(whole: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows in the parts' order (sum of sizes, ...) -> as they are kept (units, rows in a unit, ...).
+    """Rows in the parts' order (sum of sizes, ...) -> (units, rows in a unit, ...).
 
     >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), [4, 2]).tolist()
     [[0, 1, 10], [2, 3, 11]]
@@ -174,7 +173,7 @@ def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """What `state_dict()` of the module before it was split would give: whole plain tensors, copied.
+    """The `state_dict()` of the module as before it was split: whole plain tensors, copied.
 
     Called by: every rank along the dim; each gets all of it.
     """
@@ -198,8 +197,7 @@ def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     values: dict[str, Tensor] = {}
     for name, value in state.items():
         if name not in own:
-            guess = did_you_mean(name, own)
-            problems.append(f"{name} is unknown" + (f"; {guess}" if guess else ""))
+            problems.append("; ".join(filter(None, (f"{name} is unknown", did_you_mean(name, own)))))
             continue
         sizes = fused.get(name)
         fits = value.shape[0] == sum(sizes) if sizes and value.ndim else not sizes

@@ -1,4 +1,4 @@
-"""What a user wrote about how a module is split: read, matched with its parts, and everything that is wrong with it."""
+"""A user's plan of how a module is split: read, matched with its parts, and checked."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.parallel.tensor.parameters import units
 from meshcomm.parallel.tensor.split import TensorSplit
 
 Entry: TypeAlias = str | Mapping[str, Any]
 
-# What each style may be told beside "set".
+# The options of each style, in addition to "set".
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "output"),
-    "row": (),
-    "vocab": (),
-    "attention": (),
+    **dict.fromkeys(("row", "vocab", "attention"), ()),
     "enter": ("args",),
-    "sequence": (),
-    "heads": (),
+    **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
 }
-# What is split by a style, and along which axis of its weight.
+# The class that a style splits, and the axis of its weight.
 _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "column": (nn.Linear, 0),
     "row": (nn.Linear, 1),
@@ -55,22 +53,40 @@ class Rule:
 
 def sizes_of_parts(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
     """The sizes of the parts of each parameter that has some by the plan, for a module that is not split."""
-    found: dict[str, tuple[int, ...]] = {}
-    for pattern, entry in plan.items():
-        rule = _rule(entry)
-        if not isinstance(rule, Rule) or rule.style != "column" or rule.parts == 1:
-            continue
-        for name, part in module.named_modules():
-            if matches(pattern, name) and isinstance(part, nn.Linear):
-                for key, _ in part.named_parameters(recurse=False):
-                    found[f"{name}.{key}"] = rule.sizes(part.out_features)
-    return found
+    return {
+        f"{name}.{key}": rule.sizes(part.out_features)
+        for pattern, entry in plan.items()
+        if isinstance(rule := _rule(entry), Rule) and rule.style == "column" and rule.parts != 1
+        for name, part in module.named_modules()
+        if matches(pattern, name) and isinstance(part, nn.Linear)
+        for key, _ in part.named_parameters(recurse=False)
+    }
+
+
+def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Rule]:
+    """The rule of each part by its name. Raises ConfigError with everything that is wrong with the plan."""
+    rules, problems = rules_of(split, module, plan)
+    if not problems:
+        return rules
+    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    along, ranks = "", ""
+    if split.dim:
+        along, ranks = (
+            f' along "{split.dim}"',
+            f", sizes divisible by the {split.size} ranks along {split.dim}",
+        )
+    raise ConfigError(
+        f"the plan to split a {type(module).__name__}{along} has {count}",
+        given="\n".join(problems),
+        expected=f"patterns that match its parts{ranks}",
+        hint="print([name for name, _ in module.named_modules()])",
+    )
 
 
 def rules_of(
     split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
 ) -> tuple[dict[str, Rule], list[str]]:
-    """The rule of each part by its name, and everything that is wrong: with the plan, and for this module and split."""
+    """The rule of each part by its name, and the problems of the plan, for this module and split."""
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
     names = dict(module.named_modules(remove_duplicate=False))
@@ -80,7 +96,7 @@ def rules_of(
 
 
 def _rule(entry: object) -> Rule | str:
-    """An entry as a rule, or what is wrong with it."""
+    """An entry as a rule, or its problem."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
         given: dict[str, Any] = {"style": style}
@@ -121,10 +137,9 @@ def _rule(entry: object) -> Rule | str:
 
 
 def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule], list[str]]:
-    """The rule of each name that some pattern matches, and what is wrong.
+    """The rule of each name that some pattern matches, and the problems.
 
-    "*" stands for any text within one component of a dotted name, "**" for any components. "" is the
-    module itself. A name may have one style, and attributes set by any number of patterns.
+    A name may have one style, and attributes set by any number of patterns.
     """
     found: dict[str, Rule] = {}
     said: dict[str, str] = {}
@@ -146,7 +161,10 @@ def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan means the part of that name."""
+    """Whether a pattern of a plan matches a part's dotted name, of which "" is the module itself.
+
+    "*" stands for any text within one component, "**" for any components.
+    """
     return _matches(pattern.split("."), name.split("."))
 
 
@@ -166,7 +184,7 @@ def _with_guess(text: str, word: object, known: Iterable[str]) -> str:
 def _problems(
     split: TensorSplit, module: nn.Module, names: Mapping[str, nn.Module], rules: Mapping[str, Rule]
 ) -> Iterator[str]:
-    """What is wrong with `rules`, by name of a part, for this module and this split."""
+    """The problems of `rules` for this module and this split."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             yield f'"{name}": it is a DTensor already; split a module once'
@@ -246,7 +264,7 @@ def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) 
 
 
 def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator[str]:
-    """A parameter that several parts share must be split alike in all of them."""
+    """A parameter that several parts share must be split in the same way in all of them."""
     first: dict[int, tuple[str, tuple[Any, ...]]] = {}
     for name, part in names.items():
         rule = rules.get(name, Rule())

@@ -1,4 +1,4 @@
-"""Along which dim weights are split, and what crosses from rank to rank where split layers begin and end."""
+"""The dim along which weights are split, and the communication where split layers begin and end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.autocast import as_autocast
 from meshcomm.parallel.tensor.parameters import local, parameter_of
 
 _PARTIAL = "meshcomm_partial_gradients"
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype that autocast multiplies matrices in, where it is on; its gradient is of x's dtype.
+
+    Cast before it is sent, a tensor travels in that dtype. float64 and integers stay, as with autocast.
+    """
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 @final
@@ -22,11 +32,10 @@ class TensorSplit:
     Args:
         dim: one dim of it.
         dtype: of the parameters made here.
-        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the
-            sequence instead of all of it, so that memory and work there are divided by the ranks
-            too (Korthikanti et al. 2022). The bytes sent are the same: reduce_scatter and
-            all_gather are the two halves of the all_reduce. Parameters that work on slices have
-            partial gradients: see `partial`.
+        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the sequence, so that memory
+            and work there are divided by the ranks too (Korthikanti et al. 2022). The bytes sent are the same:
+            reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that work on slices
+            have partial gradients: see `partial`.
         axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
         overlap: `columns` gathers the sequence while it computes. Raises UnsupportedOp without
             sequence_parallel, where nothing is gathered.
@@ -51,15 +60,11 @@ class TensorSplit:
                 expected="sequence_parallel=True, where the sequence is gathered before split layers",
                 hint="leave overlap out",
             )
-        self.mesh = mesh
+        self.mesh, self.device, self.dtype = mesh, mesh.device, dtype
         self.dim = dim or ""
-        self.dtype = dtype
-        self.device = mesh.device
-        self.size = mesh.size(dim) if dim else 1
-        self.coord = mesh.coord(dim) if dim else 0
+        self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
         self.sequence_parallel = sequence_parallel and self.size > 1
-        self.axis = axis
-        self.overlap = overlap
+        self.axis, self.overlap = axis, overlap
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Itself: a copy of a module is on the same mesh."""
@@ -70,9 +75,9 @@ class TensorSplit:
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
         """A parameter of the whole `shape`, its memory not yet written.
 
-        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers
-        and checkpoints see the whole tensor and layers compute on `local(parameter)`. Where
-        nothing is split, and in the simulator, it is a plain tensor: this rank's part.
+        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers and checkpoints
+        see the whole tensor and layers compute on `local(parameter)`. Where nothing is split, and in the simulator,
+        it is a plain tensor: this rank's part.
         """
         part = list(shape)
         if axis is not None:
@@ -92,7 +97,7 @@ class TensorSplit:
         return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
 
     def share(self, whole: int, what: str) -> int:
-        """What one rank gets of `whole`. Raises ShapeError where it does not divide."""
+        """One rank's share of `whole`. Raises ShapeError where it does not divide."""
         if whole % self.size:
             raise ShapeError(
                 f'{what} cannot be split along "{self.dim}"',
@@ -131,7 +136,7 @@ class TensorSplit:
         return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """The whole sequence, for a part of the model that every rank computes alike; else `x`.
+        """The whole sequence, for a part of the model that every rank computes in full; else `x`.
 
         The gradient is this rank's slice. Parameters of such a part have complete gradients.
         """
@@ -150,11 +155,11 @@ class TensorSplit:
         return self.mesh.functional.slice(self.dim, x, self.axis if axis is None else axis)
 
     def positions(self, sequence_local: int) -> Tensor:
-        """Where the tokens that this rank holds between split layers stand in the whole sequence.
+        """The positions in the whole sequence of this rank's tokens between split layers.
 
-        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with
-        sequence_parallel, else 0 to sequence_local - 1. Under context parallelism "the whole" is
-        what one rank along that dim has: `context.positions(...)[split.positions(...)]`.
+        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with sequence_parallel,
+        else 0 to sequence_local - 1. Under context parallelism "the whole" is the part of one rank along
+        that dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -164,7 +169,7 @@ class TensorSplit:
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
         """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
 
-        always: on slices of what columns give, such as some of the heads; without sequence_parallel too.
+        always: on slices of the outputs of columns, such as some of the heads; without sequence_parallel too.
 
         Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them.
         The mark is the module's, by name, so it holds when fully_shard puts other parameters in
@@ -187,10 +192,9 @@ class TensorSplit:
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
-        Called by: every rank along the dim, once a step: after the last backward (and after what
-        sums gradients over other dims has finished), before norms, clipping and the optimiser.
-        One call a step instead of one in each backward of each layer: a norm's weight is so small
-        that its message costs its latency, times layers, times microbatches.
+        Called by: every rank along the dim, once a step: after the last backward (and the sums of gradients over other
+        dims), before norms, clipping and the optimiser. One call in each backward of each layer would cost its
+        latency, times layers, times microbatches.
         """
         grads = [
             local(parameter.grad)

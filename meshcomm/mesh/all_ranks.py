@@ -1,13 +1,15 @@
-"""What do the other ranks have to say? Plain data of every rank, and one outcome of what all ranks do."""
+"""Plain data of every rank of a mesh, and one outcome of an action of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
-from meshcomm.mesh import Mesh
-from meshcomm.mesh.metrics import Metrics
+from meshcomm.mesh.compare_ranks import records_of_all
+
+if TYPE_CHECKING:
+    from meshcomm.mesh.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -18,19 +20,16 @@ def ranks_of(mesh: Mesh) -> list[int]:
 
 
 def is_first(mesh: Mesh) -> bool:
-    """Whether this rank, the lowest of the mesh, writes what a run leaves behind."""
+    """Whether this is the lowest rank of the mesh, which writes the files of a run."""
     return mesh.rank == min(ranks_of(mesh))
 
 
-def of_every_rank(mesh: Metrics, mine: Any) -> list[Any]:
+def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
-    table = [mine]
-    for dim in reversed(list(mesh.layout.dims)):
-        table = [each for part in mesh.objects.all_gather(dim, table) for each in part]
-    return table
+    return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mine)
 
 
-def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
+def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     """Do `action` on this rank and return its result once every rank of the mesh has succeeded.
 
     what:      "resume from runs/x", for the text "rank 3 could not ...".
@@ -48,17 +47,19 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     except Exception as error:
         failure = TrainingError(could_not, given=f"{type(error).__name__}: {error}")
         failure.__cause__ = error
-    told: list[Any] = []
+    failures: list[Any] = []
     try:
-        told = of_every_rank(mesh, failure and [failure.what, failure.given, failure.expected, failure.hint])
+        failures = of_every_rank(
+            mesh, failure and [failure.what, failure.given, failure.expected, failure.hint]
+        )
     except CommunicationError:
         if failure is None:
             raise
     if failure is not None:
         raise failure from failure.__cause__
-    for rank, said in sorted(zip(ranks_of(mesh), told, strict=True)):
-        if said:
-            words, given, expected, hint = said
+    for rank, failed in sorted(zip(ranks_of(mesh), failures, strict=True)):
+        if failed:
+            words, given, expected, hint = failed
             could_not = f"{mesh.layout.label(rank)} could not {what}"
             words = words if words == could_not else f"{could_not}: {words}"
             raise TrainingError(words, given=given, expected=expected, hint=hint)

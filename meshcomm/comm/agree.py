@@ -1,0 +1,116 @@
+"""The second stage of a collective: compare it with the other ranks' calls, and ask them for what only they know."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, SCATTER, Call
+from meshcomm.comm.check_call import misfit
+from meshcomm.comm.checks import check_answered
+from meshcomm.comm.request import Request
+from meshcomm.comm.shapes import blank_header, described_by, without
+from meshcomm.errors import MeshcommError, ShapeError
+from meshcomm.transport.support import name_of
+
+
+def agree(request: Request) -> None:
+    """Return when all ranks are about to make this call and this rank can make room for what comes.
+
+    Raises CallMismatchError on every rank.
+    """
+    recorder, x, facts = request.comm.recorder, request.common, request.facts
+    if x is not None and recorder.check is not None:
+        shape = without(x, request.axis).shape if request.differs else x.shape
+        facts = {"shape": list(shape), "dtype": name_of(x.dtype), **facts}
+    try:
+        compared = recorder.compare(request.comm.name, request.name, facts)
+    except MeshcommError:
+        if request.problem is not None and request.row is SCATTER:
+            raise request.problem from None
+        raise
+    if request.row is SCATTER:
+        _agree_on_slice(request)
+    elif request.differs:
+        _agree_on_sizes(request, compared)
+
+
+def _agree_on_slice(request: Request) -> None:
+    """Tell the others the shape of their slices, and make room; raise on all where the source has nothing to send."""
+    comm, where = request.comm, request.where
+    header = blank_header(comm.transport.device) if request.header is None else request.header
+    if request.out is None:
+        if request.problem is not None:
+            header[0] = -1
+        comm.run(Call(BROADCAST, header, root=request.root))
+    if request.problem is not None:
+        raise request.problem
+    if header[0] < 0:
+        raise ShapeError(
+            f"{where()}: coord {request.root} has nothing that can be scattered",
+            given=f"what coord {request.root}, the source, was called with",
+            expected=f"a tensor there whose axis can be cut into {comm.size}",
+            hint=f"look at the error of coord {request.root}",
+        )
+    if request.out is None:
+        if request.source is None:
+            check_answered(comm.transport.name, "the slice's shape", where(), "out=torch.empty(...)")
+            request.out = described_by(header)
+        else:
+            # The header of a dry run is blank behind a call, its own source's too.
+            sizes = list(request.source.shape)
+            sizes[request.axis] //= comm.size
+            request.out = request.source.new_empty(sizes)
+    comm.recorder.set_bytes(request.out.nbytes * comm.size)
+
+
+def _agree_on_sizes(request: Request, compared: bool) -> None:
+    """Exchange the sizes of the parts, where they are not given or still compared."""
+    comm, x, axis = request.comm, request.source, request.axis
+    splits, received = request.splits, request.received
+    assert x is not None
+    if received is None or (compared and comm.transport.name != "fake"):
+        hint = (
+            "received=, the sizes that come"
+            if request.row is ALL_TO_ALL
+            else "equal sizes: pad, and cut behind the call"
+        )
+        check_answered(comm.transport.name, "the sizes of their parts", request.where(), hint)
+        own = [x.shape[axis]] if splits is None else splits
+        told = torch.tensor(own, dtype=torch.int64, device=x.device)
+        answer = told.new_empty(comm.size)
+        comm.run(Call(ALL_GATHER if splits is None else ALL_TO_ALL, told, answer))
+        request.sizes = answer.tolist()
+    else:
+        request.sizes = list(received)
+    if splits is None:
+        rest = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
+        comm.recorder.set_bytes(sum(request.sizes) * rest * x.element_size())
+    request.problem = _misjoined(request, request.sizes)
+
+
+def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
+    """What is wrong with these sizes for this rank alone."""
+    comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
+    if request.received not in (None, sizes):
+        return ShapeError(
+            f"{request.where()}: the other ranks send something else than this one expects",
+            given=f"received={request.received}",
+            expected=f"received={sizes}, which is in the splits of coords 0 to {comm.size - 1}",
+            hint="leave out received, which costs a small exchange before each call",
+        )
+    if joined != axis and len(set(sizes)) > 1:
+        return ShapeError(
+            f"{request.where()}: parts of unequal size cannot be joined along axis {joined}",
+            given=f"sizes {sizes} of axis {axis} from coords 0 to {comm.size - 1}",
+            expected=f"equal sizes, or concat_axis={axis}",
+            hint=f"concat_axis={axis}",
+        )
+    if request.out is None or not request.gets:
+        return None
+    assert x is not None
+    shape = list(x.shape)
+    shape[axis] = sizes[0]
+    shape[joined] = sum(sizes) if joined == axis else shape[joined] * comm.size
+    return misfit(request, request.out, shape)

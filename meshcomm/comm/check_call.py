@@ -1,0 +1,160 @@
+"""The first stage of a collective: refuse what is wrong with it before any rank is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+from torch import Tensor
+
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
+from meshcomm.comm.checks import (
+    check_coord,
+    check_divisible,
+    check_factor,
+    check_in_place,
+    check_tensor,
+    check_written,
+    normal_axis,
+)
+from meshcomm.comm.request import Request
+from meshcomm.comm.shapes import header_of
+from meshcomm.errors import MeshcommError, ShapeError
+from meshcomm.transport.support import check_reduce
+
+
+def check(request: Request) -> None:
+    """Raise what every rank sees, or keep as `problem` what only this one does: the others must have their part first."""
+    row, comm = request.row, request.comm
+    if row.root is not None:
+        check_coord(request.root, comm.size, row.root, request.where)
+    if row is SCATTER:
+        if request.out is not None:
+            check_out(request, request.out)
+        if request.root == comm.coord:
+            try:
+                _check_x(request)
+            except MeshcommError as error:
+                request.problem = error
+    elif row is not BARRIER:
+        _check_x(request)
+    request.facts = _facts(request)
+
+
+def _check_x(request: Request) -> None:
+    """What this rank brings: whether it can travel, be reduced, be cut, and whether its result fits `out`."""
+    row, comm, where, x = request.row, request.comm, request.where, request.x
+    if x is None and row is SCATTER:
+        raise ShapeError(
+            f"{where()}: the source has nothing to scatter",
+            given=f"x=None on coord {request.root}, which is src",
+            expected="a tensor on src; None on the others",
+            hint="x if mesh.coord(dims) == src else None",
+        )
+    check_tensor(x, comm.kinds, where)
+    check_in_place(x, where, row.with_gradient)
+    if row.in_place and row is not REDUCE:
+        check_written(x, where)
+    if row.reduces:
+        check_reduce(comm.transport.name, request.op, x.dtype, where)
+        check_factor(request.factor, request.op, x.dtype, where)
+    request.source = source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
+    if row.in_place:
+        return
+    request.concat = normal_axis(source, request.concat, where)
+    request.axis = axis = normal_axis(source, request.axis, where)
+    if request.received is not None:
+        request.received = _plain_received(request, request.received)
+    if request.splits is not None:
+        request.splits = _plain_splits(request, request.splits)
+    elif row.splits:
+        check_divisible(x, axis, comm.size, where, comm.who)
+    if request.out is not None and request.gets and not request.differs:
+        shape = row.shape(source.shape, axis, comm.size, request.concat)
+        request.problem = misfit(request, request.out, shape)
+        # The others know nothing of the out of one root.
+        if request.problem is not None and row.root != "dst":
+            raise request.problem
+    if row is SCATTER and request.out is None:
+        request.header = header_of(x.narrow(axis, 0, x.shape[axis] // comm.size), where())
+
+
+def _facts(request: Request) -> dict[str, object]:
+    row, axis = request.row, request.axis
+    if row is SCATTER:
+        refused = request.problem is not None and request.out is not None
+        given = request.out is not None
+        return {"src": request.root, "out": given, "x_is": "not to be scattered" if refused else None}
+    facts: dict[str, object] = {} if row.in_place or row is BARRIER else {"axis": axis}
+    if row is ALL_TO_ALL:
+        facts = {"split_axis": axis, "concat_axis": request.concat, "splits": request.splits is not None}
+        facts |= {"received": True} if request.received is not None else {}
+    elif row.joins:
+        facts["uneven"] = bool(request.uneven)
+    # Each rank has a factor of its own, so it is not compared.
+    facts |= {"op": request.op} if row.reduces else {}
+    return facts | ({row.root: request.root} if row.root is not None else {})
+
+
+def check_out(request: Request, out: Tensor) -> None:
+    """Refuse an `out` that nothing can be received into, of whatever shape."""
+
+    def where() -> str:
+        return f"{request.where()}: out"
+
+    check_tensor(out, request.comm.kinds, where)
+    check_in_place(out, request.where, "")
+    check_written(out, where)
+
+
+def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError | None:
+    """Why a result of this shape cannot be put into `out`; None where it can."""
+    try:
+        check_out(request, out)
+    except MeshcommError as error:
+        return error
+    shape, like = tuple(shape), request.x
+    if (tuple(out.shape), out.dtype, out.device) == (shape, like.dtype, like.device):
+        return None
+    return ShapeError(
+        f"{request.where()}: out does not fit the result",
+        given=f"out of shape {tuple(out.shape)}, {out.dtype}, {out.device}",
+        expected=f"shape {shape}, {like.dtype}, {like.device}",
+        hint=f"out=x.new_empty({shape}), or no out",
+    )
+
+
+def _plain_received(request: Request, received: Sequence[int]) -> list[int]:
+    """`received` as plain sizes, one for each coord, beside `splits`."""
+    sizes = _indices(received)
+    if request.splits is None or len(sizes) != request.comm.size or min(sizes) < 0:
+        raise ShapeError(
+            f"{request.where()}: received does not say what comes from each coord",
+            given=f"received={received}, splits={request.splits}",
+            expected=f"{request.comm.size} sizes of 0 or more, beside the splits",
+            hint="leave out received, or give both",
+        )
+    return sizes
+
+
+def _plain_splits(request: Request, splits: Sequence[int]) -> list[int]:
+    """`splits` as plain sizes, which must cut the axis into one part for each coord."""
+    x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(splits)
+    length = x.shape[axis]
+    if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
+        even = length % size == 0
+        raise ShapeError(
+            f"{request.where()}: splits do not cut axis {axis}",
+            given=f"splits={splits}, x of shape {tuple(x.shape)}",
+            expected=f"{size} sizes of 0 or more whose sum is {length}",
+            hint=f"splits={[length // size] * size}" if even else "one size for each coord",
+        )
+    return sizes
+
+
+def _indices(sizes: Sequence[int]) -> list[int]:
+    """Whole numbers as plain ones; [] for anything else."""
+    try:
+        return [index(size) for size in sizes]
+    except TypeError:
+        return []

@@ -1,0 +1,116 @@
+"""One call of a collective: what was asked for, and what each stage finds on its way to the wire and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from meshcomm.collectives import ALL_TO_ALL, SCATTER, Call, Collective
+from meshcomm.comm.flight_recorder import Caller
+from meshcomm.errors import MeshcommError
+from meshcomm.transport import P2P
+
+
+class Algorithm(Protocol):
+    """What reduces a flat tensor in place instead of the backend."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of a collective. Each stage takes it, and adds what it finds.
+
+    | stage  | file          | finds |
+    |---|---|---|
+    | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
+    | agree  | agree.py      | whether the other ranks call the same; sizes, and the slice of a scatter |
+    | load   | wire.py       | call, arrived |
+    | start  | finish.py     | the Works |
+    | finish | finish.py     | the result |
+
+    The fields up to `out` are known to the fast path of Communicator.collective. Those behind it are options: a call
+    with any of them takes the stages.
+
+    concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
+    factor:   of this rank, for a reduction that takes one.
+    uneven:   sizes of `axis` may differ from rank to rank. splits: what of `axis` goes to each coord; received: what is
+              known to come from each.
+    algorithm: instead of the backend.
+
+    source:   x with the axis that is cut or joined; None on ranks that bring nothing.
+    facts:    what has to be equal on all ranks. problem: what is wrong for this rank alone; raised when the others have
+              their part of the call.
+    header:   of a scatter, the shape of a slice as a message.
+    sizes:    what comes from each coord, where that differs.
+    call:     what the transport starts. arrived: where its result arrives, before it is put in order.
+    direct:   whether that is where it belongs.
+    repeatable: calls of this kind can be prepared for the fast path.
+    """
+
+    comm: Caller
+    row: Collective
+    x: Any = None
+    async_op: bool = False
+    op: Any = None
+    root: int = -1
+    axis: int = 0
+    concat: int = 0
+    out: Tensor | None = None
+
+    factor: Any = None
+    uneven: bool = False
+    splits: Sequence[int] | None = None
+    received: Sequence[int] | None = None
+    algorithm: Algorithm | None = None
+
+    source: Tensor | None = field(default=None, init=False)
+    facts: dict[str, object] = field(default_factory=dict, init=False)
+    problem: MeshcommError | None = field(default=None, init=False)
+    header: Tensor | None = field(default=None, init=False)
+    sizes: list[int] | None = field(default=None, init=False)
+    call: Call | list[P2P] | None = field(default=None, init=False)
+    arrived: Tensor | None = field(default=None, init=False)
+    direct: bool = field(default=False, init=False)
+    repeatable: bool = field(default=False, init=False)
+
+    def where(self) -> str:
+        """What opens an error about the call."""
+        return self.comm.where(self.row.name)
+
+    @property
+    def name(self) -> str:
+        """As it is recorded, compared and counted: by another algorithm it is another call."""
+        return self.row.name if self.algorithm is None else f"{self.row.name} by {self.algorithm.name}"
+
+    @property
+    def gets(self) -> bool:
+        """Whether this rank has a result."""
+        return self.row.root != "dst" or self.root == self.comm.coord
+
+    @property
+    def common(self) -> Tensor | None:
+        """What this rank brings, where all ranks bring the like; None of a scatter and of a barrier."""
+        return None if self.row is SCATTER else self.source
+
+    @property
+    def differs(self) -> bool:
+        """Whether the sizes of parts may differ from rank to rank."""
+        return self.uneven or self.splits is not None
+
+    @property
+    def joined(self) -> int:
+        """The axis along which parts are joined."""
+        return self.concat if self.row is ALL_TO_ALL else self.axis
+
+    @property
+    def target(self) -> Tensor | None:
+        """The caller's tensor that becomes the result; None: it is new."""
+        return self.x if self.row.in_place and self.row.root != "dst" else self.out

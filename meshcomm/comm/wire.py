@@ -1,0 +1,137 @@
+"""The third stage of a collective: what travels for its tensors, and the room for what arrives."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BARRIER, REDUCE, Call
+from meshcomm.comm.checks import OWN_TAGS, apart, number_of
+from meshcomm.comm.request import Request
+from meshcomm.comm.shapes import as_ordered, buffer_for, is_ordered, materialised, split, unwatched, wire
+from meshcomm.reductions import REDUCTIONS
+from meshcomm.transport import P2P
+from meshcomm.transport.support import WIDENED
+
+
+def load(request: Request) -> None:
+    """Make the call that the transport is given: its tensors dense, and of dtypes that backends carry."""
+    if request.sizes is None:
+        _load_even(request)
+    elif request.splits is None and request.root < 0 and request.comm.size > 1:
+        _load_uneven_gather(request, request.sizes)
+    else:
+        _load_uneven(request, request.sizes)
+
+
+def _load_even(request: Request) -> None:
+    row, comm, x, source, op = request.row, request.comm, request.x, request.source, request.op
+    sent: Tensor | None = None
+    if source is not None:
+        sent = dense = split(source, request.axis, comm.size) if row.splits else materialised(source)
+        if row.reduces:
+            sent, op = _prepared(request, dense)
+        # By the fast path x goes as it is.
+        unchanged = (
+            source is x and sent is dense and (not row.reduces or REDUCTIONS[request.op].prepare is None)
+        )
+        along_0 = request.axis == request.concat == 0
+        request.repeatable = unchanged and along_0 and request.algorithm is None and materialised(x) is x
+        # Backends leave partial results in the tensors of the other ranks; x stays as it was.
+        if row is REDUCE and sent is x:
+            sent = x.clone()
+    request.arrived = room = sent if row.in_place else _room(request, sent)
+    request.call = Call(
+        row,
+        None if sent is None else wire(sent, row.reduces),
+        None if row.in_place or room is None else wire(room, row.reduces),
+        op,
+        request.root,
+        blocking=not request.async_op,
+    )
+
+
+def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
+    """What travels for a dense tensor that is reduced, and what the backend does to it; the same memory where that will do."""
+    reduction, x = REDUCTIONS[request.op], request.x
+    op = reduction.wire.name
+    if reduction.prepare is not None:
+        factor = number_of(request.factor, x.dtype, request.where) if reduction.factor else None
+        if request.row is not ALL_REDUCE and dense.untyped_storage() is x.untyped_storage():
+            dense = dense.clone()
+        with unwatched(dense):
+            reduction.prepare(dense, factor)
+    if is_ordered(dense.dtype, op):
+        return as_ordered(dense, op), op
+    return dense.to(WIDENED[dense.dtype]) if dense.dtype in WIDENED else dense, op
+
+
+def _room(request: Request, sent: Tensor | None) -> Tensor | None:
+    """Where the result arrives: `out`, where the parts lie there as they come, else new memory; None for no result."""
+    row, comm, out = request.row, request.comm, request.out
+    if row is BARRIER or not request.gets:
+        return None
+    # The result of a join along axis 0, and of a cut, lies as it comes.
+    straight = row.splits != row.joins and not (row.joins and request.axis)
+    if out is not None and request.problem is None and straight and (sent is None or sent.dtype == out.dtype):
+        request.direct = True
+        return buffer_for(out) if sent is None or apart(out, sent, comm.coord) else out.new_empty(out.shape)
+    assert sent is not None
+    part = sent.shape[1:] if row.splits else sent.shape
+    return sent.new_empty((comm.size, *part) if row.joins else part)
+
+
+# -- sizes that differ from rank to rank: everything in its own size -------------------------------
+
+
+def _flat(request: Request) -> tuple[Tensor, int]:
+    """What this rank brings, flat, the axis that differs in front; and how many elements one index of it has."""
+    source = request.source
+    assert source is not None
+    return materialised(source.movedim(request.axis, 0)).view(-1), prod(
+        [*source.shape[: request.axis], *source.shape[request.axis + 1 :]]
+    )
+
+
+def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
+    """An all_gather needs no copy of what it sends for each of the others.
+
+    Where a backend queues its calls, all parts are padded to the longest and gathered as one kernel: a row for each
+    coord arrives. Else each part is a message straight to its place.
+    """
+    comm, transport = request.comm, request.comm.transport
+    sent, count = _flat(request)
+    coming = [size * count for size in sizes]
+    if transport.ordered or sent.device.type not in transport.message_kinds:
+        longest = max(coming)
+        if sent.numel() < longest:
+            sent = torch.cat([sent, sent.new_zeros(longest - sent.numel())])
+        room = sent.new_empty(comm.size, longest)
+        request.call = Call(ALL_GATHER, wire(sent), wire(room), blocking=not request.async_op)
+        request.arrived = room if len(set(coming)) > 1 else room.view(-1)
+        return
+    request.arrived = sent.new_empty(sum(coming))
+    parts = request.arrived.split(coming)
+    parts[comm.coord].copy_(sent)
+    others = [coord for coord in range(comm.size) if coord != comm.coord]
+    request.call = [P2P("recv", wire(parts[coord]), coord, OWN_TAGS) for coord in others if coming[coord]]
+    request.call += [P2P("send", wire(sent), coord, OWN_TAGS) for coord in others if sent.numel()]
+
+
+def _load_uneven(request: Request, sizes: list[int]) -> None:
+    """An all_to_all with lengths; of a gather only its root gets anything."""
+    comm, splits = request.comm, request.splits
+    sent, count = _flat(request)
+    coming = [size * count if request.gets else 0 for size in sizes]
+    leaving = [sent.numel() if request.root in (-1, coord) else 0 for coord in range(comm.size)]
+    if splits is not None:
+        leaving = [size * count for size in splits]
+    request.arrived, source = sent.new_empty(sum(coming)), wire(sent)
+    # Lengths count what is carried: bytes where the dtype travels as bytes.
+    unit = 1 if source.dtype == sent.dtype else sent.element_size()
+    lengths = ([n * unit for n in coming], [n * unit for n in leaving])
+    request.call = Call(
+        ALL_TO_ALL, source, wire(request.arrived), lengths=lengths, blocking=not request.async_op
+    )

@@ -1,0 +1,175 @@
+"""Private names of torch that dry runs, and emulated backends, need. Tried on torch 2.11, 2.13, 2.14 and 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshcomm.transport.torch_private import (
+    HOOK_NUMBERS,
+    Work,
+    group_named,
+    hooks_of,
+    leaves_of,
+    without_modes,
+)
+
+flatten_tree: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
+unflatten_tree: Callable[[Sequence[Any], Any], Any] = tree_unflatten
+FakeMode: Any = FakeTensorMode
+# The FakeTensorMode that is on, if any, which is asked for at every operator: torch._C._get_dispatch_mode(_FAKE).
+fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def schema_of(operator: Any) -> Any:
+    """Its name, arguments and results."""
+    return operator._schema
+
+
+def decomposes(operator: Any) -> bool:
+    """Whether torch can do it by other operators."""
+    return bool(operator._can_decompose())
+
+
+def wraps_tensors(types: Iterable[type]) -> bool:
+    """Whether one of these is a subclass of tensors, as DTensor, that itself calls operators of what it holds."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
+        for each in types
+    )
+
+
+# How many modes see an operator after the one that is asking.
+modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# What hooks of a group call the functional collectives, by the operator's name.
+_FUNCTIONAL = {
+    "all_reduce": "ALLREDUCE",
+    "all_reduce_coalesced": "ALLREDUCE_COALESCED",
+    "all_gather_into_tensor": "ALLGATHER_BASE",
+    "all_gather_into_tensor_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
+    "reduce_scatter_tensor": "REDUCE_SCATTER_BASE",
+    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
+    "all_to_all_single": "ALLTOALL_BASE",
+    "broadcast": "BROADCAST",
+    "isend": "SEND",
+    "irecv": "RECV",
+}
+
+
+@final
+class ToldWork(Work):  # type: ignore[misc]
+    """The Work of a call that nobody carries: over at once, and says when it is first waited for.
+
+    held: tensors of the call, which it keeps, as those of backends do. Whoever makes one keeps it until it is waited
+    for: torch holds on to a Work, and not to the part of it that is Python's.
+    """
+
+    def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:
+        super().__init__()
+        self._held = held
+        self._waited: Callable[[ToldWork], object] | None = waited
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, as all of them."""
+        if self._waited is not None:
+            waited, self._waited = self._waited, None
+            waited(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        """Of the call's tensors, as far as they are flat."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
+        return future
+
+
+def _name_of(boxed: Any) -> str:
+    """`sum`, of a ReduceOp as operators of c10d have it. torch 2.14 and newer gives it back as it was."""
+    unbox = getattr(dist.ReduceOp, "unbox", None)
+    op = dist.ReduceOp.RedOpType(boxed.op()) if unbox is None else unbox(boxed).op
+    return str(op.name).lower()
+
+
+def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
+    """Call the hooks of a group, and say whether it has any, for a collective that a mode keeps from the backend, which would do so.
+
+    operator: of `c10d`, or a functional collective. outputs: what it gave, of a functional one. work: for the hook.
+    """
+    given = {each.name: value for each, value in zip(schema_of(operator).arguments, args, strict=False)}
+    kind = schema_of(operator).name.partition("::")[2].strip("_")
+    group: Any
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        kind = kind.upper().removesuffix("_ANY_SOURCE")
+    else:
+        # By name, as a ProcessGroup may also be given as itself.
+        group = given["group_name"]
+        group = group_named(group) if isinstance(group, str) else group
+        kind = _FUNCTIONAL.get(kind.removesuffix("_out"), "")
+    hooks = hooks_of(group)
+    if hooks is None or kind not in HOOK_NUMBERS:
+        return False
+    found: dict[bool, list[torch.Tensor]] = {False: [], True: list(outputs)}
+    for name, value in given.items():
+        if name.startswith(("tensor", "input", "output")):
+            into = name.startswith("output")
+            found[into] += [each for each in leaves_of(value) if isinstance(each, torch.Tensor)]
+    inputs, came = found[False], found[True]
+    if kind == "RECV":
+        inputs, came = [], inputs
+    root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
+    op = given.get("reduce_op")
+    call = SimpleNamespace(
+        name=HOOK_NUMBERS[kind],
+        input_tensors=inputs,
+        output_tensors=came,
+        root=root,
+        async_op=True,
+        op=op if isinstance(op, str) or op is None else _name_of(op),
+    )
+    hooks.before(call)
+    hooks.after(SimpleNamespace(name=call.name, work=work))
+    return True
+
+
+@contextmanager
+def plain_device_meshes() -> Iterator[None]:
+    """DeviceMeshes that are made in here, FSDP's own too, know their ranks, though a mode keeps tensors from having values."""
+    made, known = DeviceMesh.__init__, dict[Any, Any]()
+
+    def init(mesh: Any, *args: Any, **given: Any) -> None:
+        with without_modes():
+            made(mesh, *args, **given)
+        if (ranks := getattr(mesh, "_flatten_rank_map", None)) is not None:
+            # DTensor compares them thousands of times: of one tuple that is a fifth of the time of equal ones.
+            mesh._flatten_rank_map = known.setdefault(ranks, ranks)
+
+    with patch.object(DeviceMesh, "__init__", init):
+        yield
+
+
+@contextmanager
+def objects_decoded_by(decode: Callable[..., object]) -> Iterator[None]:
+    """While it is entered, `decode` makes what torch's object collectives, as broadcast_object_list, return of bytes."""
+    with patch.object(dist.distributed_c10d, "_tensor_to_object", decode):
+        yield

@@ -1,0 +1,213 @@
+"""The record of each rank: its last calls on each group, and its line. Asked for through the store, and answered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, Final, TypeVar, final
+
+from meshcomm.comm.callsite import is_ours, thread_stacks
+from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.spans import host
+from meshcomm.layout.sizes import rank_text
+from meshcomm.mesh.torch_store import wait_for, within
+
+T = TypeVar("T")
+
+_LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
+
+# How long a rank whose call failed waits for the others' answers.
+_ANSWER_S: Final = 1.5
+
+# It looks for them again and again. What a look takes beyond this is a busy machine's, on which the others are slow
+# to answer too, and is not held against them; up to so many times the wait.
+_PAUSE_S: Final = 0.02
+_LOOK_S: Final = 0.03
+_LONGER: Final = 4
+
+
+@final
+class RankRecord:
+    """Made by the main thread of a rank; any thread may read it.
+
+    label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None: none has.
+    thread: the error by which another thread of the program ended, "" for none.
+
+    Args:
+        recorders: of the rank's groups; the list may grow.
+        reports: folder of this run for its ranks' reports, inside the folder of all runs; "": no reports.
+    """
+
+    def __init__(
+        self, rank: int, coords: Mapping[str, int], recorders: Sequence[FlightRecorder], reports: str = ""
+    ) -> None:
+        self.rank, self.coords, self.recorders = rank, dict(coords), recorders
+        self.label = rank_text(rank, coords)
+        self.failed: dict[str, Any] | None = None
+        self.thread = ""
+        self._main = threading.get_ident()
+        self._reports = reports
+
+    @property
+    def main_line(self) -> str:
+        """file:line and function of the innermost frame of the program itself."""
+        stack = thread_stacks().get(self._main, [])
+        own = [place for place in stack if not is_library(place[0])]
+        for file, line, name in (own or stack)[:1]:
+            return f"{file}:{line} in {name}"
+        return "an unknown line"
+
+    @property
+    def reports(self) -> str:
+        """The folder with the reports of all runs; this run's folder is the newest in it."""
+        return os.path.dirname(self._reports) or self._reports
+
+    def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The record as plain data. differs: a difference between the steps of ranks, see `find_desync`."""
+        return {
+            "rank": self.rank,
+            "coords": self.coords,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "time": time.time(),
+            "main": self.main_line,
+            "thread": self.thread,
+            "failed": self.failed,
+            "differs": differs,
+            "groups": [recorder.status() for recorder in list(self.recorders)],
+        }
+
+    def write(self, differs: Mapping[str, Any] | None = None) -> bool:
+        """Write this rank's report: the record, and its last calls with the clock of their times. Whether it was written."""
+        if not self._reports:
+            return False
+        history = [call for recorder in list(self.recorders) for call in recorder.history()]
+        now = time.perf_counter()
+        report = {
+            **self.data(differs),
+            "clock": {"host": str(host()), "now_s": now, "ahead_s": time.time() - now},
+            "history": sorted(history, key=lambda call: call["began"]),
+        }
+        folder = Path(self._reports)
+        # A report that cannot be written must not hide the error that it is about.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            half = folder / f".rank{self.rank}.json"
+            half.write_text(json.dumps(report, indent=1))
+            half.replace(folder / f"rank{self.rank}.json")
+            return True
+        return False
+
+    def thread_ended(self, error: BaseException, thread: str) -> None:
+        """A thread of the program has ended by an error; ranks that wait for this one read it."""
+        at = "".join(
+            f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
+        )
+        self.thread = f"its thread {thread} raised {one_line(error)}{at}"
+
+
+@final
+class RecordExchange:
+    """Asks ranks for their records, answers other ranks, and shares a diagnosis.
+
+    Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is one, `answer/RANK/N` its answer, `closed/RANK`
+    the last status of a rank. `first/CALL` is the rank that makes the diagnosis of a call, `diagnosis/CALL` its result.
+
+    Args:
+        store: the watchdog's; every rank of the mesh looks at it each `look_s` seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, look_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._within_s = max(_ANSWER_S, 2 * look_s)
+        self._answered = 0
+
+    def limited(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which uses this exchange; TimeoutError where the store does not answer.
+
+        A store that is served by a stopped rank, or cannot be reached any more, holds its callers for minutes.
+        """
+        within(self._within_s, lambda: self._store.check(["asked"]))
+        # In `shared`: until another rank has published, then for answers. Else the store has stopped since.
+        return within(3 * _LONGER * self._within_s, call)
+
+    def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of `make` on the first rank that names this call; the other ranks read it.
+
+        Where that rank does not publish it in time, each makes its own. Raises RuntimeError where the store fails.
+        """
+        own, published = str(self._rank), f"diagnosis/{call}"
+        if self._store.compare_set(f"first/{call}", "", own).decode() == own:
+            found = make()
+            self._store.set(published, json.dumps(found))
+            return found
+        # The first rank waits so long itself, longer on a busy machine.
+        if wait_for(self._store, [published], _LONGER * self._within_s):
+            read: dict[str, Any] = json.loads(self._store.get(published))
+            return read
+        return make()
+
+    def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The records of the `ranks` that answer in time. Raises RuntimeError where the store fails.
+
+        A few operations of the store for each rank, however long it takes.
+        """
+        began = last = time.monotonic()
+        answers = self._read({rank: f"closed/{rank}" for rank in ranks})
+        asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
+        for rank, number in asked.items():
+            self._store.set(f"ask/{rank}/{number}", str(self._rank))
+        keys = {rank: f"answer/{rank}/{number}" for rank, number in asked.items()}
+        waited_s = 0.0
+        while keys and waited_s < self._within_s and last - began < _LONGER * self._within_s:
+            if self._store.check(list(keys.values())):
+                break
+            time.sleep(_PAUSE_S)
+            now = time.monotonic()
+            waited_s += min(now - last, _LOOK_S)
+            last = now
+        answers |= self._read(keys)
+        return answers | self._read({rank: f"closed/{rank}" for rank in keys if rank not in answers})
+
+    def answer(self, status: Callable[[], Mapping[str, Any]]) -> bool:
+        """Answer the questions that have arrived; whether there were any. Raises RuntimeError where the store fails."""
+        before = self._answered
+        while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
+            self._answered += 1
+            self._store.set(f"answer/{self._rank}/{self._answered}", json.dumps(status()))
+        return self._answered > before
+
+    def leave(self, status: Mapping[str, Any]) -> None:
+        """The rank answers no more: its last status is for all questions."""
+        self._store.set(f"closed/{self._rank}", json.dumps(status))
+
+    def _read(self, keys: dict[int, str]) -> dict[int, Any]:
+        """The values of those keys that are there."""
+        return {
+            rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+        }
+
+
+def error_under_way() -> str:
+    """The error that the program is leaving by, or has been ended by, in one line; "" where there is none."""
+    error = sys.exception() or getattr(sys, "last_value", None)
+    return "" if error is None or isinstance(error, SystemExit) else one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its text."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
+    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)

@@ -1,0 +1,109 @@
+"""Private names of torch for FSDP, DTensor, lists of tensors, and storages without memory. Tried on torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+_CPU = torch.device("cpu")
+
+
+@final
+class _Addresses:
+    """Addresses that nothing else in this process gets, and no memory stands behind. Reading them gives zeros.
+
+    After all have been given, which a step of 32 TiB would take, they are given again.
+    """
+
+    SPAN = 1 << 45
+
+    def __init__(self) -> None:
+        # Python 3.11 has no name for Linux's flag.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        self._room = mmap.mmap(-1, self.SPAN, flags=flags)
+        self.first = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
+        self._used = 0
+
+    def take(self, nbytes: int) -> int:
+        if self._used + nbytes > self.SPAN:
+            self._used = 0
+        at = self.first + self._used
+        self._used += max(512, -(-nbytes // 512) * 512)
+        return at
+
+
+_addresses = lru_cache(maxsize=1)(_Addresses)
+_storage_at: Any = torch._C._construct_storage_from_data_pointer
+
+
+def storage_without_memory(nbytes: int) -> Any:
+    """A storage of the CPU of this size, with an address of its own and no memory. It cannot be resized."""
+    return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has memory, and with it values: neither a FakeTensor, nor on a `storage_without_memory`."""
+    if isinstance(x, FakeTensor):
+        return False
+    known = _addresses() if _addresses.cache_info().currsize else None
+    return known is None or not known.first <= x.data_ptr() < known.first + known.SPAN
+
+
+def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
+    """What this rank holds of a DTensor, its own memory, and where that lies. Autograd does not see it."""
+    return x._local_tensor, x._spec
+
+
+def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
+    """A DTensor of which this rank holds `held`, laid out as another one. DTensor.from_local without its questions.
+
+    kind: DTensor, whose module is half a second's import for each rank of a job that needs none.
+    """
+    return kind(held, where, requires_grad=False)
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return x._is_view()
+
+
+def unsaved_buffers(module: Any) -> set[str]:
+    """The names of a module's buffers that its state leaves out."""
+    names: set[str] = module._non_persistent_buffers_set
+    return names
+
+
+def offsets(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part of a DTensor begins in the whole one; zeros where it has none of it."""
+    chunks = tensor.__create_chunk_list__()
+    return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device and dtype in place, in one call; factor: a tensor () of theirs."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The 2-norm () of each of some tensors of one device and dtype, added up in `dtype`, in one call."""
+    found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
+    return found
+
+
+def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    gathered, gradients = [], []
+    for each in [each for group in groups if group is not None for each in group.fsdp_params]:
+        whole = getattr(each, "_unsharded_param", None)
+        gathered += [*each.all_gather_outputs, *([] if whole is None else [whole])]
+        waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)
+        gradients += [one for one in waiting if one is not None]
+    return gathered, gradients

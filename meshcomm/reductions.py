@@ -1,0 +1,104 @@
+"""What each operation of a reduction is: one row, read by all that checks, sends, schedules, simulates or documents it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+# The table is read without torch too.
+Tensor: TypeAlias = Any
+# Kinds of dtypes that operations take or refuse. float8: floats of one byte, which have no arithmetic.
+Kind: TypeAlias = Literal["bool", "whole", "float", "float8", "complex"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WireOp:
+    """What a backend does to values that ranks have prepared; it can be repeated at the next level of a hierarchy.
+
+    combine:   torch's function of two operands, as schedules over messages and the simulator apply it.
+    reduce_op: the attribute of torch's ReduceOp.
+    divided:   by the number of ranks at the end, where `combine` was applied instead of the backend.
+    rounds:    the order of the operands shows in the last bits of floats.
+    nan:       the place of NaN in the order of values; None: values are not ordered.
+    lacking:   backends without it.
+    """
+
+    name: str
+    combine: str
+    reduce_op: str
+    divided: bool
+    rounds: bool
+    nan: Literal["least", "greatest"] | None
+    lacking: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """One operation as a user names it. No field has a default: a row says all of it, or the import fails.
+
+    wire:    what backends, and further levels of a hierarchy, do to what `prepare` has made.
+    prepare: changes this rank's values in place before they travel, given the call's factor; None: they travel as they are.
+    factor:  whether the call takes a factor.
+    refuses: kinds of dtypes without this operation: what is expected, and a hint.
+    linear:  whether it has a gradient.
+    partial: whether a pattern may name it.
+    """
+
+    name: str
+    wire: WireOp
+    prepare: Callable[[Tensor, Any], object] | None
+    factor: bool
+    refuses: Mapping[Kind, tuple[str, str]]
+    linear: bool
+    partial: bool
+
+
+# name, combine, reduce_op, divided, rounds, nan, lacking
+_SUM: Final = WireOp("sum", "add", "SUM", False, True, None, ())
+_AVG: Final = WireOp("avg", "add", "AVG", True, True, None, ())
+_PRODUCT: Final = WireOp("product", "mul", "PRODUCT", False, True, None, ())
+_MIN: Final = WireOp("min", "minimum", "MIN", False, False, "least", ())
+_MAX: Final = WireOp("max", "maximum", "MAX", False, False, "greatest", ())
+_BAND: Final = WireOp("band", "bitwise_and", "BAND", False, False, None, ("nccl",))
+_BOR: Final = WireOp("bor", "bitwise_or", "BOR", False, False, None, ("nccl",))
+_BXOR: Final = WireOp("bxor", "bitwise_xor", "BXOR", False, False, None, ("nccl",))
+
+_ANY_ALL = "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
+_FRACTION = "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
+_ORDER = "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
+_PAIRS = "sum or avg for complex numbers", "multiply after all_gather"
+_BITWISE = "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
+_FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
+    "bool": _FRACTION,
+    "whole": _FRACTION,
+    "float8": _FRACTION,
+}
+_BITS: Final[Mapping[Kind, tuple[str, str]]] = {"float": _BITWISE, "float8": _BITWISE, "complex": _BITWISE}
+
+# In the order of the documentation. name, wire, prepare, factor, refuses, linear, partial
+REDUCTIONS: Final[dict[str, Reduction]] = {
+    row.name: row
+    for row in (
+        Reduction("sum", _SUM, None, False, {"bool": _ANY_ALL}, True, True),
+        Reduction("avg", _AVG, None, False, _FRACTIONS, True, True),
+        Reduction("product", _PRODUCT, None, False, {"bool": _ANY_ALL, "complex": _PAIRS}, False, True),
+        Reduction("min", _MIN, None, False, {"complex": _ORDER}, False, True),
+        Reduction("max", _MAX, None, False, {"complex": _ORDER}, False, True),
+        Reduction("band", _BAND, None, False, _BITS, False, False),
+        Reduction("bor", _BOR, None, False, _BITS, False, False),
+        Reduction("bxor", _BXOR, None, False, _BITS, False, False),
+        Reduction("premul_sum", _SUM, lambda x, factor: x.mul_(factor), True, _FRACTIONS, False, False),
+    )
+}
+
+WIRE_OPS: Final = {row.wire.name: row.wire for row in REDUCTIONS.values()}
+
+
+def with_gradient(name: str = "op") -> str:
+    """The operations that have a gradient, as errors list them.
+
+    >>> with_gradient()
+    'op="sum" or op="avg"'
+    """
+    return " or ".join(f'{name}="{row.name}"' for row in REDUCTIONS.values() if row.linear)

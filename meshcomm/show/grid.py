@@ -1,0 +1,475 @@
+"""The rank grid: who sits where, in which group of one dim.
+
+Two inner dims make a block of rows and columns, the outer ones lay out the blocks. `grid_facts` is the data, and
+`RankGrid` draws it for a rich console; every other form is made of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from operator import itemgetter
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from meshcomm.config import TopologyConfig
+from meshcomm.layout import Dims, Plan
+from meshcomm.layout.sizes import coords_text, fold
+from meshcomm.show.page import Line, Part, as_text, export, page_markdown, svg_of
+from meshcomm.show.units import count
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.style import Style
+    from rich.text import Text
+
+Facts = dict[str, Any]
+# Column, text, style.
+Piece: TypeAlias = "tuple[int, str, str | Style]"
+Lines = npt.NDArray[np.bool_]
+
+# Okabe and Ito's palette (Color Universal Design, 2008), a grey in place of its black: colours that tell eight
+# groups apart, also for people who do not see all colours.
+PALETTE: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b3b3b3")
+_OUTSIDE, _LEFT_OUT = -1, -2
+# By which of up, down, left, right have a line, as bits 1, 2, 4, 8.
+_NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
+_ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
+# Columns, and groups in the legend, of a picture in a file.
+_PICTURE: Final = 150
+_LEGEND: Final = 16
+
+
+def grid_facts(
+    plan: Plan, by: Dims | None = None, topology: TopologyConfig | None = None, rank: int | None = None
+) -> Facts:
+    """The rank grid, with the groups along `by`, as data that JSON can hold.
+
+    by: a dim, a merged dim, a view's dim, or a tuple of them. None: the innermost dim of the base.
+    rank: one to mark.
+
+    Keys: world_size, fingerprint; by (its name), by_dims, size (ranks of a group), groups (their
+    number); view (whose dims are drawn, "" for the base), dims (their sizes, outermost first); ranks,
+    group, node: for each place of the grid, row-major over dims, its rank, the index of the rank's
+    group and the rank's node; node, nodes (their number) and ranks_per_node are None where nobody says
+    which ranks share a node; rank.
+    Raises UnknownDim, and LayoutError where the mesh does not have `rank`.
+    """
+    layout = plan.layout
+    chosen: Dims = list(layout.dims)[-1] if by is None else by
+    size, view = layout.digits(chosen).size, layout.home(chosen)
+    if rank is not None:
+        layout.position(rank)
+    positions = np.arange(layout.world_size, dtype=np.int64)
+    per_node = None if topology is None else topology.ranks_per_node
+    nodes = None if per_node is None else layout.ranks // per_node
+    return {
+        "world_size": layout.world_size,
+        "fingerprint": plan.fingerprint,
+        "by": chosen if isinstance(chosen, str) else " ".join(chosen),
+        "by_dims": list(layout.expand(chosen)),
+        "size": size,
+        "groups": layout.world_size // size,
+        "view": view,
+        "dims": dict(layout.views[view] if view else layout.dims),
+        "ranks_per_node": per_node,
+        "nodes": None if nodes is None else len(np.unique(nodes)),
+        "ranks": layout.ranks.tolist(),
+        "group": layout.others(chosen).coord(positions).tolist(),
+        "node": None if nodes is None else nodes.tolist(),
+        "rank": rank,
+    }
+
+
+def headlines(facts: Facts) -> list[str]:
+    """What is drawn, what the colours and what the lines mean."""
+    where = f" of view {facts['view']}" if facts["view"] else ""
+    drawn = f"{coords_text(facts['dims'])}{where}, by {facts['by']}"
+    lines = [f"{drawn}: {count(facts['groups'], 'group')} of {facts['size']:,}"]
+    nodes, each = facts["nodes"], facts["ranks_per_node"]
+    if nodes is None:
+        return [*lines, "nodes are not known: topology.ranks_per_node says which ranks share one"]
+    full = "" if nodes * each == facts["world_size"] else "up to "
+    return [*lines, f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each"]
+
+
+class Room(NamedTuple):
+    """How much room there is in one direction, in columns or lines.
+
+    total: all of it. cell: one rank. inner, outer: between ranks of a block, between blocks.
+    """
+
+    total: int
+    cell: int
+    inner: int
+    outer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of the picture: a dim, several merged ones, or none (size 1).
+
+    sizes: its dims, outermost first. stride: places from one coord to the next.
+    coords: the drawn ones, in order, with None where coords are left out.
+    """
+
+    sizes: dict[str, int]
+    stride: int
+    coords: list[int | None]
+
+    @property
+    def size(self) -> int:
+        """Number of coords."""
+        return prod(self.sizes.values())
+
+    @property
+    def name(self) -> str:
+        """The dims' names."""
+        return " ".join(self.sizes)
+
+    def label(self, coord: int) -> str:
+        """Its dims' coords, as in `pp=1`; "" for an axis of size 1."""
+        return coords_text(_digits(self.sizes, coord))
+
+    def left_out(self) -> list[str]:
+        """The coords that are not drawn, and their number; nothing where all are."""
+        drawn = [coord for coord in self.coords if coord is not None]
+        ranges = []
+        for before, after in pairwise([-1, *drawn, self.size]):
+            if after - before > 1:
+                last = f" to {self.label(after - 1)}" if after - before > 2 else ""
+                ranges.append(self.label(before + 1) + last)
+        return [f"{', '.join(ranges)} ({self.size - len(drawn):,} of {self.size:,})"] if ranges else []
+
+
+class Slot(NamedTuple):
+    """One row or column of the picture.
+
+    at, size: where it begins and how long it is. offset: its part of the place of a cell; None: coords are
+    left out here. coord, block: labels of its coord inside of the block, and of the block.
+    """
+
+    at: int
+    size: int
+    offset: int | None
+    coord: str
+    block: str
+    starts_block: bool
+
+
+def _place(row: Slot, column: Slot) -> int | None:
+    """Index in the facts of what is drawn there; None where ranks are left out."""
+    return None if row.offset is None or column.offset is None else row.offset + column.offset
+
+
+def _between(slots: Sequence[Slot]) -> list[int]:
+    """Where lines between slots go: one in the middle of each gap, one next to both ends."""
+    middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
+    # A cell ends with a blank: the last line is there.
+    return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
+
+
+def _widest_label(facts: Facts) -> int:
+    """Characters of the longest text in the margin."""
+    *labelled, columns = _directions(facts)
+    last = [coords_text({name: size - 1 for name, size in sizes.items()}) for sizes in labelled]
+    return max(map(len, [" ".join(columns), *last]))
+
+
+def tag(index: int) -> str:
+    """Letters for a group's index, where colours do not tell groups apart.
+
+    >>> tag(0), tag(25), tag(26), tag(16383)
+    ('a', 'z', 'aa', 'xfd')
+    """
+    letters = ""
+    index += 1
+    while index:
+        index, rest = divmod(index - 1, 26)
+        letters = chr(ord("a") + rest) + letters
+    return letters
+
+
+def _digits(sizes: Mapping[str, int], number: int) -> dict[str, int]:
+    """The coords, by dim, that a number stands for in row-major order."""
+    return dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
+
+
+def _directions(facts: Facts) -> list[dict[str, int]]:
+    """The dims of blocks downwards, of blocks across, of the rows and of the columns in a block."""
+    dims = [(name, size) for name, size in facts["dims"].items() if size > 1]
+    return [dict(dims[:-3]), dict(dims[-3:-2]), dict(dims[-2:-1]), dict(dims[-1:])]
+
+
+def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Axis]:
+    """Blocks downwards, blocks across, rows, columns: as many coords as fit, those of the marked rank among them."""
+    down, across, rows, columns = _directions(facts)
+    sizes = prod(columns.values()), prod(across.values())
+    if not down and _drawn(*sizes, width, 1) != sizes:
+        down, across = across, down
+    marked = facts["rank"] is not None
+    place = facts["ranks"].index(facts["rank"]) if marked else 0
+    drawn_columns, drawn_across = _drawn(prod(columns.values()), prod(across.values()), width, 1 + marked)
+    drawn_rows, drawn_down = _drawn(prod(rows.values()), prod(down.values()), height, 1 + marked)
+    inside_columns = _axis(columns, 1, drawn_columns, place)
+    inside_rows = _axis(rows, inside_columns.size, drawn_rows, place)
+    blocks_across = _axis(across, inside_rows.stride * inside_rows.size, drawn_across, place)
+    blocks_down = _axis(down, blocks_across.stride * blocks_across.size, drawn_down, place)
+    return blocks_down, blocks_across, inside_rows, inside_columns
+
+
+def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
+    """`drawn` coords of the dims: the first ones, the last one, and the coord of `place`."""
+    size = prod(sizes.values())
+    chosen = [*range(drawn - 1), size - 1] if drawn > 1 else [0]
+    if place // stride % size not in chosen:
+        chosen[max(drawn - 2, 0)] = place // stride % size
+    coords: list[int | None] = []
+    for before, coord in pairwise([-1, *sorted(chosen), size]):
+        coords += [coord] if coord == before + 1 else [None, coord]
+    return Axis(sizes, stride, coords[:-1])
+
+
+def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
+    """How many coords inside a block and how many blocks to draw: as many ranks as fit, at least one.
+
+    gaps: the number of marks in place of omitted coords, one column or line each.
+    """
+    best, score = (1, 1), (0, 0, 0)
+    limit = max(1, room.total // room.cell)
+    for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
+        block = _length(inner, inside - inner, room.cell, room.inner, gaps)
+        # First and last of each before more of one.
+        found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
+        if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
+            best, score = (inner, outer), found
+    return best
+
+
+def _length(drawn: int, left_out: int, size: int, between: int, gaps: int) -> int:
+    marks = min(left_out, gaps)
+    return drawn * size + (drawn - 1 + marks) * between + marks
+
+
+def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
+    slots: list[Slot] = []
+    at = 0
+    for block in blocks.coords:
+        for index, coord in enumerate([None] if block is None else inside.coords):
+            at += 0 if not slots else room.inner if index else room.outer
+            label = "…" if block is None else blocks.label(block)
+            if block is None or coord is None:
+                slots.append(Slot(at, 1, None, "" if block is None else "…", label, index == 0))
+            else:
+                offset = block * blocks.stride + coord * inside.stride
+                slots.append(Slot(at, room.cell, offset, str(coord), label, index == 0))
+            at += slots[-1].size
+    return slots
+
+
+def _parted(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> Lines:
+    left_out, outside = (a == _LEFT_OUT) | (b == _LEFT_OUT), (a == _OUTSIDE) | (b == _OUTSIDE)
+    parted: Lines = np.where(left_out, outside, a != b)
+    return parted
+
+
+@final
+class RankGrid:
+    """Ranks as coloured blocks, a colour for each group along a dim, lines between nodes.
+
+    Prints as text of 100 columns without colour, on a rich console in colour and as wide as that, with long dims
+    folded; in a notebook it is a picture. A group has a letter too where there are more groups than colours, or no
+    colours (NO_COLOR, TERM=dumb, no terminal). `facts` is what all forms show, see `grid_facts`.
+    """
+
+    def __init__(self, facts: Facts, groups: int = 8) -> None:
+        """groups: listed in the legend at most."""
+        self.facts = facts
+        self._groups = groups
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Headlines, the picture, a legend, and a note on omitted ranks."""
+        from rich.text import Text
+
+        coloured = console.color_system is not None and not console.no_color
+        picture = _Picture(self.facts, options.max_width, coloured)
+        yield from map(Text, headlines(self.facts))
+        for line in picture.lines():
+            if options.ascii_only:
+                line.plain = line.plain.translate(_ASCII)
+            # A window of a few columns: cut rather than wrapped.
+            line.truncate(options.max_width)
+            line.no_wrap = True
+            yield line
+        entries, notes = picture.legend(self._groups)
+        width = max(len(picture.letters(group)) for group, _ in entries)
+        for group, text in entries:
+            swatch = Text(f" {picture.letters(group):<{max(width, 1)}} ", picture.style(group))
+            yield swatch.append(f" {text}", "default on default")
+        yield from map(Text, notes)
+        if self.facts["rank"] is not None:
+            yield Text(f"[ ] rank {self.facts['rank']}")
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def svg(self) -> str:
+        """As one self-contained SVG file: each rank named under the pointer."""
+        title = f"rank grid: {headlines(self.facts)[0]}"
+        return svg_of([RankGrid(self.facts, _LEGEND)], title, _PICTURE)
+
+    # What notebooks ask for.
+    _repr_svg_ = svg
+
+    def page(self) -> list[Part]:
+        """For Markdown: what a console of 100 columns without colour shows, and more groups."""
+        head, lines = headlines(self.facts)[0], as_text(RankGrid(self.facts, 32)).split("\n")
+        return [Line(head, heading=True), Line("\n".join(lines[lines[0] == head :]), drawing=True)]
+
+    def markdown(self) -> str:
+        """As text in a block."""
+        return page_markdown(self.page())
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
+        export(Path(fspath(path)), self.facts, self.page, self.svg)
+
+
+class _Picture:
+    """Labels in the margin, ranks, and lines between nodes, in so much room; long dims are folded.
+
+    rows, columns: the drawn slots. down, across: the axes of the blocks. inside_rows, inside_columns: the axes of the
+    ranks in a block.
+    """
+
+    def __init__(self, facts: Facts, width: int, coloured: bool) -> None:
+        self.facts = facts
+        self.coloured = coloured
+        self.lettered = not coloured or facts["groups"] > len(PALETTE)
+        edge = int(facts["node"] is not None)
+        self.left = 1 + _widest_label(facts) + edge
+        letters = len(self.letters(facts["groups"] - 1))
+        # A bracket or a blank before and behind.
+        cell = len(str(max(facts["ranks"]))) + letters + 2
+        wide = Room(width - self.left - edge, cell, inner=1, outer=3)
+        high = Room(40, 1, inner=edge, outer=1)
+        self.down, self.across, self.inside_rows, self.inside_columns = _axes(facts, wide, high)
+        self.rows = _slots(self.down, self.inside_rows, high)
+        self.columns = _slots(self.across, self.inside_columns, wide)
+        self.bars = _between(self.columns)
+
+    def letters(self, group: int) -> str:
+        """A group's letters, where colours alone do not tell groups apart."""
+        return tag(group) if self.lettered else ""
+
+    def style(self, group: int) -> str:
+        """A group's colour, and black or white for text on it."""
+        colour = PALETTE[group % len(PALETTE)]
+        ink = "#ffffff" if colour == "#0072b2" else "#000000"
+        return f"{ink} on {colour}" if self.coloured else "default"
+
+    def lines(self) -> Iterator[Text]:
+        """Heads, then every row with the line above it, then the line below all."""
+        if self.across.size > 1:
+            blocks = [(slot.at, f"{slot.block} ", "bold") for slot in self.columns if slot.starts_block]
+            yield self._line(self.across.name, blocks)
+        if self.inside_columns.size > 1:
+            coords = [(slot.at, slot.coord.center(slot.size), "bold") for slot in self.columns]
+            yield self._line(self.inside_columns.name, coords)
+        left, above = self._node_lines()
+        for number, row in enumerate(self.rows):
+            block, label = self._row_labels(row)
+            if block or above[number].any() or (row.starts_block and number > 0):
+                yield self._border(block, left[number : number + 2].tolist(), above[number].tolist())
+            pieces: list[Piece] = [
+                (at, _NODE_LINES[3], "") for at, bar in zip(self.bars, left[number + 1], strict=True) if bar
+            ]
+            if row.offset is not None:
+                pieces += [self._cell(row, column) for column in self.columns]
+            yield self._line(label, sorted(pieces, key=itemgetter(0)))
+        if above[-1].any():
+            yield self._border("", left[-2:].tolist(), above[-1].tolist())
+
+    def legend(self, most: int) -> tuple[list[tuple[int, str]], list[str]]:
+        """Index, and name and ranks in coord order, of the first groups that are drawn; and notes on what is not."""
+        facts = self.facts
+        places = [_place(row, column) for row in self.rows for column in self.columns]
+        drawn = {facts["group"][place]: place for place in places if place is not None}
+        ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
+        entries = [
+            (index, f"{self._group_name(drawn[index])} {fold(ranks[groups == index])}")
+            for index in sorted(drawn)[:most]
+        ]
+        rest = facts["groups"] - len(entries)
+        notes = [f"and {rest:,} more groups"] if rest else []
+        if len(self.down.sizes) > 1:
+            notes.append(f"more than four dims: {self.down.name} go downwards as one")
+        axes = (self.down, self.across, self.inside_rows, self.inside_columns)
+        left_out = "; ".join(text for axis in axes for text in axis.left_out())
+        return entries, [*notes, f"not drawn: {left_out}"] if left_out else notes
+
+    def _group_name(self, place: int) -> str:
+        coords = _digits(self.facts["dims"], place).items()
+        common = {name: coord for name, coord in coords if name not in self.facts["by_dims"]}
+        return f"{self.facts['by']}[{coords_text(common)}]"
+
+    def _row_labels(self, row: Slot) -> tuple[str, str]:
+        """Left of a row: the name of the block that begins there, or "", and the row's own label."""
+        if row.offset is None:
+            return "", "⋮"
+        if self.inside_rows.size == 1:
+            return "", row.block
+        return row.block if row.starts_block else "", f"{self.inside_rows.name}={row.coord}"
+
+    def _cell(self, row: Slot, column: Slot) -> Piece:
+        from rich.style import Style
+
+        facts, place, at, width = self.facts, _place(row, column), column.at, column.size
+        if place is None:
+            return at, "…".center(width), ""
+        rank, group = facts["ranks"][place], facts["group"][place]
+        about = f"rank {rank}: {coords_text(_digits(facts['dims'], place))}\ngroup {self._group_name(place)}"
+        about += "" if facts["node"] is None else f"\nnode {facts['node'][place]}"
+        style = Style.parse(self.style(group)) + Style(meta={"about": about})
+        name = f"{rank}{self.letters(group)}"
+        if rank == facts["rank"]:
+            return at, f"[{name}]".rjust(width), style + Style(bold=True)
+        return at, f"{name} ".rjust(width), style
+
+    def _node_lines(self) -> tuple[Lines, Lines]:
+        """Whether a line is left of [row + 1, column], and whether one is above [row, column + 1].
+
+        Lines part ranks of different nodes, and surround all of them; none where nodes are not known.
+        Next to coords that are left out a line is only at the edge of the picture.
+        """
+        known = self.facts["node"]
+        places = [[_place(row, column) for column in self.columns] for row in self.rows]
+        drawn = [[_LEFT_OUT if p is None or known is None else known[p] for p in row] for row in places]
+        nodes = np.pad(drawn, 1, constant_values=_LEFT_OUT if known is None else _OUTSIDE)
+        return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
+
+    def _border(self, label: str, left: list[list[bool]], above: list[bool]) -> Text:
+        """The line above a row. left: next to the row before it, and next to the row."""
+        drawn = ""
+        for column, at in enumerate(self.bars):
+            drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * above[column]])
+            drawn += _NODE_LINES[
+                left[0][column] + 2 * left[1][column] + 4 * above[column] + 8 * above[column + 1]
+            ]
+        return self._line(label, [(self.bars[0], drawn.rstrip(), "")])
+
+    def _line(self, label: str, pieces: Iterable[Piece]) -> Text:
+        """A label in the margin, and texts at their columns, each in its style."""
+        from rich.text import Text
+
+        line = Text().append(label, "bold")
+        for at, text, style in pieces:
+            line.append(" " * (self.left + at - len(line)))
+            line.append(text, style)
+        return line
