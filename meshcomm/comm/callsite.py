@@ -76,7 +76,8 @@ def thread_stacks() -> dict[int, list[tuple[str, int, str]]]:
         file.seek(0)
         for line in file:
             if thread := _THREAD.match(line):
-                stack = found[int(thread[1], 16)] = []
+                # A thread that begins has its parent's number, and no frames.
+                stack = found.setdefault(int(thread[1], 16), [])
             elif frame := _FRAME.match(line):
                 stack.append((_plain(frame[1]), int(frame[2]), _plain(frame[3])))
     # Where the caller is, not where this is.

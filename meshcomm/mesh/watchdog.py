@@ -127,7 +127,7 @@ class Watchdog(Watching):
         # One that has failed, and at how many looks nobody was handling its error.
         self._unhandled: tuple[object, int] = (None, 0)
         # A `monitored_barrier` that a thread is in, and since when; when to look for one again.
-        self._barrier, self._barrier_look = (0, 0.0), 0.0
+        self._barrier, self._barrier_look = (0, 0.0), time.monotonic() + 1.0
         self._silent = False
         self._failures = 0
         self._process = os.getpid()

@@ -276,11 +276,11 @@ COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to
 @pytest.mark.parametrize(
     ("name", "backend", "rows"),
     [
-        ("func.grad of func.grad", "aot_eager", COMPILED),
         ("vmap of func.grad", "aot_eager", COMPILED),
         *(
             pytest.param(*each, marks=pytest.mark.parity)
             for each in (
+                ("func.grad of func.grad", "aot_eager", COMPILED),
                 ("vmap of func.jvp", "aot_eager", COMPILED),
                 ("func.jvp of func.grad", "eager", COMPILED),
                 ("vmap of func.grad", "inductor", COMPILED[:1]),

@@ -268,6 +268,7 @@ def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
     done.stdout.no_fnmatch_line("*INTERNALERROR*")
 
 
+@pytest.mark.parity
 def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text(CONFIG.replace("1e-3", "1"))

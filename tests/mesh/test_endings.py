@@ -149,7 +149,8 @@ def ended(pool: Pool, folder: Path, script: str, launcher: tuple[str, ...] = ())
 
 
 @needs_group_hooks
-@pytest.mark.parametrize("step", [pytest.param("ddp", marks=pytest.mark.faults), "default"])
+@pytest.mark.faults
+@pytest.mark.parametrize("step", ["ddp", "default"])
 def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Path, step: str) -> None:
     code, err = ended(pool, tmp_path, f"trains({step}, {SLEEPS})")
     lines = err.splitlines()
@@ -160,7 +161,7 @@ def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Pat
 
 
 @needs_group_hooks
-@pytest.mark.parametrize("step", ["ddp", "default"])
+@pytest.mark.parametrize("step", ["ddp", pytest.param("default", marks=pytest.mark.faults)])
 def test_the_launcher_names_a_rank_that_ended_well_too_early(pool: Pool, tmp_path: Path, step: str) -> None:
     code, err = ended(pool, tmp_path, f"trains({step}, lambda: os._exit(0))")
     assert code == 1 and "rank 1 does not answer: its process has ended" in err
@@ -169,6 +170,7 @@ def test_the_launcher_names_a_rank_that_ended_well_too_early(pool: Pool, tmp_pat
 
 
 @needs_group_hooks
+@pytest.mark.faults
 def test_an_error_that_the_program_turns_into_its_exit_code(pool: Pool, tmp_path: Path) -> None:
     script = f"""
 try:

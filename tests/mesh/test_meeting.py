@@ -534,6 +534,7 @@ def test_torchs_own_checks_may_be_on(pool: Pool, level: str) -> None:
     assert pool.run(in_detail, ranks=4, env=environment) == [[2.0, 2.0]] * 4
 
 
+@pytest.mark.faults
 @pytest.mark.mesh(
     dp=2, via="gloo", timeout_s=12, not_via={"emulated_nccl": "a receive that gives up stays queued"}
 )

@@ -203,6 +203,7 @@ def test_a_job_that_has_all_its_ranks_goes_on_when_another_one_comes(pool: Pool,
     assert (code, out.count("open"), out.count("right")) == (0, 2, 2), (out, err)
 
 
+@pytest.mark.faults
 def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ports = [free_port(), silent.getsockname()[1], free_port()]
@@ -258,6 +259,7 @@ def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun on the PATH")
+@pytest.mark.faults
 def test_two_jobs_of_the_mpirun_of_this_host(tmp_path: Path) -> None:
     script = tmp_path / "adds_up.py"
     script.write_text(ADDS_UP)

@@ -85,7 +85,7 @@ _EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2, "tp": 1}}
 # Fused and transposed weights; experts in folders that name each, on a mesh without and with a dim for them.
 OTHERS = [
     pytest.param("gpt2", {}, marks=pytest.mark.parity),
-    ("qwen3_moe", {}),
+    pytest.param("qwen3_moe", {}, marks=pytest.mark.parity),
     ("mixtral", _EXPERT),
     pytest.param("qwen3_moe", _EXPERT, marks=pytest.mark.parity),
     pytest.param("mixtral", {}, marks=pytest.mark.parity),
