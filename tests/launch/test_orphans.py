@@ -43,7 +43,7 @@ if rank == 1:
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(STUBBORN + "print('up', flush=True)\ntime.sleep(1000)\n")
+    (tmp_path / "rank.py").write_text(STUBBORN + "print('up\\n', end='', flush=True)\ntime.sleep(1000)\n")
     program = "from meshcomm.launch.spawn import launch; launch(['rank.py'], 4)"
     launcher = subprocess.Popen(
         [sys.executable, "-c", program],
