@@ -165,6 +165,7 @@ def test_a_compiled_call_is_checked_counted_and_works_as_an_eager_one(mesh: Mesh
 
 
 @on_ranks(2)
+@pytest.mark.faults
 def test_a_compiled_call_on_a_broken_group_says_who_and_where() -> None:
     with meshcomm.init(dims={"tp": 2}, device="cpu", timeout_s=3) as mesh:
         f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x, grad="sum"), backend="aot_eager")

@@ -193,6 +193,7 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
     )
 
 
+@pytest.mark.deep
 def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('no mesh')\n")
     (tmp_path / "fails.py").write_text(

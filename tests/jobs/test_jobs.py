@@ -238,6 +238,7 @@ def test_a_wrong_call_ends_before_any_process_starts(
     assert message in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr
 
 
+@pytest.mark.deep
 def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
     # As with `python scripts/main.py`, imports are looked for beside the script, not here.
     (tmp_path / "queue.py").write_text("raise ImportError('this is not the library')")

@@ -183,6 +183,7 @@ except Exception:
 
 
 @needs_group_hooks
+@pytest.mark.faults
 def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     code, err = ended(pool, tmp_path, f"trains(ddp, {SLEEPS})", torchrun)

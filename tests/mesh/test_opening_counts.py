@@ -138,6 +138,7 @@ def closed_at_once() -> int:
         return mesh.rank
 
 
+@pytest.mark.faults
 def test_a_mesh_that_closes_unused_waits_until_all_ranks_have_their_groups(pool: Pool) -> None:
     assert pool.run(closed_at_once, ranks=2) == [0, 1]
 

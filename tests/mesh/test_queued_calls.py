@@ -28,7 +28,7 @@ ROWS = [
     pytest.param(
         fault,
         calls,
-        marks=[] if calls == 70 and fault in ("raises", "killed", "shape") else [pytest.mark.faults],
+        marks=[] if calls == 70 and fault in ("raises", "killed") else [pytest.mark.faults],
     )
     for fault in CAUSES
     for calls in (70, 0, 10, 64)

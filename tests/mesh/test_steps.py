@@ -595,6 +595,7 @@ def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None
     return found, at
 
 
+@pytest.mark.faults
 def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> None:
     """Of a long one tests/faults/step_rows.py tells, with its seconds."""
     found = pool.run(outcome, 5, (2, 3), ranks=4)

@@ -437,6 +437,7 @@ def mesh_store(client: dist.Store) -> MeshStore:
     return MeshStore(dist.PrefixStore("mesh", client), "rank 3 (dp=1 tp=1)", 0.3)
 
 
+@pytest.mark.faults
 def test_calls_on_a_store_that_was_stopped_end_and_name_it(pool: Pool) -> None:
     """All at once, on clients that were served before."""
     context = get_context("forkserver")  # the pool's, where torch is loaded

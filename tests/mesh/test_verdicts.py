@@ -399,6 +399,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     via="gloo",
     not_via={"emulated_nccl": "a call returns when it is queued"},
 )
+@pytest.mark.faults
 def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> None:
     """Rank 0 gives up before the others have come; rank 1 comes then, rank 2 does not."""
     mesh.warm_up()
@@ -620,6 +621,7 @@ def left_out(folder: str, skip_at: int) -> tuple[str, str, Any]:
     return type(error).__name__, str(error), getattr(error, "mismatched_ranks", None)
 
 
+@pytest.mark.faults
 def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_path: Path) -> None:
     """Calls are compared by their sequence numbers, beyond those that were compared before they were sent."""
     found = pool.run(left_out, str(tmp_path), 70, ranks=4)

@@ -714,6 +714,7 @@ def sharded(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
         cast(Tensor, parameter.grad).mul_(2)
 
 
+@pytest.mark.parity
 def test_on_processes_with_data_parallelism_and_a_checkpoint_for_another_mesh(
     pool: Pool, tmp_path: Path
 ) -> None:

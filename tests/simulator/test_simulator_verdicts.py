@@ -300,6 +300,7 @@ def test_a_receive_from_anyone_that_nobody_serves() -> None:
     assert "rank 2 (dp=1 tp=0) waits in recv_any (receive from any rank, on all)" in str(error)
 
 
+@pytest.mark.deep
 def test_stacks_are_taken_without_a_collection_that_would_hang() -> None:
     # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for it again.
     program = """

@@ -32,6 +32,7 @@ def test_a_rank_that_sleeps_until_there_is_a_file_lets_the_writer_run(waits: int
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.deep
 def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: Path) -> None:
     before = threading.active_count()
     give_up = threading.Event()

@@ -143,6 +143,7 @@ def at_step_4(undisturbed: tuple[Path, Summary], tmp_path: Path) -> Path:
 # -- the same training, from there on -------------------------------------------------------------
 
 
+@pytest.mark.parity
 def test_on_the_same_mesh_a_resumed_run_is_the_undisturbed_one_bit_by_bit(
     pool: Pool, undisturbed: tuple[Path, Summary], at_step_4: Path
 ) -> None:

@@ -180,6 +180,7 @@ def saved_and_loaded_everywhere(folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.parity
 def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(saved_and_loaded_everywhere, tmp_path, timeout_s=120) == [[]] * 8
     names = {f"model.{name}" for name in WHOLE} | {f"optimizer.{name}.exp_avg" for name in WHOLE}

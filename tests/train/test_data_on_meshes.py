@@ -204,6 +204,7 @@ def samples(out: Path, step: int) -> int:
     return found
 
 
+@pytest.mark.parity
 def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_another_batch(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) ->
     )
 
 
+@pytest.mark.parity
 def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -70,7 +70,8 @@ def resumed(config: Config, folder: Path, save: bool) -> dict[str, Tensor]:
         return {name: whole(p).detach().clone() for name, p in trainer.engine.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["adagrad", pytest.param("nadam", marks=pytest.mark.parity)])
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["adagrad", "nadam"])
 def test_state_is_put_back_on_another_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = pool.run(resumed, config_of(name, MESHES[0]), tmp_path / "saved", True, ranks=4)
     for found in pool.run(resumed, config_of(name, MESHES[1]), tmp_path / "saved", False, ranks=4):

@@ -59,6 +59,7 @@ def originals(configs: list[Config]) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parity
 def test_every_family_is_what_transformers_computes(pool: Pool, tmp_path: Path) -> None:
     configs = []
     for place, family in enumerate(FAMILIES):

@@ -164,6 +164,7 @@ class Known(Callback):
         self.changes = [] if start.resumed is None else list(start.resumed.differences)
 
 
+@pytest.mark.parity
 def test_trained_resumed_on_another_mesh_and_exported(pool: Pool, folder: Path, tmp_path: Path) -> None:
     out, live, left = tmp_path / "run", tmp_path / "live", tmp_path / "left"
     pool.run(trained, config_of(folder, out, {"pp": 2, "tp": 2}, checkpoint_every=2), None, ranks=4)

@@ -16,7 +16,9 @@ from tests.train.runs import losses_or_error, trained
 from tests.train.test_cost import on
 
 
-@pytest.mark.parametrize(("ranks", "found"), [("[]", [0, 1]), ("[1]", [1])])
+@pytest.mark.parametrize(
+    ("ranks", "found"), [pytest.param("[]", [0, 1], marks=pytest.mark.deep), ("[1]", [1])]
+)
 def test_the_steps_of_the_window_are_in_the_trace(
     pool: Pool, tmp_path: Path, ranks: str, found: list[int]
 ) -> None:

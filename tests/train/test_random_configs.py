@@ -119,6 +119,7 @@ def smaller(dims: str, **parallel: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parity
 def test_shards_where_a_backward_pass_runs_in_halves(pool: Pool) -> None:
     raw = smaller("pp = 2, fsdp = 2", pipeline="pp", shard="fsdp", schedule="zero_bubble", stages_per_rank=2)
     one = on_processes(pool, raw)
