@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
-import re
 import sys
-import tempfile
 import threading
 from functools import lru_cache
+from itertools import accumulate, chain, islice, repeat
+from operator import methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final, final
@@ -54,43 +53,31 @@ def users_frame(depth: int = 1) -> FrameType:
     return frame
 
 
-_IN_MEMORY: Final = hasattr(os, "memfd_create")
-# What `faulthandler` writes of a thread and of a frame; other characters than ASCII are escaped.
-_THREAD: Final = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+)")
-_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+def stack_of(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, the innermost first; empty where there is no such thread.
 
-
-def thread_stacks() -> dict[int, list[tuple[str, int, str]]]:
-    """File, line and function of each frame of each thread by its number, the innermost first; of 100 threads and
-    100 frames at most.
-
-    `faulthandler` reads them without a frame object: to walk those of a thread that runs meanwhile can end the
-    process by SIGSEGV (Python 3.11.7, seen in `f_back`; as in python/cpython#99110 and #111363).
+    Frames are taken in one call into C, so that the thread cannot run in between: where one process walked the frames
+    of a thread that ran, Python 3.11.7 died by SIGSEGV. No frame is kept: one that holds itself keeps its callers'
+    locals, the tensors and connections of a failed call among them, until Python looks for cycles.
     """
-    found: dict[int, list[tuple[str, int, str]]] = {}
-    stack: list[tuple[str, int, str]] = []
-    # In memory where there is such a file: a full disk is no reason to know nothing.
-    with os.fdopen(os.memfd_create("stacks"), "w+") if _IN_MEMORY else tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        for line in file:
-            if thread := _THREAD.match(line):
-                # A thread that begins has its parent's number, and no frames.
-                stack = found.setdefault(int(thread[1], 16), [])
-            elif frame := _FRAME.match(line):
-                stack.append((_plain(frame[1]), int(frame[2]), _plain(frame[3])))
-    # Where the caller is, not where this is.
-    del found.get(threading.get_ident(), [])[:1]
-    return found
-
-
-def _plain(escaped: str) -> str:
-    return _ESCAPED.sub(lambda code: chr(int(code[1] or code[2] or code[3], 16)), escaped)
+    frames: list[FrameType] = []
+    now = map(methodcaller("get", thread), iter(sys._current_frames, None))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # Ends where the outermost frame has none behind it.
+        with contextlib.suppress(AttributeError):
+            frames.extend(accumulate(chain(islice(now, 1), repeat("f_back")), getattr))
+    finally:
+        if collects:
+            gc.enable()
+    return [
+        (each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames if each is not None
+    ]
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Where every thread is, by its number; for threads that wait, see `thread_stacks`.
+    """Where every thread is, by its number; for their stacks see `stack_of`.
 
     Without a garbage collection inside of it: Python (3.11.7 tried) holds a lock meanwhile that the end of a
     `threading.local` waits for, and the process would hang for ever.

@@ -14,7 +14,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final, TypeVar, final
 
-from meshcomm.comm.callsite import is_ours, thread_stacks
+from meshcomm.comm.callsite import is_ours, stack_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
@@ -59,7 +59,7 @@ class RankRecord:
     @property
     def main_line(self) -> str:
         """file:line and function of the innermost frame of the program itself."""
-        stack = thread_stacks().get(self._main, [])
+        stack = stack_of(self._main)
         own = [place for place in stack if not is_library(place[0])]
         for file, line, name in (own or stack)[:1]:
             return f"{file}:{line} in {name}"

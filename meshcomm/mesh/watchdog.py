@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import thread_frames, thread_stacks
+from meshcomm.comm.callsite import stack_of, thread_frames
 from meshcomm.comm.diagnosis import (
     Diagnosis,
     FailedCall,
@@ -38,7 +38,7 @@ from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_wa
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.torch_store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, is_in_barrier, unlimited_barrier
+from meshcomm.transport.torch_private import capturing, overdue_barrier
 
 # A backend that has not given up a call so long after the group's timeout never will.
 GRACE_S: Final = 5.0
@@ -126,8 +126,6 @@ class Watchdog(Watching):
         self._reported: object = None
         # One that has failed, and at how many looks nobody was handling its error.
         self._unhandled: tuple[object, int] = (None, 0)
-        # A `monitored_barrier` that a thread is in, and since when; when to look for one again.
-        self._barrier, self._barrier_look = (0, 0.0), time.monotonic() + 1.0
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -315,19 +313,10 @@ class Watchdog(Watching):
 
     def _held_barrier(self, now: float) -> MeshcommError | None:
         """`dist.monitored_barrier` on a group of the mesh, which torch lets wait 30 minutes where it gets no timeout."""
-        if now < self._barrier_look:
-            return None
-        self._barrier_look = now + min((each.timeout_s() for each in self._recorders), default=0.0) / 8
-        inside = [thread for thread, stack in thread_stacks().items() if is_in_barrier(stack)]
-        frames = thread_frames() if inside else {}
-        names = {
-            id(frames[thread]): unlimited_barrier(frames[thread]) for thread in inside if thread in frames
-        }
-        frame, name = next(((frame, name) for frame, name in names.items() if name), (0, None))
-        if self._barrier[0] != frame:
-            self._barrier = frame, now
+        limits = {each.group_name: each.timeout_s() + GRACE_S for each in self._recorders}
+        name = overdue_barrier(limits, now)
         recorder = next((each for each in self._recorders if each.group_name == name), None)
-        if recorder is None or now - self._barrier[1] < (timeout_s := recorder.timeout_s()) + GRACE_S:
+        if recorder is None:
             return None
         own, call = self.own, f"monitored_barrier on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
@@ -337,7 +326,7 @@ class Watchdog(Watching):
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
         lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
         lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the {timeout_s:g} s of the group, as it got no timeout; the process ends"
+        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; the process ends"
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
             given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
@@ -620,8 +609,8 @@ def _is_inside(files: str | tuple[str, ...]) -> bool:
 
     A thread whose call has failed, and that is asking why, does not count.
     """
-    for stack in thread_stacks().values():
-        for file, _, _ in stack:
+    for thread in list(thread_frames()):
+        for file, _, _ in stack_of(thread):
             if file.startswith(files):
                 return True
             if file == __file__ or not is_library(file):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import math
 import os
 import sys
 import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, TypeVar, final
@@ -279,24 +282,36 @@ def live_groups() -> int:
     return len(c10d._world.pg_names)
 
 
-# The function that waits torch's own 30 minutes where it is given no timeout, and the object that says so.
+# The function that waits torch's own 30 minutes where it is given no timeout, and what it asks then.
 _MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
+_DEFAULT_TIMEOUT = c10d._get_default_timeout
+# By thread, the last such call: its group's name, and when it began, by the monotonic clock.
+_barriers: dict[int, tuple[str, float]] = {}
 
 
-def is_in_barrier(stack: list[tuple[str, int, str]]) -> bool:
-    """Whether a thread with this stack (file, line and function, the innermost first) waits in `dist.monitored_barrier`."""
-    code = _MONITORED_BARRIER
-    return any((file, name) == (code.co_filename, code.co_name) for file, _, name in stack[:1])
+def _default_timeout(backend: Any) -> timedelta:
+    caller = sys._getframe(1)
+    if caller.f_code is _MONITORED_BARRIER:
+        group = caller.f_locals["group"] or c10d._get_default_group()
+        _barriers[threading.get_ident()] = group.group_name, time.monotonic()
+    return _DEFAULT_TIMEOUT(backend)
 
 
-def unlimited_barrier(frame: Any) -> str | None:
-    """The group's name, where a thread at `frame` is in `dist.monitored_barrier` that got no timeout; else None."""
-    if frame.f_code is not _MONITORED_BARRIER:
-        return None
-    given = frame.f_locals
-    if given.get("timeout") is not c10d.default_pg_timeout:
-        return None
-    return str((given.get("group") or c10d._get_default_group()).group_name)
+c10d._get_default_timeout = _default_timeout
+
+
+def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
+    """A group that a thread has been in `dist.monitored_barrier` of for longer than its limit, without a timeout of its own.
+
+    limits: seconds by the group's name. None: no such group.
+    """
+    for thread, (name, began) in list(_barriers.items()):
+        if now - began > limits.get(name, math.inf):
+            frame = sys._current_frames().get(thread)
+            if frame is not None and frame.f_code is _MONITORED_BARRIER:
+                return name
+            _barriers.pop(thread, None)
+    return None
 
 
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.callsite import is_ours, thread_stacks
+from meshcomm.comm.callsite import is_ours, stack_of
 from meshcomm.testing import Pool
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
@@ -34,21 +34,23 @@ def test_a_package_whose_name_begins_alike_is_the_users(file: str | Path, ours: 
     assert is_ours(str(file)) is ours
 
 
-def test_stacks_of_all_threads_without_a_frame_of_them() -> None:
-    here, done = threading.get_ident(), threading.Event()
+def test_the_stack_of_a_thread_and_one_s_own() -> None:
+    done = threading.Event()
 
-    def größe() -> None:
+    def waits() -> None:
         done.wait()
 
-    thread = threading.Thread(target=größe)
+    thread = threading.Thread(target=waits)
     thread.start()
     time.sleep(0.1)
-    found = thread_stacks()
+    found = stack_of(thread.ident or 0)
     done.set()
     thread.join()
-    line = größe.__code__.co_firstlineno + 1
-    assert (__file__, line, "größe") in found[thread.ident or 0]
-    assert found[here][0][::2] == (__file__, "test_stacks_of_all_threads_without_a_frame_of_them")
+    assert (__file__, waits.__code__.co_firstlineno + 1, "waits") in found
+    assert found[-1][2] == "_bootstrap"
+    own = [(file, name) for file, _, name in stack_of(threading.get_ident()) if not is_ours(file)]
+    assert own[0] == (__file__, "test_the_stack_of_a_thread_and_one_s_own")
+    assert stack_of(-1) == []
 
 
 def watched_for_frames() -> int:
@@ -58,9 +60,9 @@ def watched_for_frames() -> int:
         with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=0.5) as mesh:
             mesh.all_reduce("dp", torch.ones(1))
             time.sleep(1.5)
+            return len(seen)
     finally:
         sys._current_frames = frames
-    return len(seen)
 
 
 def test_an_open_mesh_makes_no_frames_of_running_threads(pool: Pool) -> None:
