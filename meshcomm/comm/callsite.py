@@ -71,9 +71,9 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
     finally:
         if collects:
             gc.enable()
-    return [
-        (each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames if each is not None
-    ]
+    # Where the caller is, not where this is.
+    own = thread == threading.get_ident()
+    return [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
 
 
 def thread_frames() -> dict[int, FrameType]:
