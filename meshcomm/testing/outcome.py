@@ -23,7 +23,6 @@ from meshcomm.testing.pool import Ended
 Kind = Literal["passed", "skipped", "xfailed", "exited", "failed"]
 # As faulthandler writes them.
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_THREAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first")
 
 
 @final
@@ -122,18 +121,16 @@ def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
     return "".join(StackSummary.from_list(shown).format()).rstrip()
 
 
-def main_thread(text: str) -> list[FrameSummary]:
-    """The main thread's last stack, outermost frame first.
+def last_stack(text: str) -> list[FrameSummary]:
+    """The last stack that a rank's file has, outermost frame first; of a fault, that of its thread.
 
-    text: a rank's file: `main 0x...` with the main thread's number, then faulthandler's dumps.
+    text: faulthandler's dumps, of the main thread or of all threads.
     """
-    head, _, rest = text.partition("\n")
-    main = int(head.removeprefix("main "), 16) if head.startswith("main 0x") else None
     frames: list[FrameSummary] = []
     reading = False
-    for line in rest.splitlines():
-        if thread := _THREAD.match(line):
-            reading = main in (None, int(thread[1], 16))
+    for line in text.splitlines():
+        if "most recent call first" in line:
+            reading = line.startswith(("Current thread", "Stack"))
             frames = [] if reading else frames
         elif reading and (frame := _FRAME.match(line)):
             frames.append(FrameSummary(frame[1], int(frame[2].replace("???", "0")), frame[3]))

@@ -55,7 +55,8 @@ class Ended:
     """How one rank's call ended.
 
     value: what it returned or raised. text: what went wrong; empty for "returned".
-    stack: what all threads did when the time was up, as faulthandler writes it; empty if never asked.
+    stack: what the main thread did when the time was up, or all threads at a fault such as SIGSEGV, as
+        faulthandler writes it; empty if never asked.
     reusable: whether the rank may take another call.
     """
 
@@ -91,7 +92,7 @@ class Limits(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """Where one rank writes: its threads' stacks, when it is asked or dies of a fault; its stdout and stderr."""
+    """Where one rank writes: its stack, when it is asked or dies of a fault; its stdout and stderr."""
 
     stacks: Path
     out: Path
@@ -276,15 +277,14 @@ class Pool:
                     # The others often wait for this one; give them a moment, then take stacks.
                     deadline = min(deadline, time.monotonic() + limits.settle_s)
         for rank in waiting.values():
-            text = f"did not return within {limits.timeout_s:g} s\n" + stacks[rank].partition("\n")[2]
+            text = f"did not return within {limits.timeout_s:g} s\n" + stacks[rank]
             ended[rank] = Ended("late", TimeoutError(text), text, stacks[rank])
         return ended
 
 
 def _told(one: Ended) -> str:
     """What went wrong, with the stacks that a rank wrote as it died of a fault such as SIGSEGV."""
-    # The first line of the stacks says which thread is the main one.
-    fault = one.stack.partition("\n")[2].strip() if one.state == "died" else ""
+    fault = one.stack.strip() if one.state == "died" else ""
     return f"{one.text}\n{fault}".rstrip()
 
 
@@ -311,7 +311,7 @@ def how_it_died(code: int | None) -> str:
 
 
 def _dump(workers: list[_Worker]) -> list[str]:
-    """Ask ranks for the stacks of all their threads."""
+    """Ask ranks for the stacks of their main threads."""
     files = [worker.files.stacks for worker in workers]
     before = [len(_read(file)) for file in files]
     for worker in workers:
@@ -349,9 +349,9 @@ def _serve(pipe: Connection, files: _Files) -> None:
     # A test may start processes of its own, a DataLoader's workers say; daemons may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stacks = open(files.stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
-    stacks.write(f"main {threading.main_thread().ident:#x}\n")
-    stacks.flush()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # The main thread alone, which the kernel prefers for a signal: with all_threads, faulthandler reads the
+    # state of threads that C++ is just making, and a healthy rank dies of it now and then.
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     faulthandler.enable(file=stacks, all_threads=True)
     import torch
 

@@ -16,7 +16,7 @@ import pytest
 from meshcomm.testing.body import Task, given, on_rank, pack
 from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.modules import arguments_of, sources
-from meshcomm.testing.outcome import Ends, main_thread, stack_text
+from meshcomm.testing.outcome import Ends, last_stack, stack_text
 from meshcomm.testing.pool import Limits, Pool
 
 Way: TypeAlias = Callable[[pytest.Function, MeshRequest], Ends]
@@ -76,7 +76,7 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
             replace(
                 one,
                 text=late if one.state == "late" else one.text,
-                stack=stack_text(main_thread(one.stack), full),
+                stack=stack_text(last_stack(one.stack), full),
             )
             for one in ended
         ]

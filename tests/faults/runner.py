@@ -297,7 +297,7 @@ def _rank(
     with stacks.open("w") as file:
         # What torch's own log says is of interest only where something hangs.
         os.dup2(file.fileno(), 2)
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         os.environ.update(variables)
         import torch
 

@@ -1,15 +1,17 @@
-"""The pool of ranks: what it tells of a rank that died."""
+"""The pool of ranks: what it shows of a rank that died, and of one that is late."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import resource
+import threading
+import time
 
 import pytest
 
 from meshcomm.testing import Pool
-from meshcomm.testing.pool import RankFailure
+from meshcomm.testing.pool import Limits, RankFailure
 
 
 def crash_in_one_rank(of_rank: int) -> None:
@@ -23,3 +25,15 @@ def test_a_rank_that_dies_of_a_fault_shows_where(pool: Pool) -> None:
         pool.run(crash_in_one_rank, 1, ranks=2)
     assert set(failure.value.by_rank) == {1}
     assert "was killed by SIGSEGV" in str(failure.value) and "in crash_in_one_rank" in str(failure.value)
+
+
+def stay_away() -> None:
+    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+    time.sleep(30)
+
+
+def test_a_late_rank_shows_its_main_thread_alone(pool: Pool) -> None:
+    # faulthandler of all threads reads those that C++ is just making, too: a rank died of it now and then.
+    (late,) = pool.call(stay_away, ranks=1, limits=Limits(timeout_s=1))
+    assert late.state == "late" and "in stay_away" in late.text
+    assert late.stack.count("most recent call first") == 1
